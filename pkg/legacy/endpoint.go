@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sync/semaphore"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/stats"
 	"google.golang.org/grpc/status"
 	"k8s.io/klog/v2"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
@@ -53,7 +54,7 @@ type endpoint struct {
 }
 
 // streamWorkers is how many calls of an endpoint run on goroutines that are reused: kubelet's stream, another reader, and its calls, which
-// come one at a time.
+// come one at a time. Reused goroutines have a grown stack. A new one grows its own during Allocate, which costs a fifth of the call.
 const streamWorkers = 4
 
 // openEndpoint listens on an unused path and serves.
@@ -63,15 +64,14 @@ func (r *registrar) openEndpoint(ctx context.Context, path string) (*endpoint, e
 		return nil, fmt.Errorf("listen on device plugin socket: %w", err)
 	}
 	e := &endpoint{
-		path:   path,
-		logger: klog.FromContext(ctx),
-		// Workers have a grown stack. A new goroutine grows its own during Allocate, which costs a fifth of the call.
-		server:   grpc.NewServer(grpc.WaitForHandlers(true), grpc.NumStreamWorkers(streamWorkers)),
+		path:     path,
+		logger:   klog.FromContext(ctx),
 		stopping: make(chan struct{}),
 		calls:    semaphore.NewWeighted(math.MaxInt64), connections: semaphore.NewWeighted(math.MaxInt64),
 		up:   make(chan struct{}),
 		down: make(chan struct{}),
 	}
+	e.server = grpc.NewServer(grpc.WaitForHandlers(true), grpc.NumStreamWorkers(streamWorkers), grpc.StatsHandler(callCounter{e.calls}))
 	e.closeUp = sync.OnceFunc(func() { close(e.up) })
 	e.closeDown = sync.OnceFunc(func() { close(e.down) })
 	// The next check notices a missing file.
@@ -101,6 +101,37 @@ func awaitNone(counted *semaphore.Weighted, limit time.Duration) {
 	defer cancel()
 	_ = counted.Acquire(ctx, math.MaxInt64) // it is never used again
 }
+
+// callCounter counts calls other than streams until gRPC has queued the answer. A handler returns before that, and kubelet drops an answer
+// that comes after the end of its stream.
+type callCounter struct{ calls *semaphore.Weighted }
+
+// countedCall is in the context of one call.
+type countedCall struct{ counted bool }
+
+type countedCallKey struct{}
+
+func (c callCounter) TagRPC(ctx context.Context, _ *stats.RPCTagInfo) context.Context {
+	return context.WithValue(ctx, countedCallKey{}, &countedCall{})
+}
+
+func (c callCounter) HandleRPC(ctx context.Context, event stats.RPCStats) {
+	call, tagged := ctx.Value(countedCallKey{}).(*countedCall)
+	if !tagged {
+		return
+	}
+	switch event := event.(type) {
+	case *stats.Begin:
+		call.counted = !event.IsServerStream && c.calls.TryAcquire(1)
+	case *stats.End:
+		if call.counted {
+			c.calls.Release(1)
+		}
+	}
+}
+
+func (c callCounter) TagConn(ctx context.Context, _ *stats.ConnTagInfo) context.Context { return ctx }
+func (c callCounter) HandleConn(context.Context, stats.ConnStats)                       {}
 
 // countingListener counts open connections. gRPC closes a connection when it finds that the peer has.
 type countingListener struct {
@@ -272,17 +303,11 @@ func (s *service) GetDevicePluginOptions(context.Context, *pluginapi.Empty) (*pl
 
 func (s *service) GetPreferredAllocation(_ context.Context, request *pluginapi.PreferredAllocationRequest,
 ) (*pluginapi.PreferredAllocationResponse, error) {
-	if s.endpoint.calls.TryAcquire(1) {
-		defer s.endpoint.calls.Release(1)
-	}
 	defer func(start time.Time) { s.registrar.metrics.preferred.Observe(time.Since(start).Seconds()) }(time.Now())
 	return s.registrar.Preferred(s.registrar.resource, request), nil
 }
 
 func (s *service) Allocate(ctx context.Context, request *pluginapi.AllocateRequest) (*pluginapi.AllocateResponse, error) {
-	if s.endpoint.calls.TryAcquire(1) {
-		defer s.endpoint.calls.Release(1)
-	}
 	defer func(start time.Time) { s.registrar.metrics.allocate.Observe(time.Since(start).Seconds()) }(time.Now())
 	return s.registrar.Allocate(klog.NewContext(ctx, s.endpoint.logger), s.registrar.resource, request)
 }
@@ -291,9 +316,6 @@ func (s *service) Allocate(ctx context.Context, request *pluginapi.AllocateReque
 // 30 s (k8s.io/kubelet pkg/apis/deviceplugin/v1beta1, KubeletPreStartContainerRPCTimeoutInSecs).
 func (s *service) PreStartContainer(ctx context.Context, request *pluginapi.PreStartContainerRequest,
 ) (*pluginapi.PreStartContainerResponse, error) {
-	if s.endpoint.calls.TryAcquire(1) {
-		defer s.endpoint.calls.Release(1)
-	}
 	if err := s.registrar.handOver(ctx, s.registrar.resource, request.GetDevicesIds()); err != nil {
 		return nil, err
 	}
