@@ -150,7 +150,8 @@ func (d *Driver) createPartitions(ctx context.Context, p *preparation) error {
 		if unmanaged, ok := errors.AsType[*partition.UnmanagedError](err); ok {
 			// A claim in conflict holds nothing.
 			d.cancel(ctx, p)
-			return d.recordConflict(ctx, p, "partition", reasonUnmanagedPartition, unmanaged.Error(), []device.Ref{o.device.Ref()})
+			lost := ledger.Conflict{Message: unmanaged.Error(), Devices: []device.Ref{o.device.Ref()}}
+			return d.recordConflict(ctx, p, "partition", reasonUnmanagedPartition, lost)
 		}
 		if err != nil {
 			return refuse(reasonPartitionNotMade, "device %s cannot be created, retrying: %v", p.answer[o.entry].DeviceName, err)
@@ -414,11 +415,12 @@ func (d *Driver) explain(ctx context.Context, p *preparation, err error) error {
 	devices := slices.DeleteFunc(slices.Clone(p.request.Devices), func(ref device.Ref) bool {
 		return !slices.ContainsFunc(conflict.Holds, func(h ledger.Hold) bool { return h.Device.Overlaps(ref) })
 	})
-	return d.recordConflict(ctx, p, string(conflict.Holds[0].Holder.Kind), reasonDeviceHeld, describeConflict(conflict, p), devices)
+	lost := ledger.Conflict{Message: describeConflict(conflict, p), Devices: devices, Generation: conflict.Generation}
+	return d.recordConflict(ctx, p, string(conflict.Holds[0].Holder.Kind), reasonDeviceHeld, lost)
 }
 
-// recordConflict records a conflict on these devices, and decides whether the controller evicts the claim's pods.
-func (d *Driver) recordConflict(ctx context.Context, p *preparation, kind, reason, message string, devices []device.Ref) error {
+// recordConflict records a conflict on the devices that lost has, and decides whether the controller evicts the claim's pods.
+func (d *Driver) recordConflict(ctx context.Context, p *preparation, kind, reason string, lost ledger.Conflict) error {
 	outcome, what := outcomeWaiting, "the claim waits, and is prepared when the device is free; delete the pod if its next one should be placed elsewhere"
 	if kind == "device" {
 		what = "the pod is not evicted: its owner may not replace it, or a container of the claim has started; " +
@@ -431,17 +433,15 @@ func (d *Driver) recordConflict(ctx context.Context, p *preparation, kind, reaso
 	case ctx.Err() != nil:
 		outcome = outcomeDeadline
 	}
-	var names []string
-	for _, ref := range devices {
-		names = append(names, p.names[ref])
+	lost.UID, lost.Namespace, lost.Name, lost.Pods = p.request.UID, p.request.Namespace, p.request.Name, p.request.Pods
+	for _, ref := range lost.Devices {
+		lost.Names = append(lost.Names, p.names[ref])
 	}
-	d.Ledger.RecordConflict(ledger.Conflict{
-		UID: p.request.UID, Namespace: p.request.Namespace, Name: p.request.Name, Pods: p.request.Pods,
-		Devices: devices, Names: names, PendingEviction: outcome == outcomePendingEviction, Message: message,
-	})
+	lost.PendingEviction = outcome == outcomePendingEviction
+	d.Ledger.RecordConflict(lost)
 	d.metrics.conflicts.WithLabelValues(kind, outcome).Inc()
 	klog.FromContext(ctx).Info("Recorded a conflict of a claim", "claim", klog.KObj(p.claim), "claimUID", p.claim.UID, "outcome", outcome)
-	return refuse(reason, "%s: %s", message, what)
+	return refuse(reason, "%s: %s", lost.Message, what)
 }
 
 // describeConflict names each device and its holder, as far as the claim's namespace may know.

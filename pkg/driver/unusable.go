@@ -12,6 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
 // unusableGrace is how long an allocated device may be unhealthy or unknown before its claim is in conflict: the inventory of an agent
@@ -35,7 +36,7 @@ func (d *Driver) recordUnusable(ctx context.Context, preparations []*preparation
 			continue
 		}
 		p.names[refused.ref] = refused.device
-		p.err = d.recordConflict(ctx, p, "device", refused.reason, refused.message, []device.Ref{refused.ref})
+		p.err = d.recordConflict(ctx, p, "device", refused.reason, ledger.Conflict{Message: refused.message, Devices: []device.Ref{refused.ref}})
 	}
 }
 

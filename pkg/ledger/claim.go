@@ -100,24 +100,24 @@ func (l *Ledger) reserveClaim(ctx context.Context, r ClaimRequest) (Reservation,
 	for {
 		l.options.Turn(ctx)
 		changed, queueChanged := l.Changed(), l.options.Queue.Changed()
-		conflicts, reservation, err := l.tryClaim(ctx, r)
+		conflict, reservation, err := l.tryClaim(ctx, r)
 		if errors.Is(err, errPodsFirst) {
 			awaitPods(ctx, r.PodsFirst, changed, queueChanged)
 			continue
 		}
-		if err != nil || len(conflicts) == 0 {
+		if err != nil || conflict == nil {
 			return reservation, err
 		}
-		remaining, err := l.settle(conflicts)
+		remaining, err := l.settle(conflict.Holds)
 		if err != nil {
 			return Reservation{}, err
 		}
-		if len(remaining) < len(conflicts) {
+		if len(remaining) < len(conflict.Holds) {
 			continue
 		}
 		if !l.worthWaiting(r, remaining) {
 			l.contest(remaining)
-			return Reservation{}, &ConflictError{Holds: remaining}
+			return Reservation{}, conflict
 		}
 		select {
 		case <-changed:
@@ -128,7 +128,7 @@ func (l *Ledger) reserveClaim(ctx context.Context, r ClaimRequest) (Reservation,
 			if errors.Is(ctx.Err(), context.DeadlineExceeded) {
 				l.contest(remaining)
 			}
-			return Reservation{}, &ConflictError{Holds: remaining}
+			return Reservation{}, conflict
 		}
 	}
 }
@@ -147,7 +147,7 @@ func (l *Ledger) worthWaiting(r ClaimRequest, holds []Hold) bool {
 // errPodsFirst means that pods which are bound to the node come first.
 var errPodsFirst = errors.New("pods come first")
 
-func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflicts []Hold, reservation Reservation, err error) {
+func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflict *ConflictError, reservation Reservation, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if err := l.admit(ctx, r); err != nil {
@@ -158,11 +158,12 @@ func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflicts []Hold
 	if err := l.drainExcept(holder, r.Devices); err != nil {
 		return nil, Reservation{}, err
 	}
+	var blockers []Hold
 	for _, ref := range r.Devices {
-		conflicts = append(conflicts, l.blockers(holder, ref, r.Shares[ref])...)
+		blockers = append(blockers, l.blockers(holder, ref, r.Shares[ref])...)
 	}
-	if len(conflicts) > 0 {
-		return conflicts, Reservation{}, nil
+	if len(blockers) > 0 {
+		return &ConflictError{Holds: blockers, Generation: l.serial}, Reservation{}, nil
 	}
 	// New holds come first: writing them fails more often, and is easy to undo.
 	var taken []Hold

@@ -31,6 +31,8 @@ type Conflict struct {
 	PendingEviction bool
 	// Message explains the conflict to the claim's owner. It has no names of other namespaces.
 	Message string
+	// Generation is that of the ConflictError; zero without one.
+	Generation uint64
 
 	// pendingEviction is when the eviction became pending.
 	pendingEviction time.Time
@@ -49,15 +51,15 @@ func (e *PendingEvictionError) Error() string {
 }
 
 // RecordConflict records a conflict. The DRA front-end calls it after a *ConflictError. A known conflict keeps its Since. It does nothing
-// if the claim holds all Devices, because another call for the claim was faster. The conflict ends when ReserveClaim succeeds, with
-// DrainClaim and with ClearConflict.
+// if the claim holds all Devices, because another call for the claim was faster; with a Generation, if it has reserved them since. The
+// conflict ends when ReserveClaim succeeds, with DrainClaim and with ClearConflict.
 func (l *Ledger) RecordConflict(conflict Conflict) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	holder := Holder{KindClaim, conflict.UID}
 	missing := func(ref device.Ref) bool {
 		h, ok := l.holds[key{holder, ref}]
-		return !ok || h.State != StateHeld
+		return !ok || h.State != StateHeld || conflict.Generation > 0 && h.taken <= conflict.Generation
 	}
 	if !slices.ContainsFunc(conflict.Devices, missing) {
 		return

@@ -112,6 +112,40 @@ func TestClaimThatHoldsItsDevicesHasNoConflict(t *testing.T) {
 	}
 }
 
+// After a start two claims may have a device. The one that asks again has lost it, although it was recorded first.
+func TestConflictOfAClaimThatAnotherOneHasToo(t *testing.T) {
+	l := openWith(t, neverRunningOut)
+	must(t, second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))))
+	if _, both := errors.AsType[*ConflictError](l.Expect(Hold{Holder: Holder{KindClaim, "other"}, Device: whole("a")})); !both {
+		t.Fatal("the other claim does not have it too")
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Millisecond)
+	defer cancel()
+	found, lost := errors.AsType[*ConflictError](second(l.ReserveClaim(ctx, claimOf("c", whole("a")))))
+	if !lost {
+		t.Fatal("the claim got what another one has")
+	}
+	late := conflict("c", true, whole("a"))
+	late.Generation = found.Generation
+	l.RecordConflict(late)
+	if got := l.Conflicts(); len(got) != 1 || !got[0].PendingEviction {
+		t.Errorf("conflicts: %+v", got)
+	}
+	// Another call for the claim is faster. That the reconciler changes the hold's pods is no call.
+	l.ClearConflict("c")
+	must(t, l.SetPods(find(l, "c"), []Pod{{UID: "p"}}))
+	if l.RecordConflict(late); len(l.Conflicts()) != 1 {
+		t.Error("no conflict after a change of pods")
+	}
+	l.ClearConflict("c")
+	must(t, l.Release(find(l, "other")))
+	must(t, second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))))
+	l.RecordConflict(late)
+	if got := l.Conflicts(); len(got) != 0 {
+		t.Errorf("conflicts of a prepared claim: %+v", got)
+	}
+}
+
 func TestConflictAgain(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := openInBubble(t, neverRunningOut)

@@ -179,6 +179,8 @@ var ErrCancelled = errors.New("the claim was unprepared meanwhile")
 type ConflictError struct {
 	// Holds that conflict with the request, at least one.
 	Holds []Hold
+	// Generation was the latest of all holds when ReserveClaim found the conflict.
+	Generation uint64
 }
 
 // Error names every device and its holder.

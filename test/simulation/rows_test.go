@@ -48,6 +48,7 @@ const (
 	pendingRefused           row = "pending-eviction-refused"
 	keptByNewAllocation      row = "reallocated-claim-keeps-device"
 	keptByReadmission        row = "readmitted-pod-keeps-device"
+	countedTwice             row = "draining-share-counts-twice-without-controller"
 	claimWaitsForPods        row = "claim-waits-for-bound-pods"
 	severalPrepared          row = "several-claims-prepared"
 	severalUnprepared        row = "several-claims-unprepared"

@@ -282,14 +282,26 @@ func (s *simulation) idle(length time.Duration) {
 func (s *simulation) stuck() map[string]string {
 	found := map[string]string{}
 	taken, promised := s.takenNow()
-	// A shared claim that was allocated again keeps what it had while a pod of it lives: it is unknown what that pod was
-	// given (docs/design/0002-ledger.md). It is counted, and no fault.
 	for _, h := range s.agent.book.Holds() {
-		if k := s.claimOf(h.Holder.ID); k != nil && h.State == ledger.StateDraining && !slices.Contains(k.devices(), "gpu-"+h.Device.GPU[len("GPU-"):]) {
+		k := s.claimOf(h.Holder.ID)
+		if k == nil || h.State == ledger.StateHeld {
+			continue
+		}
+		name := "gpu-" + h.Device.GPU[len("GPU-"):]
+		parts := s.partsOf(h.Holder.ID, []string{name})
+		switch {
+		case !slices.Contains(k.devices(), name):
+			// A shared claim that was allocated again keeps what it had while a pod of it lives: it is unknown what that pod was
+			// given (docs/design/0002-ledger.md). After a start it keeps it also until it is prepared, which another claim of the
+			// same pod may prevent that needs the device. It is counted, and no fault.
 			s.hit(keptByNewAllocation)
-			parts := s.partsOf(h.Holder.ID, []string{"gpu-" + h.Device.GPU[len("GPU-"):]})
 			taken.give(h.Holder.ID, parts)
 			promised.give(h.Holder.ID, parts)
+		case s.controller == nil && h.State == ledger.StateDraining && !h.Share.Whole():
+			// The scheduler counts the claim and the slice its hold: the agent knows allocations from the controller
+			// (docs/design/0013-sharing.md). That is counted, and no fault.
+			s.hit(countedTwice)
+			promised.give(h.Holder.ID+" once more", parts)
 		}
 	}
 	// A pod that kubelet had admitted before it lost its checkpoint, and then anew, keeps what it had first while it lives.
