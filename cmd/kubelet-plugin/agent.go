@@ -218,14 +218,26 @@ func unlessStopped(ctx context.Context, err error) error {
 	return err
 }
 
-// serveNode serves the node once the driver reports a GPU, and in driverless mode until then.
+// serveNode serves the node until ctx is done. The watch of pods ends last: an Allocate in flight may wait for it, and an error would fail
+// its pod.
 func (a *agent) serveNode(ctx context.Context, c components) error {
 	if err := c.loadRecords(ctx); err != nil {
 		return err
 	}
+	group, serving := errgroup.WithContext(ctx)
+	watching, stopWatching := context.WithCancel(context.WithoutCancel(ctx))
+	// These ask the API server while the scan asks the driver.
+	group.Go(func() error { return c.pods.Run(watching) })
+	group.Go(func() error {
+		defer stopWatching()
+		return a.serveWithDriver(serving, c)
+	})
+	return group.Wait()
+}
+
+// serveWithDriver serves the node once the driver reports a GPU, and in driverless mode until then.
+func (a *agent) serveWithDriver(ctx context.Context, c components) error {
 	group, ctx := errgroup.WithContext(ctx)
-	// These ask the API server while the scan below asks the driver.
-	group.Go(func() error { return c.pods.Run(ctx) })
 	group.Go(func() error { return c.self.Run(ctx) })
 	group.Go(func() error { return a.endWithPod(ctx, c.pods) })
 	group.Go(func() error {

@@ -23,6 +23,7 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/status"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes/fake"
@@ -322,4 +323,49 @@ func TestPodsAdmittedBeforeTheStart(t *testing.T) {
 			running.stop()
 		})
 	}
+}
+
+// TestStopAnswersAnAllocateThatWaitsForTheWatch: kubelet asks for the device of an init container again, and the watch has not reported
+// the pod yet. The agent is told to stop. An error would fail the pod for good.
+func TestStopAnswersAnAllocateThatWaitsForTheWatch(t *testing.T) {
+	c, uuids := awayNode(t)
+	kubelet, stopKubelet := startDeviceManager(t, c)
+	a, err := newAgent(c)
+	check(t, err)
+	client := fake.NewClientset(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: c.NodeName, UID: "n"}})
+	a.client = client
+	running := runAgent(t, a)
+	all := map[string]string{}
+	for _, uuid := range uuids {
+		all[uuid] = pluginapi.Healthy
+	}
+	all[uuids[1]] = pluginapi.Unhealthy
+	plugin := kubelet.await(all)
+	allocate := func() error {
+		_, err := plugin.Allocate(t.Context(), &pluginapi.AllocateRequest{ContainerRequests: []*pluginapi.ContainerAllocateRequest{{DevicesIds: uuids[2:3]}}})
+		return err
+	}
+	check(t, allocate())
+	checkpoint := fmt.Sprintf(`{"Data":{"PodDeviceEntries":[{"PodUID":"p1","ContainerName":"first","ResourceName":"nvidia.com/gpu","DeviceIDs":{"0":[%q]}}],"RegisteredDevices":{}},"Checksum":1}`, uuids[2])
+	check(t, os.WriteFile(podstate.DeviceCheckpointPath(c.KubeletDir), []byte(checkpoint), 0o600))
+	answer := make(chan error, 1)
+	go func() { answer <- allocate() }()
+	await(t, "the call waits", func() bool { return strings.Contains(ownGoroutines(), "podstate.(*Pods).Reuses(") })
+	running.cancel()
+	await(t, "the agent stops", func() bool { return !strings.Contains(ownGoroutines(), "podstate.(*Node).Run(") })
+	limits := corev1.ResourceRequirements{Limits: corev1.ResourceList{"nvidia.com/gpu": resource.MustParse("1")}}
+	_, err = client.CoreV1().Pods("apps").Create(t.Context(), &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "apps", Name: "one", UID: "p1"},
+		Spec: corev1.PodSpec{
+			NodeName:       c.NodeName,
+			InitContainers: []corev1.Container{{Name: "first", Resources: limits}}, Containers: []corev1.Container{{Name: "second", Resources: limits}},
+		},
+		Status: corev1.PodStatus{Phase: corev1.PodPending},
+	}, metav1.CreateOptions{})
+	check(t, err)
+	if err := <-answer; err != nil {
+		t.Error(err)
+	}
+	stopKubelet()
+	running.stop()
 }
