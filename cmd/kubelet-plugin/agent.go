@@ -226,7 +226,6 @@ func (a *agent) serveNode(ctx context.Context, c components) error {
 	}
 	group, serving := errgroup.WithContext(ctx)
 	watching, stopWatching := context.WithCancel(context.WithoutCancel(ctx))
-	// These ask the API server while the scan asks the driver.
 	group.Go(func() error { return c.pods.Run(watching) })
 	group.Go(func() error {
 		defer stopWatching()
@@ -238,6 +237,7 @@ func (a *agent) serveNode(ctx context.Context, c components) error {
 // serveWithDriver serves the node once the driver reports a GPU, and in driverless mode until then.
 func (a *agent) serveWithDriver(ctx context.Context, c components) error {
 	group, ctx := errgroup.WithContext(ctx)
+	// It asks the API server while the scan below asks the driver.
 	group.Go(func() error { return c.self.Run(ctx) })
 	group.Go(func() error { return a.endWithPod(ctx, c.pods) })
 	group.Go(func() error {
@@ -352,7 +352,7 @@ func (a *agent) resettable(c components, uuid string) error {
 
 func (a *agent) newCleaner(c components) *handover.Cleaner {
 	return handover.New(handover.Options{
-		Hardware: c.node, Inventory: c.devices, Ledger: c.book, Records: c.before, Managed: c.managed,
+		Pods: c.pods, Hardware: c.node, Inventory: c.devices, Ledger: c.book, Records: c.before, Managed: c.managed,
 		Reset:    func(uuid string) bool { return a.config.ResetGPUs && a.resettable(c, uuid) == nil },
 		Outsider: func(pid int) (string, bool) { return c.pods.Outsider(a.config.ProcRoot, pid) },
 		Report: func(uuid string, err error) {

@@ -46,14 +46,22 @@ type Ledger interface {
 	Changed() <-chan struct{}
 }
 
+// Pods are the node's pods. *podstate.Pods implements it. AwaitSync returns false if ctx is done before they are known.
+type Pods interface {
+	Synced() bool
+	AwaitSync(ctx context.Context) bool
+}
+
 // Options of a Cleaner. All are required.
 type Options struct {
+	Pods      Pods
 	Hardware  Hardware
 	Inventory Inventory
 	Ledger    Ledger
 	// Records must be loaded.
 	Records *Records
-	// Outsider reports whether a process exists and runs in no pod that lives on this node, and describes it.
+	// Outsider reports whether a process exists and runs in no pod that lives on this node, and describes it. It is not called before the
+	// pods are known.
 	Outsider func(pid int) (description string, outside bool)
 	// Managed reports whether Tandem itself sets the compute mode of a GPU, for clients of MPS.
 	Managed func(uuid string) bool
@@ -105,14 +113,24 @@ const (
 	driverPatience = 45 * time.Second
 )
 
-var errNoAnswer = errors.New("the driver does not answer")
+var (
+	errNoAnswer    = errors.New("the driver does not answer")
+	errPodsUnknown = errors.New("the node's pods are not known yet, so its processes may be of pods that have ended")
+	errBefore      = errors.New("it was not clean before the agent started")
+)
 
 // New has no visible effect.
 func New(o Options) *Cleaner {
-	return &Cleaner{
+	c := &Cleaner{
 		options: o, retry: retryDelay, patience: driverPatience,
 		users: map[string]map[user]bool{}, unclean: map[string]error{}, cleaning: map[string]bool{},
 	}
+	for _, uuid := range o.Records.Keys() {
+		if record, _ := o.Records.Get(uuid); record.Unclean {
+			c.users[uuid], c.unclean[uuid] = noHolder, errBefore
+		}
+	}
+	return c
 }
 
 // Inventory returns the inventory, in which a GPU that is not clean is unhealthy. Both APIs and GPUNode show it.
@@ -136,10 +154,11 @@ func (c *Cleaner) Inventory() device.Inventory {
 // Changed returns a channel that is closed when Inventory may answer differently. Run must run.
 func (c *Cleaner) Changed() <-chan struct{} { return c.changed.Changed() }
 
-// Run hands each GPU over once its last hold has ended, until ctx is done. Call it once.
+// Run hands each GPU over once its last hold has ended and the node's pods are known, until ctx is done. Call it once.
 func (c *Cleaner) Run(ctx context.Context) error {
 	var group errgroup.Group
 	group.Go(func() error { c.forward(ctx); return nil })
+	c.options.Pods.AwaitSync(ctx)
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for ctx.Err() == nil {
@@ -263,6 +282,7 @@ func (c *Cleaner) handOver(ctx context.Context, uuid string, starting bool) erro
 			if len(now) == 0 {
 				c.setUsers(uuid, noHolder)
 			}
+			c.recordUnclean(ctx, uuid)
 			return c.failed(ctx, uuid, err)
 		}
 	case former:
@@ -327,15 +347,18 @@ func (c *Cleaner) failed(ctx context.Context, uuid string, err error) error {
 	if known == nil || known.Error() != err.Error() {
 		c.changed.Notify()
 	}
-	if known == nil {
+	if known == nil || errors.Is(known, errBefore) {
 		c.options.Report(uuid, err)
 	}
 	return fmt.Errorf("hand over GPU %s: %w", uuid, err)
 }
 
-// clean returns an error while a process outside the running pods uses the GPU. Then it resets the GPU, if configured, and restores its
+// clean returns an error while a process outside the running pods uses the GPU, or may use it. Then it resets the GPU, if configured, and restores its
 // settings.
 func (c *Cleaner) clean(ctx context.Context, uuid string) error {
+	if !c.options.Pods.Synced() {
+		return errPodsUnknown
+	}
 	if err := c.free(ctx, uuid); err != nil {
 		return err
 	}
@@ -426,7 +449,19 @@ func (c *Cleaner) recordSettings(ctx context.Context, uuid string) error {
 	if c.options.Managed(uuid) {
 		settings.ComputeMode = ""
 	}
-	return c.options.Records.Put(uuid, before{settings})
+	return c.options.Records.Put(uuid, before{Settings: settings})
+}
+
+// recordUnclean records that a GPU is not known to be clean: an agent that starts must not take its next holder for one of before.
+func (c *Cleaner) recordUnclean(ctx context.Context, uuid string) {
+	record, _ := c.options.Records.Get(uuid)
+	if record.Unclean {
+		return
+	}
+	record.Unclean = true
+	if err := c.options.Records.Put(uuid, record); err != nil {
+		klog.FromContext(ctx).Error(err, "Cannot record that a GPU is not known to be clean, so an agent that starts now would offer it", "gpu", uuid)
+	}
 }
 
 // InUseError means that processes outside the running pods use a GPU without a holder.

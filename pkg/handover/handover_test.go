@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -137,6 +138,19 @@ type fixture struct {
 	// pods are the processes that run in pods.
 	pods, reports []string
 	managed       bool
+	node          nodePods
+}
+
+// nodePods are the node's pods, which may be unknown.
+type nodePods struct{ unknown atomic.Bool }
+
+func (p *nodePods) Synced() bool { return !p.unknown.Load() }
+
+func (p *nodePods) AwaitSync(ctx context.Context) bool {
+	for !p.Synced() && ctx.Err() == nil {
+		time.Sleep(time.Millisecond) // of the bubble
+	}
+	return ctx.Err() == nil
 }
 
 // start runs a Cleaner until the test ends. It is called in a bubble.
@@ -151,7 +165,7 @@ func start(t *testing.T, f *fixture, reset bool) *fixture {
 	}
 	f.hardware = &inventory{}
 	f.Cleaner = New(Options{
-		Hardware: f.driver, Inventory: f.hardware, Ledger: f.book, Records: records, Reset: func(string) bool { return reset },
+		Pods: &f.node, Hardware: f.driver, Inventory: f.hardware, Ledger: f.book, Records: records, Reset: func(string) bool { return reset },
 		Outsider: func(pid int) (string, bool) {
 			f.mu.Lock()
 			defer f.mu.Unlock()
@@ -547,12 +561,70 @@ func TestPreparedAgainBesideAProcess(t *testing.T) {
 	}
 }
 
+// An agent that starts beside a process of no pod does not take the next holder for one of before, which would make the GPU clean.
+func TestNotCleanOverARestart(t *testing.T) {
+	f := &fixture{driver: newDriver(), dir: t.TempDir()}
+	t.Run("before", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			f.book = &book{}
+			start(t, f, false)
+			f.book.hold(claim("a", gpu))
+			f.settle()
+			f.change(gpu)
+			f.driver.set(func() { f.driver.processes[gpu] = []int{4242} })
+			f.book.hold()
+			f.settle()
+		})
+	})
+	t.Run("after", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			f.book = &book{holds: []ledger.Hold{claim("next", gpu)}}
+			// Until the pods are known, no process counts as outside them.
+			f.pods = []string{"process 4242"}
+			f.node.unknown.Store(true)
+			start(t, f, false)
+			stillUnclean := func() {
+				t.Helper()
+				f.settle()
+				if err := f.Ensure(t.Context(), gpu); err == nil || f.unclean(gpu) == "" {
+					t.Errorf("Ensure answers %v, the inventory says %q", err, f.unclean(gpu))
+				}
+			}
+			if got := f.unclean(gpu); got == "" {
+				t.Error("the GPU is offered before the first attempt")
+			}
+			stillUnclean()
+			f.mu.Lock()
+			f.pods, f.reports = nil, nil
+			f.mu.Unlock()
+			f.node.unknown.Store(false)
+			stillUnclean()
+			f.driver.set(func() { f.driver.processes[gpu] = nil })
+			if err := f.Ensure(t.Context(), gpu); err != nil || f.unclean(gpu) != "" || f.graphicsClock(gpu) != 1980 {
+				t.Errorf("Ensure answers %v, the inventory says %q, the graphics clock is %d MHz", err, f.unclean(gpu), f.graphicsClock(gpu))
+			}
+		})
+	})
+	// The next agent finds the holder of before.
+	t.Run("clean", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			f.book = &book{holds: []ledger.Hold{claim("next", gpu)}}
+			f.driver.set(func() { f.driver.processes[gpu] = []int{4242} })
+			start(t, f, false)
+			f.settle()
+			if got := f.unclean(gpu); got != "" {
+				t.Errorf("the inventory says %q", got)
+			}
+		})
+	})
+}
+
 // The handover of a lost GPU is tried again, also if the attempt ends before Run waits.
 func TestLostGPUIsTriedAgain(t *testing.T) {
 	f := &fixture{driver: newDriver(), book: &book{}, hardware: &inventory{lost: true}}
 	f.driver.broken[otherGPU] = true
 	c := New(Options{
-		Hardware: f.driver, Inventory: f.hardware, Ledger: f.book, Records: NewRecords(t.TempDir(), "boot"),
+		Pods: &f.node, Hardware: f.driver, Inventory: f.hardware, Ledger: f.book, Records: NewRecords(t.TempDir(), "boot"),
 		Reset: func(string) bool { return false }, Managed: func(string) bool { return false },
 	})
 	c.users[otherGPU] = map[user]bool{userOf(claim("a", otherGPU)): true}

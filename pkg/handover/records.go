@@ -10,13 +10,15 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// Records are the settings that GPUs had before their holders: one file for each used GPU, in a directory that ends with the boot, as
-// the settings do. All methods are safe for concurrent use.
+// Records are what GPUs were like before their holders: one file for each used GPU, in a directory that ends with the boot, as the settings
+// do. All methods are safe for concurrent use.
 type Records struct{ *records.Store[string, before] }
 
 // before is what a GPU was like before its first holder. A GPU whose record is unreadable keeps its settings.
 type before struct {
 	Settings device.Settings `json:"settings"`
+	// Unclean means that a holder has ended since the GPU was last known to be clean.
+	Unclean bool `json:"unclean,omitempty"`
 }
 
 // NewRecords has no visible effect. Call Load before any other method.
