@@ -4,12 +4,18 @@ package legacy
 
 import (
 	"context"
+	"math"
+	"net"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	"golang.org/x/sync/semaphore"
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/stats"
 	"google.golang.org/grpc/status"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
@@ -152,6 +158,60 @@ func TestStopAnswersASlowAllocate(t *testing.T) {
 	<-f.ledger.asking
 	stop()
 	if err := <-answer; err != nil {
+		t.Error(err)
+	}
+}
+
+// slowAnswers holds up each answer until it is released.
+type slowAnswers struct{ written, release chan struct{} }
+
+func (slowAnswers) TagRPC(ctx context.Context, _ *stats.RPCTagInfo) context.Context   { return ctx }
+func (slowAnswers) TagConn(ctx context.Context, _ *stats.ConnTagInfo) context.Context { return ctx }
+func (slowAnswers) HandleConn(context.Context, stats.ConnStats)                       {}
+func (s slowAnswers) HandleRPC(_ context.Context, event stats.RPCStats) {
+	if _, answer := event.(*stats.OutPayload); answer {
+		close(s.written)
+		<-s.release
+	}
+}
+
+// A call counts until gRPC has queued its answer, not only until its handler returns.
+func TestACallCountsUntilItsAnswerIsQueued(t *testing.T) {
+	f := newFixture(t, release137)
+	p, err := New(f.config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	calls := semaphore.NewWeighted(math.MaxInt64)
+	answers := slowAnswers{make(chan struct{}), make(chan struct{})}
+	server := grpc.NewServer(grpc.StatsHandler(callCounter{calls}), grpc.StatsHandler(answers))
+	pluginapi.RegisterDevicePluginServer(server, &service{registrar: &registrar{Plugin: p}})
+	path := filepath.Join(f.config.Directory, "s")
+	listener, err := net.Listen("unix", path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	go func() { _ = server.Serve(listener) }()
+	t.Cleanup(server.Stop)
+	conn, err := dial(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = conn.Close() }()
+	answer := make(chan error, 1)
+	go func() {
+		_, err := pluginapi.NewDevicePluginClient(conn).GetDevicePluginOptions(t.Context(), &pluginapi.Empty{})
+		answer <- err
+	}()
+	<-answers.written
+	if calls.TryAcquire(math.MaxInt64) {
+		t.Error("the call does not count any more")
+	}
+	close(answers.release)
+	if err := <-answer; err != nil {
+		t.Error(err)
+	}
+	if err := calls.Acquire(t.Context(), math.MaxInt64); err != nil {
 		t.Error(err)
 	}
 }
