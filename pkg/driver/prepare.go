@@ -419,7 +419,7 @@ func (d *Driver) explain(ctx context.Context, p *preparation, err error) error {
 	return d.recordConflict(ctx, p, string(conflict.Holds[0].Holder.Kind), reasonDeviceHeld, lost)
 }
 
-// recordConflict records a conflict on the devices that lost has, and decides whether the controller evicts the claim's pods.
+// recordConflict records lost as the claim's conflict, and decides whether the controller evicts the claim's pods.
 func (d *Driver) recordConflict(ctx context.Context, p *preparation, kind, reason string, lost ledger.Conflict) error {
 	outcome, what := outcomeWaiting, "the claim waits, and is prepared when the device is free; delete the pod if its next one should be placed elsewhere"
 	if kind == "device" {

@@ -60,8 +60,8 @@ type Options struct {
 	Ledger    Ledger
 	// Records must be loaded.
 	Records *Records
-	// Outsider reports whether a process exists and runs in no pod that lives on this node, and describes it. It is not called before the
-	// pods are known.
+	// Outsider reports whether a process exists and runs in no pod that lives on this node, and describes it. Before the pods are known,
+	// only ResetIdle calls it.
 	Outsider func(pid int) (description string, outside bool)
 	// Managed reports whether Tandem itself sets the compute mode of a GPU, for clients of MPS.
 	Managed func(uuid string) bool
@@ -115,7 +115,7 @@ const (
 
 var (
 	errNoAnswer    = errors.New("the driver does not answer")
-	errPodsUnknown = errors.New("the node's pods are not known yet, so its processes may be of pods that have ended")
+	errPodsUnknown = errors.New("the node's pods are not known yet: the GPU's processes may belong to ended pods")
 	errBefore      = errors.New("it was not clean before the agent started")
 )
 
@@ -353,8 +353,8 @@ func (c *Cleaner) failed(ctx context.Context, uuid string, err error) error {
 	return fmt.Errorf("hand over GPU %s: %w", uuid, err)
 }
 
-// clean returns an error while a process outside the running pods uses the GPU, or may use it. Then it resets the GPU, if configured, and restores its
-// settings.
+// clean fails while a process outside the running pods uses the GPU, and before the pods are known. It resets the GPU, if configured, and
+// restores its settings.
 func (c *Cleaner) clean(ctx context.Context, uuid string) error {
 	if !c.options.Pods.Synced() {
 		return errPodsUnknown
@@ -452,7 +452,7 @@ func (c *Cleaner) recordSettings(ctx context.Context, uuid string) error {
 	return c.options.Records.Put(uuid, before{Settings: settings})
 }
 
-// recordUnclean records that a GPU is not known to be clean: an agent that starts must not take its next holder for one of before.
+// recordUnclean records that a GPU is not known to be clean, so that a new agent does not take its next holder for an earlier one.
 func (c *Cleaner) recordUnclean(ctx context.Context, uuid string) {
 	record, _ := c.options.Records.Get(uuid)
 	if record.Unclean {

@@ -561,7 +561,7 @@ func TestPreparedAgainBesideAProcess(t *testing.T) {
 	}
 }
 
-// An agent that starts beside a process of no pod does not take the next holder for one of before, which would make the GPU clean.
+// The agent starts beside a process of no pod. It must not take the next holder for an earlier one: the GPU would count as clean.
 func TestNotCleanOverARestart(t *testing.T) {
 	f := &fixture{driver: newDriver(), dir: t.TempDir()}
 	t.Run("before", func(t *testing.T) {
@@ -605,7 +605,7 @@ func TestNotCleanOverARestart(t *testing.T) {
 			}
 		})
 	})
-	// The next agent finds the holder of before.
+	// The next agent finds the same holder.
 	t.Run("clean", func(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			f.book = &book{holds: []ledger.Hold{claim("next", gpu)}}

@@ -10,14 +10,14 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// Records are what GPUs were like before their holders: one file for each used GPU, in a directory that ends with the boot, as the settings
-// do. All methods are safe for concurrent use.
+// Records have what GPUs were like before their holders, and which are not clean: one file for each used GPU. They end with the boot, as the
+// settings do. All methods are safe for concurrent use.
 type Records struct{ *records.Store[string, before] }
 
-// before is what a GPU was like before its first holder. A GPU whose record is unreadable keeps its settings.
+// before is the record of a GPU since its first holder. A GPU whose record is unreadable keeps its settings.
 type before struct {
 	Settings device.Settings `json:"settings"`
-	// Unclean means that a holder has ended since the GPU was last known to be clean.
+	// Unclean means that the last attempt to clean the GPU failed.
 	Unclean bool `json:"unclean,omitempty"`
 }
 

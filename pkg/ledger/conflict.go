@@ -51,7 +51,7 @@ func (e *PendingEvictionError) Error() string {
 }
 
 // RecordConflict records a conflict. The DRA front-end calls it after a *ConflictError. A known conflict keeps its Since. It does nothing
-// if the claim holds all Devices, because another call for the claim was faster; with a Generation, if it has reserved them since. The
+// if another call for the claim was faster: the claim holds all Devices, and has reserved them after Generation, if that is set. The
 // conflict ends when ReserveClaim succeeds, with DrainClaim and with ClearConflict.
 func (l *Ledger) RecordConflict(conflict Conflict) {
 	l.mu.Lock()

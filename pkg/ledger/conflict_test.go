@@ -113,7 +113,7 @@ func TestClaimThatHoldsItsDevicesHasNoConflict(t *testing.T) {
 }
 
 // After a start two claims may have a device. The one that asks again has lost it, although it was recorded first.
-func TestConflictOfAClaimThatAnotherOneHasToo(t *testing.T) {
+func TestConflictOverADeviceOfTwoClaims(t *testing.T) {
 	l := openWith(t, neverRunningOut)
 	must(t, second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))))
 	if _, both := errors.AsType[*ConflictError](l.Expect(Hold{Holder: Holder{KindClaim, "other"}, Device: whole("a")})); !both {
@@ -131,7 +131,7 @@ func TestConflictOfAClaimThatAnotherOneHasToo(t *testing.T) {
 	if got := l.Conflicts(); len(got) != 1 || !got[0].PendingEviction {
 		t.Errorf("conflicts: %+v", got)
 	}
-	// Another call for the claim is faster. That the reconciler changes the hold's pods is no call.
+	// A faster call for the claim ends the conflict. A change of the hold's pods by the reconciler is no such call.
 	l.ClearConflict("c")
 	must(t, l.SetPods(find(l, "c"), []Pod{{UID: "p"}}))
 	if l.RecordConflict(late); len(l.Conflicts()) != 1 {

@@ -102,8 +102,8 @@ func awaitNone(counted *semaphore.Weighted, limit time.Duration) {
 	_ = counted.Acquire(ctx, math.MaxInt64) // it is never used again
 }
 
-// callCounter counts calls other than streams until gRPC has queued the answer. A handler returns before that, and kubelet drops an answer
-// that comes after the end of its stream.
+// callCounter counts each call other than a stream until gRPC has queued its answer. The handler returns earlier. kubelet drops an answer
+// that comes after the end of ListAndWatch.
 type callCounter struct{ calls *semaphore.Weighted }
 
 // countedCall is in the context of one call.

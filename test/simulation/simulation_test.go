@@ -292,13 +292,13 @@ func (s *simulation) stuck() map[string]string {
 		switch {
 		case !slices.Contains(k.devices(), name):
 			// A shared claim that was allocated again keeps what it had while a pod of it lives: it is unknown what that pod was
-			// given (docs/design/0002-ledger.md). After a start it keeps it also until it is prepared, which another claim of the
-			// same pod may prevent that needs the device. It is counted, and no fault.
+			// given (docs/design/0002-ledger.md). After a start it also keeps it until it is prepared. Another claim of the same
+			// pod that needs the device may prevent that. It is counted, and no fault.
 			s.hit(keptByNewAllocation)
 			taken.give(h.Holder.ID, parts)
 			promised.give(h.Holder.ID, parts)
 		case s.controller == nil && h.State == ledger.StateDraining && !h.Share.Whole():
-			// The scheduler counts the claim and the slice its hold: the agent knows allocations from the controller
+			// The scheduler counts the claim, and the slice subtracts its hold: the agent knows allocations from the controller
 			// (docs/design/0013-sharing.md). That is counted, and no fault.
 			s.hit(countedTwice)
 			promised.give(h.Holder.ID+" once more", parts)
