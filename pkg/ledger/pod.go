@@ -21,6 +21,9 @@ func (l *Ledger) ReservePod(requests []PodRequest) error {
 	}
 	for {
 		conflicts, err := l.tryReservePod(requests)
+		if errors.Is(err, errChanged) {
+			continue
+		}
 		if err != nil || len(conflicts) == 0 {
 			return err
 		}
@@ -34,14 +37,23 @@ func (l *Ledger) ReservePod(requests []PodRequest) error {
 	}
 }
 
+// errChanged means that another call has taken a device since its reuse was judged.
+var errChanged = errors.New("a hold has changed meanwhile")
+
 // tryReservePod reserves, or returns conflicting holds, also those of the same ID that must not be reused.
 func (l *Ledger) tryReservePod(requests []PodRequest) ([]Hold, error) {
-	refused, err := l.confirmReuse(requests)
+	confirmed, refused, err := l.confirmReuse(requests)
 	if err != nil || len(refused) > 0 {
 		return refused, err
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	// The call of a kubelet that has died meanwhile may have waited, and the next kubelet may have given the device to another pod.
+	for _, r := range requests {
+		if h, held := l.holds[key{Holder{KindPod, r.ID}, r.Device}]; held && !confirmed[h.Generation] {
+			return nil, errChanged
+		}
+	}
 	if conflicts := l.podConflicts(requests); len(conflicts) > 0 {
 		return conflicts, nil
 	}
@@ -124,8 +136,9 @@ func (l *Ledger) take(holds []Hold) error {
 
 // confirmReuse returns the holds of the same IDs that a new pod must not reuse: their pod is unknown, ended, started or has one container
 // only, so the request comes from another pod. kubelet forgets the devices of an Allocate in flight when pod resources are listed just
-// then, and offers them again (docs/design/0002-ledger.md). A draining hold stays so until its pod state changes back.
-func (l *Ledger) confirmReuse(requests []PodRequest) ([]Hold, error) {
+// then, and offers them again (docs/design/0002-ledger.md). A draining hold stays so until its pod state changes back. confirmed has the
+// generations of the other holds, which the pod may reuse.
+func (l *Ledger) confirmReuse(requests []PodRequest) (confirmed map[uint64]bool, refused []Hold, err error) {
 	l.mu.Lock()
 	var same []Hold
 	other := map[string]bool{}
@@ -136,22 +149,23 @@ func (l *Ledger) confirmReuse(requests []PodRequest) ([]Hold, error) {
 		}
 	}
 	l.mu.Unlock()
-	var refused []Hold
+	confirmed = map[uint64]bool{}
 	for _, h := range same {
 		podState := l.podState(h)
 		if podState != Gone && !other[h.Holder.ID] && l.reuses(h, podState) {
+			confirmed[h.Generation] = true
 			continue
 		}
 		// The end of the pod may have been reported meanwhile.
 		if podState == Gone || l.podState(h) == Gone {
 			if err := l.Release(h); err != nil {
-				return nil, err
+				return nil, nil, err
 			}
 			continue
 		}
 		refused = append(refused, h)
 	}
-	return refused, nil
+	return confirmed, refused, nil
 }
 
 // reuses reports whether a request for the ID of a hold can come from the hold's own pod.

@@ -33,3 +33,49 @@ func TestTheSameIDByAnotherResource(t *testing.T) {
 		t.Errorf("a partition of a whole GPU that is held: %v", err)
 	}
 }
+
+// slowReuses is asked about a hold while other calls go on.
+type slowReuses struct {
+	judge
+	asked func()
+}
+
+func (s *slowReuses) Reuses(Hold) bool {
+	if asked := s.asked; asked != nil {
+		s.asked = nil
+		asked()
+	}
+	return false
+}
+
+// An Allocate of a kubelet that has died waits for the pod that had the device. That pod ends meanwhile, and the next kubelet gives the
+// device to another pod. The first call must not take the hold of that pod for the one that it has judged, and forget the pod.
+func TestSlowAllocateOfADeadKubelet(t *testing.T) {
+	ended := map[string]bool{}
+	states := &slowReuses{judge: func(h Hold) PodState {
+		if len(h.Pods) > 0 && ended[h.Pods[0].UID] {
+			return Gone
+		}
+		return Running
+	}}
+	l, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", PodStates: states, Now: now})
+	must(t, err)
+	t.Cleanup(func() { _ = l.Close() })
+	ask := func() error {
+		return l.ReservePod([]PodRequest{{ID: "a", Resource: "nvidia.com/gpu", Device: whole("a")}})
+	}
+	must(t, ask())
+	must(t, l.Identify(find(l, "a"), Pod{UID: "first"}))
+	states.asked = func() {
+		ended["first"] = true
+		must(t, ask())
+		must(t, l.Identify(find(l, "a"), Pod{UID: "second"}))
+	}
+	var conflict *ConflictError
+	if err := ask(); !errors.As(err, &conflict) {
+		t.Errorf("the slow call: %v", err)
+	}
+	if pods := find(l, "a").Pods; len(pods) != 1 || pods[0].UID != "second" {
+		t.Errorf("the hold is of %v, want the second pod", pods)
+	}
+}
