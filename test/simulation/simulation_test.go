@@ -284,7 +284,7 @@ func (s *simulation) stuck() map[string]string {
 	taken, promised := s.takenNow()
 	for _, h := range s.agent.book.Holds() {
 		k := s.claimOf(h.Holder.ID)
-		if k == nil || h.State == ledger.StateHeld {
+		if k == nil {
 			continue
 		}
 		name := "gpu-" + h.Device.GPU[len("GPU-"):]
@@ -292,8 +292,8 @@ func (s *simulation) stuck() map[string]string {
 		switch {
 		case !slices.Contains(k.devices(), name):
 			// A shared claim that was allocated again keeps what it had while a pod of it lives: it is unknown what that pod was
-			// given (docs/design/0002-ledger.md). After a start it also keeps it until it is prepared. Another claim of the same
-			// pod that needs the device may prevent that. It is counted, and no fault.
+			// given (docs/design/0002-ledger.md). It also keeps it until it is prepared, which waits for the other claims of its
+			// pod. It is counted, and no fault.
 			s.hit(keptByNewAllocation)
 			taken.give(h.Holder.ID, parts)
 			promised.give(h.Holder.ID, parts)
