@@ -242,10 +242,12 @@ func (s *simulation) quiet() {
 	// free one by its limit, is evicted because of its claim, and is replaced.
 	stuck := s.stuck()
 	for range 40 {
-		if s.idle(time.Second); len(stuck) > 0 {
-			now := s.stuck()
-			maps.DeleteFunc(stuck, func(uid, _ string) bool { return now[uid] == "" })
+		s.idle(time.Second)
+		if len(stuck) == 0 {
+			continue
 		}
+		now := s.stuck()
+		maps.DeleteFunc(stuck, func(uid, _ string) bool { return now[uid] == "" })
 	}
 	s.describe()
 	for _, uid := range sorted(stuck) {
@@ -290,7 +292,7 @@ func (s *simulation) stuck() map[string]string {
 		name := "gpu-" + h.Device.GPU[len("GPU-"):]
 		parts := s.partsOf(h.Holder.ID, []string{name})
 		switch {
-		case !slices.Contains(k.devices(), name):
+		case !slices.Contains(k.devices(), name) && (h.State == ledger.StateDraining || s.waitsForOthers(k)):
 			// A shared claim that was allocated again keeps what it had while a pod of it lives: it is unknown what that pod was
 			// given (docs/design/0002-ledger.md). It also keeps it until it is prepared, which waits for the other claims of its
 			// pod. It is counted, and no fault.
@@ -319,6 +321,13 @@ func (s *simulation) stuck() map[string]string {
 		}
 	}
 	return found
+}
+
+// waitsForOthers reports whether a pod that needs other claims as well has yet to start with the claim.
+func (s *simulation) waitsForOthers(k *claim) bool {
+	return slices.ContainsFunc(all[*pod](s.api.objects), func(p *pod) bool {
+		return p.phase == pending && len(p.claims) > 1 && slices.Contains(k.reservedFor, p.uid)
+	})
 }
 
 // couldRun reports whether a pod has what it needs, or could be given it.
@@ -638,16 +647,18 @@ func TestSelfTest(t *testing.T) {
 		off faults
 		// finds are words of which some must be in the fault.
 		finds []string
+		// passes are words of faults that come of it as well. Another world must have the one that is meant.
+		passes []string
 	}{
-		"the check of one API against the other": {faults{noCrossCheck: true}, []string{"has two owners"}},
-		"the restoring of holds at start":        {faults{noRestore: true}, []string{"has two owners"}},
-		"the state of a pod that has ended":      {faults{noPodStates: true}, []string{"has two owners"}},
-		"the release of what has ended":          {faults{noRelease: true}, []string{"stuck: ", "leaked: "}},
-		"the cancelling of a refused call":       {faults{noCancel: true}, []string{"after a refused call"}},
-		"what uses a GPU as its daemon changes":  {faults{noDaemonCheck: true, profile: named("daemons of a changing policy")}, []string{"daemon"}},
-		"the end of settings before the hold":    {faults{noCleanup: true, profile: named("daemons and several claims")}, []string{"daemon"}},
-		"what is reuse inside a pod":             {faults{noReuse: true}, []string{"has two owners"}},
-		"the sum of what is given out of a GPU":  {faults{noSum: true}, []string{"is too much for"}},
+		"the check of one API against the other": {faults{noCrossCheck: true}, []string{"has two owners"}, nil},
+		"the restoring of holds at start":        {faults{noRestore: true}, []string{"has two owners"}, nil},
+		"the state of a pod that has ended":      {faults{noPodStates: true}, []string{"has two owners"}, nil},
+		"the release of what has ended":          {faults{noRelease: true}, []string{"stuck: ", "leaked: "}, nil},
+		"the cancelling of a refused call":       {faults{noCancel: true}, []string{"after a refused call"}, nil},
+		"what uses a GPU as its daemon changes":  {faults{noDaemonCheck: true, profile: named("daemons of a changing policy")}, []string{"daemon"}, []string{"stuck: "}},
+		"the end of settings before the hold":    {faults{noCleanup: true, profile: named("daemons and several claims")}, []string{"daemon"}, nil},
+		"what is reuse inside a pod":             {faults{noReuse: true}, []string{"has two owners"}, nil},
+		"the sum of what is given out of a GPU":  {faults{noSum: true}, []string{"is too much for"}, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			for seed := uint64(1); seed <= 200; seed++ {
@@ -656,12 +667,16 @@ func TestSelfTest(t *testing.T) {
 					continue
 				}
 				t.Logf("world %d, step %d: %s", seed, o.steps, o.fault)
-				// A pod may wait for good before the fault that is meant.
-				if slices.ContainsFunc(c.finds, func(text string) bool { return strings.Contains(o.fault, text) }) {
-					return
+				says := func(text string) bool { return strings.Contains(o.fault, text) }
+				if slices.ContainsFunc(c.passes, says) {
+					continue
 				}
+				if !slices.ContainsFunc(c.finds, says) {
+					t.Errorf("that is none of %q", c.finds)
+				}
+				return
 			}
-			t.Errorf("none of %q was found in 200 worlds", c.finds)
+			t.Error("nothing was found in 200 worlds")
 		})
 	}
 }
