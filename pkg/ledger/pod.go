@@ -50,7 +50,7 @@ func (l *Ledger) tryReservePod(requests []PodRequest) ([]Hold, error) {
 	defer l.mu.Unlock()
 	// The call of a kubelet that has died meanwhile may have waited, and the next kubelet may have given the device to another pod.
 	for _, r := range requests {
-		if h, held := l.holds[key{Holder{KindPod, r.ID}, r.Device}]; held && !confirmed[h.Generation] {
+		if h, held := l.holds[key{Holder{KindPod, r.ID}, r.Device}]; held && !slices.Contains(confirmed, h.Generation) {
 			return nil, errChanged
 		}
 	}
@@ -138,7 +138,7 @@ func (l *Ledger) take(holds []Hold) error {
 // only, so the request comes from another pod. kubelet forgets the devices of an Allocate in flight when pod resources are listed just
 // then, and offers them again (docs/design/0002-ledger.md). A draining hold stays so until its pod state changes back. confirmed has the
 // generations of the other holds, which the pod may reuse.
-func (l *Ledger) confirmReuse(requests []PodRequest) (confirmed map[uint64]bool, refused []Hold, err error) {
+func (l *Ledger) confirmReuse(requests []PodRequest) (confirmed []uint64, refused []Hold, err error) {
 	l.mu.Lock()
 	var same []Hold
 	other := map[string]bool{}
@@ -149,11 +149,10 @@ func (l *Ledger) confirmReuse(requests []PodRequest) (confirmed map[uint64]bool,
 		}
 	}
 	l.mu.Unlock()
-	confirmed = map[uint64]bool{}
 	for _, h := range same {
 		podState := l.podState(h)
 		if podState != Gone && !other[h.Holder.ID] && l.reuses(h, podState) {
-			confirmed[h.Generation] = true
+			confirmed = append(confirmed, h.Generation)
 			continue
 		}
 		// The end of the pod may have been reported meanwhile.
