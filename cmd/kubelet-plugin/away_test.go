@@ -174,6 +174,18 @@ func heldOnly(uuids []string) map[string]string {
 	return devices
 }
 
+// allButTheClaims is the list of an agent that serves all GPUs but that of the claim.
+func allButTheClaims(uuids []string) map[string]string {
+	devices := heldOnly(uuids)
+	devices[uuids[2]], devices[uuids[3]] = pluginapi.Healthy, pluginapi.Healthy
+	return devices
+}
+
+// checkpointOf is kubelet's device checkpoint when it has given a GPU to a container of pod p1.
+func checkpointOf(container, uuid string) string {
+	return fmt.Sprintf(`{"Data":{"PodDeviceEntries":[{"PodUID":"p1","ContainerName":%q,"ResourceName":"nvidia.com/gpu","DeviceIDs":{"0":[%q]}}],"RegisteredDevices":{}},"Checksum":1}`, container, uuid)
+}
+
 func hangingServer(t *testing.T) string {
 	t.Helper()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
@@ -267,9 +279,7 @@ func TestServesAllOnceTheAPIServerAnswers(t *testing.T) {
 	kubelet.await(heldOnly(uuids))
 	answers.Store(true)
 	began := time.Now()
-	all := heldOnly(uuids)
-	all[uuids[2]], all[uuids[3]] = pluginapi.Healthy, pluginapi.Healthy
-	kubelet.await(all)
+	kubelet.await(allButTheClaims(uuids))
 	// New pods may come within seconds of an API server that is back.
 	if took := time.Since(began); took > 5*time.Second {
 		t.Errorf("after %s", took)
@@ -290,7 +300,7 @@ func TestPodsAdmittedBeforeTheStart(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			c, uuids := awayNode(t)
 			checkpoint := podstate.DeviceCheckpointPath(c.KubeletDir)
-			text := fmt.Sprintf(`{"Data":{"PodDeviceEntries":[{"PodUID":"p1","ContainerName":"main","ResourceName":"nvidia.com/gpu","DeviceIDs":{"0":[%q]}}],"RegisteredDevices":{}},"Checksum":1}`, uuids[2])
+			text := checkpointOf("main", uuids[2])
 			first := text
 			if torn {
 				first = "{"
@@ -309,12 +319,7 @@ func TestPodsAdmittedBeforeTheStart(t *testing.T) {
 				running.wantEvent("HoldersUnknown")
 				check(t, os.WriteFile(checkpoint, []byte(text), 0o600))
 			}
-			all := map[string]string{}
-			for _, uuid := range uuids {
-				all[uuid] = pluginapi.Healthy
-			}
-			all[uuids[1]] = pluginapi.Unhealthy
-			kubelet.await(all)
+			kubelet.await(allButTheClaims(uuids))
 			record := filepath.Join(c.RunDir, "holds", "pod~"+uuids[2]+"~"+uuids[2])
 			if _, err := os.Stat(record); err != nil {
 				t.Errorf("the pod holds nothing: %v", err)
@@ -335,18 +340,13 @@ func TestStopAnswersAnAllocateThatWaitsForTheWatch(t *testing.T) {
 	client := fake.NewClientset(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: c.NodeName, UID: "n"}})
 	a.client = client
 	running := runAgent(t, a)
-	all := map[string]string{}
-	for _, uuid := range uuids {
-		all[uuid] = pluginapi.Healthy
-	}
-	all[uuids[1]] = pluginapi.Unhealthy
-	plugin := kubelet.await(all)
+	plugin := kubelet.await(allButTheClaims(uuids))
 	allocate := func() error {
 		_, err := plugin.Allocate(t.Context(), &pluginapi.AllocateRequest{ContainerRequests: []*pluginapi.ContainerAllocateRequest{{DevicesIds: uuids[2:3]}}})
 		return err
 	}
 	check(t, allocate())
-	checkpoint := fmt.Sprintf(`{"Data":{"PodDeviceEntries":[{"PodUID":"p1","ContainerName":"first","ResourceName":"nvidia.com/gpu","DeviceIDs":{"0":[%q]}}],"RegisteredDevices":{}},"Checksum":1}`, uuids[2])
+	checkpoint := checkpointOf("first", uuids[2])
 	check(t, os.WriteFile(podstate.DeviceCheckpointPath(c.KubeletDir), []byte(checkpoint), 0o600))
 	answer := make(chan error, 1)
 	go func() { answer <- allocate() }()

@@ -116,23 +116,32 @@ func ensure(t *testing.T, s *cdi.Specs) {
 // resolves lists the qualified names that a container runtime finds in the directory.
 func resolves(t *testing.T, dir string) []string {
 	t.Helper()
-	cache, err := cdilib.NewCache(cdilib.WithSpecDirs(dir), cdilib.WithAutoRefresh(false))
+	devices, err := find(dir)
 	if err != nil {
-		t.Fatal(err)
+		t.Error(err)
 	}
-	for path, errs := range cache.GetErrors() {
-		t.Errorf("%s: %v", path, errs)
-	}
-	return cache.ListDevices()
+	return devices
 }
 
 // readable returns how many devices runtimes find. It is -1 while a file is written or removed.
 func readable(dir string) int {
-	cache, err := cdilib.NewCache(cdilib.WithSpecDirs(dir), cdilib.WithAutoRefresh(false))
-	if err != nil || len(cache.GetErrors()) > 0 {
+	devices, err := find(dir)
+	if err != nil {
 		return -1
 	}
-	return len(cache.ListDevices())
+	return len(devices)
+}
+
+// find returns the devices that a runtime finds, and what is wrong with the files.
+func find(dir string) (devices []string, err error) {
+	cache, err := cdilib.NewCache(cdilib.WithSpecDirs(dir), cdilib.WithAutoRefresh(false))
+	if err != nil {
+		return nil, err
+	}
+	for path, errs := range cache.GetErrors() {
+		err = errors.Join(err, fmt.Errorf("%s: %w", path, errors.Join(errs...)))
+	}
+	return cache.ListDevices(), err
 }
 
 func TestNewTouchesNothing(t *testing.T) {

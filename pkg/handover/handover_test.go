@@ -195,6 +195,18 @@ func start(t *testing.T, f *fixture, reset bool) *fixture {
 	return f
 }
 
+// life is the life of one agent, which finds the holds when it starts.
+func (f *fixture) life(t *testing.T, name string, holds []ledger.Hold, play func(t *testing.T)) {
+	t.Helper()
+	t.Run(name, func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			f.book = &book{holds: holds}
+			start(t, f, false)
+			play(t)
+		})
+	})
+}
+
 // settle waits until the Cleaner has done what it can do.
 func (f *fixture) settle() {
 	time.Sleep(2 * retryDelay)
@@ -377,30 +389,28 @@ func TestRestart(t *testing.T) {
 		"the holder stays":   {[]ledger.Hold{claim("a", gpu)}, 210},
 	} {
 		t.Run(name, func(t *testing.T) {
-			f := &fixture{driver: newDriver(), book: &book{}, dir: t.TempDir()}
-			t.Run("before", func(t *testing.T) {
-				synctest.Test(t, func(t *testing.T) {
-					f.book = &book{}
-					start(t, f, false)
-					f.book.hold(claim("a", gpu))
-					f.settle()
-				})
+			f := &fixture{driver: newDriver(), dir: t.TempDir()}
+			f.life(t, "before", nil, func(*testing.T) {
+				f.book.hold(claim("a", gpu))
+				f.settle()
 			})
 			f.change(gpu)
-			t.Run("after", func(t *testing.T) {
-				synctest.Test(t, func(t *testing.T) {
-					f.book = &book{holds: after.holds}
-					start(t, f, false)
-					f.settle()
-					if got := f.graphicsClock(gpu); got != after.clock {
-						t.Errorf("the graphics clock is %d MHz, want %d", got, after.clock)
-					}
-					f.book.hold()
-					f.settle()
-					if got := f.graphicsClock(gpu); got != 1980 {
-						t.Errorf("at the end the graphics clock is %d MHz, want 1980", got)
-					}
-				})
+			f.node.unknown.Store(true)
+			f.life(t, "after", after.holds, func(t *testing.T) {
+				f.settle()
+				if why, clock := f.unclean(gpu), f.graphicsClock(gpu); why != "" || clock != 210 {
+					t.Errorf("before the pods are known the inventory says %q, and the graphics clock is %d MHz", why, clock)
+				}
+				f.node.unknown.Store(false)
+				f.settle()
+				if got := f.graphicsClock(gpu); got != after.clock {
+					t.Errorf("the graphics clock is %d MHz, want %d", got, after.clock)
+				}
+				f.book.hold()
+				f.settle()
+				if got := f.graphicsClock(gpu); got != 1980 {
+					t.Errorf("at the end the graphics clock is %d MHz, want 1980", got)
+				}
 			})
 		})
 	}
@@ -564,58 +574,50 @@ func TestPreparedAgainBesideAProcess(t *testing.T) {
 // The agent starts beside a process of no pod. It must not take the next holder for an earlier one: the GPU would count as clean.
 func TestNotCleanOverARestart(t *testing.T) {
 	f := &fixture{driver: newDriver(), dir: t.TempDir()}
-	t.Run("before", func(t *testing.T) {
-		synctest.Test(t, func(t *testing.T) {
-			f.book = &book{}
-			start(t, f, false)
-			f.book.hold(claim("a", gpu))
-			f.settle()
-			f.change(gpu)
-			f.driver.set(func() { f.driver.processes[gpu] = []int{4242} })
-			f.book.hold()
-			f.settle()
-		})
+	f.life(t, "before", nil, func(*testing.T) {
+		f.book.hold(claim("a", gpu))
+		f.settle()
+		f.change(gpu)
+		f.driver.set(func() { f.driver.processes[gpu] = []int{4242} })
+		f.book.hold()
+		f.settle()
 	})
-	t.Run("after", func(t *testing.T) {
-		synctest.Test(t, func(t *testing.T) {
-			f.book = &book{holds: []ledger.Hold{claim("next", gpu)}}
-			// Until the pods are known, no process counts as outside them.
-			f.pods = []string{"process 4242"}
-			f.node.unknown.Store(true)
-			start(t, f, false)
-			stillUnclean := func() {
-				t.Helper()
-				f.settle()
-				if err := f.Ensure(t.Context(), gpu); err == nil || f.unclean(gpu) == "" {
-					t.Errorf("Ensure answers %v, the inventory says %q", err, f.unclean(gpu))
-				}
+	next := []ledger.Hold{claim("next", gpu)}
+	// Until the pods are known, no process counts as outside them.
+	f.pods, f.reports = []string{"process 4242"}, nil
+	f.node.unknown.Store(true)
+	f.life(t, "after", next, func(t *testing.T) {
+		stillUnclean := func() {
+			t.Helper()
+			f.settle()
+			if err := f.Ensure(t.Context(), gpu); err == nil || f.unclean(gpu) == "" {
+				t.Errorf("Ensure answers %v, the inventory says %q", err, f.unclean(gpu))
 			}
-			if got := f.unclean(gpu); got == "" {
-				t.Error("the GPU is offered before the first attempt")
-			}
-			stillUnclean()
-			f.mu.Lock()
-			f.pods, f.reports = nil, nil
-			f.mu.Unlock()
-			f.node.unknown.Store(false)
-			stillUnclean()
-			f.driver.set(func() { f.driver.processes[gpu] = nil })
-			if err := f.Ensure(t.Context(), gpu); err != nil || f.unclean(gpu) != "" || f.graphicsClock(gpu) != 1980 {
-				t.Errorf("Ensure answers %v, the inventory says %q, the graphics clock is %d MHz", err, f.unclean(gpu), f.graphicsClock(gpu))
-			}
-		})
+		}
+		if got := f.unclean(gpu); got == "" {
+			t.Error("the GPU is offered before the first attempt")
+		}
+		stillUnclean()
+		f.mu.Lock()
+		f.pods = nil
+		f.mu.Unlock()
+		f.node.unknown.Store(false)
+		stillUnclean()
+		if len(f.reports) != 1 {
+			t.Errorf("reports: %q", f.reports)
+		}
+		f.driver.set(func() { f.driver.processes[gpu] = nil })
+		if err := f.Ensure(t.Context(), gpu); err != nil || f.unclean(gpu) != "" || f.graphicsClock(gpu) != 1980 {
+			t.Errorf("Ensure answers %v, the inventory says %q, the graphics clock is %d MHz", err, f.unclean(gpu), f.graphicsClock(gpu))
+		}
 	})
 	// The next agent finds the same holder.
-	t.Run("clean", func(t *testing.T) {
-		synctest.Test(t, func(t *testing.T) {
-			f.book = &book{holds: []ledger.Hold{claim("next", gpu)}}
-			f.driver.set(func() { f.driver.processes[gpu] = []int{4242} })
-			start(t, f, false)
-			f.settle()
-			if got := f.unclean(gpu); got != "" {
-				t.Errorf("the inventory says %q", got)
-			}
-		})
+	f.driver.set(func() { f.driver.processes[gpu] = []int{4242} })
+	f.life(t, "clean", next, func(t *testing.T) {
+		f.settle()
+		if got := f.unclean(gpu); got != "" {
+			t.Errorf("the inventory says %q", got)
+		}
 	})
 }
 
