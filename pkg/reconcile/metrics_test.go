@@ -50,8 +50,7 @@ func TestMetrics(t *testing.T) {
 	must(t, g.client.Tracker().Update(corev1.SchemeGroupVersion.WithResource("pods"), finished, "apps"))
 	g.await()
 	stop()
-	_, err := g.r.Settle()
-	must(t, err)
+	g.settle()
 	if claims, limits := g.metric("tandem_time_to_free_seconds", "claim"), g.metric("tandem_time_to_free_seconds", "pod"); claims != 2 || limits != 1 {
 		t.Errorf("freed %v claims and %v limits, want 2 and 1", claims, limits)
 	}

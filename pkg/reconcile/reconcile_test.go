@@ -161,24 +161,25 @@ func TestDrainingClaim(t *testing.T) {
 // A claim that is shared for long sees many pods. Those that are gone are struck off, those that may still use it are not.
 func TestPodsOfALongSharedClaim(t *testing.T) {
 	t.Parallel()
-	g := newRig(t, "GPU-1")
-	var pods []string
+	g := newRig(t, "GPU-1", "GPU-2")
+	var pods, others []string
 	for i := range manyPods + 2 {
-		uid := fmt.Sprintf("p%02d", i)
-		pods = append(pods, uid)
-		g.addPod(g.pod(uid, "one"))
+		pods, others = append(pods, fmt.Sprintf("p%02d", i)), append(others, fmt.Sprintf("q%02d", i))
+		g.addPod(g.pod(pods[i], "one"))
+		g.addPod(g.pod(others[i], "two"))
 	}
 	g.group("p00", true)
-	g.run()
+	g.watchPods()
 	g.prepare("c1", "one", "GPU-1", pods...)
-	for _, uid := range pods[:manyPods] {
+	g.prepare("c2", "two", "GPU-2", others...)
+	gone := append(pods[:manyPods:manyPods], others...)
+	for _, uid := range gone {
 		g.deletePod(uid)
 	}
-	g.await("GPU-1: claim c1 held [p00 p08 p09]")
-	g.noGroup("p00")
-	g.deletePod("p08")
-	g.deletePod("p09")
-	g.stays("GPU-1: claim c1 held [p00 p08 p09]")
+	g.awaitDeleted(gone...)
+	g.settle()
+	// A hold without a pod would count as unknown.
+	g.want("GPU-1: claim c1 held [p00 p08 p09]", fmt.Sprintf("GPU-2: claim c2 held %v", others))
 }
 
 func TestNothingIsReleasedWhileServersAreAway(t *testing.T) {

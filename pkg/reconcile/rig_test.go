@@ -99,12 +99,18 @@ func (g *rig) verifySoon() {
 }
 
 // run runs pods and reconciler until the returned function is called, or the test ends.
-func (g *rig) run() (stop func()) {
+func (g *rig) run() (stop func()) { return g.start(g.pods.Run, g.r.Run) }
+
+// watchPods runs the pods only. Passes are made by settle.
+func (g *rig) watchPods() { g.start(g.pods.Run) }
+
+func (g *rig) start(parts ...func(context.Context) error) (stop func()) {
 	watches := g.watches()
 	ctx, cancel := context.WithCancel(g.t.Context())
 	var running sync.WaitGroup
-	running.Go(func() { must(g.t, g.pods.Run(ctx)) })
-	running.Go(func() { must(g.t, g.r.Run(ctx)) })
+	for _, part := range parts {
+		running.Go(func() { must(g.t, part(ctx)) })
+	}
 	stop = sync.OnceFunc(func() { cancel(); running.Wait() })
 	g.t.Cleanup(stop)
 	if !g.pods.AwaitSync(ctx) {
@@ -266,6 +272,27 @@ func (g *rig) addPod(p *corev1.Pod) {
 func (g *rig) deletePod(uid string) {
 	g.t.Helper()
 	must(g.t, g.client.CoreV1().Pods("apps").Delete(context.Background(), uid, metav1.DeleteOptions{}))
+}
+
+// awaitDeleted waits until the watch has reported that the pods are deleted.
+func (g *rig) awaitDeleted(uids ...string) {
+	g.t.Helper()
+	deadline := time.Now().Add(time.Minute)
+	for _, uid := range uids {
+		for g.pods.EndedAt(uid).IsZero() {
+			if time.Now().After(deadline) {
+				g.t.Fatalf("pod %s is not deleted", uid)
+			}
+			time.Sleep(time.Millisecond)
+		}
+	}
+}
+
+// settle makes one pass over the holds.
+func (g *rig) settle() {
+	g.t.Helper()
+	_, err := g.r.Settle()
+	must(g.t, err)
 }
 
 func (g *rig) group(uid string, busy bool) {
