@@ -44,8 +44,8 @@ type agent struct {
 	isDriverless bool
 	api          *rest.Config
 	client       kubernetes.Interface
-	// reload reads the configuration anew, apart from the node's label.
-	reload   func() (config.Config, error)
+	// reload reads the configuration anew, with a file of its directory (config.LoadChosen), apart from the node's mode label.
+	reload   func(name string) (config.Chosen, error)
 	metrics  metrics
 	status   *status.Server
 	events   record.EventBroadcaster
@@ -98,7 +98,7 @@ func newAgent(c config.Config) (*agent, error) {
 	server.Waiting("limits", errNotStarted)
 	return &agent{
 		config: c, api: api, client: client, metrics: metrics, events: events, status: server,
-		reload:   func() (config.Config, error) { return c, nil },
+		reload:   func(string) (config.Chosen, error) { return config.Chosen{Config: c}, nil },
 		recorder: events.NewRecorder(scheme.Scheme, corev1.EventSource{Component: "tandem", Host: c.NodeName}),
 		bootID:   strings.TrimSpace(string(bootID)), token: token, times: defaultTimes,
 	}, nil
@@ -170,6 +170,8 @@ type components struct {
 	usable *health.Inventory
 	// adopt and adoptClaims are the reconciler's Adopt and AdoptClaims.
 	adopt, adoptClaims func(ctx context.Context) error
+	// endChoice ends choose before serveConfigured begins.
+	endChoice func()
 }
 
 // newComponents makes the components that need no lock. It has no visible effect.
@@ -240,7 +242,20 @@ func (a *agent) serveWithDriver(ctx context.Context, c components) error {
 	// It asks the API server while the scan below asks the driver.
 	group.Go(func() error { return c.self.Run(ctx) })
 	group.Go(func() error { return a.endWithPod(ctx, c.pods) })
+	choosing, stop := context.WithCancel(ctx)
+	defer stop()
+	chosen := make(chan struct{})
+	group.Go(func() error { defer close(chosen); return a.choose(choosing, c.self) })
+	c.endChoice = func() { stop(); <-chosen }
 	group.Go(func() error {
+		if a.config.Unchosen {
+			// The agent restarts with a configuration, which says where the driver is, as soon as the node's label is known.
+			select {
+			case <-ctx.Done():
+				return nil
+			case <-time.After(a.times.answerWait):
+			}
+		}
 		paused := &pause{agent: a, c: c}
 		if err := paused.begin(ctx); err != nil {
 			return err
@@ -320,6 +335,7 @@ func (a *agent) serveDevices(ctx context.Context, c components) error {
 			if a.isDriverless {
 				return a.serveAPIs(ctx, c)
 			}
+			c.endChoice()
 			return a.serveConfigured(ctx, c.self, c.devices, func(ctx context.Context, config config.Config) error {
 				return a.with(config).serveAPIs(ctx, c)
 			})
@@ -373,6 +389,7 @@ func (a *agent) nodeOptions() nvml.Options {
 	options := nvml.Options{
 		HostRoot: a.config.HostRoot, DriverRoot: a.config.DriverRoot, DevRoot: a.config.DevRoot, Library: a.config.NVML,
 		SysfsRoot: a.config.SysfsRoot, CreateNodes: a.config.CreateDeviceNodes,
+		DisabledHooks: a.config.CDIDisabledHooks, Features: a.config.CDIFeatures,
 		Extras: nvml.Extras{
 			GDS: a.config.GDS, GDRCopy: a.config.GDRCopy, MOFED: a.config.MOFED,
 			IMEXChannels: a.config.IMEXChannels, IMEXRequired: a.config.IMEXRequired,

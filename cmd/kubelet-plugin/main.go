@@ -84,7 +84,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err != nil {
 		return err
 	}
-	a.reload = func() (config.Config, error) { return config.Load(args, os.LookupEnv, io.Discard) }
+	a.reload = func(name string) (config.Chosen, error) { return config.LoadChosen(args, os.LookupEnv, name) }
 	return a.run(ctx)
 }
 

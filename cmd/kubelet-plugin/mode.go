@@ -7,6 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"path/filepath"
+	"slices"
+	"strings"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -29,7 +31,7 @@ type inventory interface {
 	Changed() <-chan struct{}
 }
 
-// settings follow the configuration of one node: its file and its label.
+// settings follow the configuration of one node: its files and its labels.
 type settings struct {
 	*agent
 	self *podstate.Node
@@ -37,8 +39,10 @@ type settings struct {
 	devices inventory
 	// edited receives a value when the file may have changed; nil without a file.
 	edited <-chan struct{}
-	// rejected is why the newest configuration was rejected, so that each reason is reported once.
+	// rejected is why the newest configuration was rejected, so that each reason is reported once. unused are the settings without effect
+	// that were reported last.
 	rejected string
+	unused   []string
 }
 
 const (
@@ -48,26 +52,57 @@ const (
 	fileSettle = 100 * time.Millisecond
 )
 
+// newSettings returns settings that notice changes until ctx is done and close is called.
+func (a *agent) newSettings(ctx context.Context, self *podstate.Node, devices inventory) (s *settings, closeAll func()) {
+	s = &settings{agent: a, self: self, devices: devices}
+	dir := a.config.ConfigDir
+	if dir == "" && a.config.ConfigFile != "" {
+		dir = filepath.Dir(a.config.ConfigFile)
+	}
+	if dir == "" {
+		return s, func() {}
+	}
+	// kubelet replaces the files of a ConfigMap through a symbolic link in their directory.
+	watcher := filewatch.New(ctx, filewatch.Options{Dirs: []string{dir}, Interval: fileInterval, Settle: fileSettle})
+	s.edited = watcher.C
+	return s, watcher.Close
+}
+
+// choose follows the configuration until serveConfigured does, which needs the node's GPUs: the configuration says where the driver is. It
+// ends with errReconfigured once a valid configuration differs from the agent's, or the first one is selected.
+func (a *agent) choose(ctx context.Context, self *podstate.Node) error {
+	s, closeAll := a.newSettings(ctx, self, noDevices{})
+	defer closeAll()
+	if s.edited == nil || !broadcast.Await(ctx, self.Changed, func() bool { return a.nodeKnown(self) }) {
+		return nil
+	}
+	current, err := s.atStart()
+	s.status.Waiting("mode", err)
+	if err != nil {
+		return s.follow(ctx, nil)
+	}
+	s.unused = current.Unused // serveConfigured reports them
+	return s.follow(ctx, &current)
+}
+
+// noDevices is the inventory before the driver is open.
+type noDevices struct{}
+
+func (noDevices) Inventory() device.Inventory { return device.Inventory{} }
+func (noDevices) Changed() <-chan struct{}    { return nil }
+
 // serveConfigured calls serve with the node's configuration, and ends with errReconfigured when a valid one differs from it. With an
 // invalid configuration the node offers no device to new claims and pods, but kubelet can end the pods that have one.
 func (a *agent) serveConfigured(
 	ctx context.Context, self *podstate.Node, devices inventory, serve func(context.Context, config.Config) error,
 ) error {
-	s := &settings{agent: a, self: self, devices: devices}
-	if file := a.config.ConfigFile; file != "" {
-		// kubelet replaces the files of a ConfigMap through a symbolic link in their directory.
-		watcher := filewatch.New(ctx, filewatch.Options{Dirs: []string{filepath.Dir(file)}, Interval: fileInterval, Settle: fileSettle})
-		defer watcher.Close()
-		s.edited = watcher.C
-	}
+	s, closeAll := a.newSettings(ctx, self, devices)
+	defer closeAll()
 	if !broadcast.Await(ctx, self.Changed, func() bool { return a.nodeKnown(self) }) {
 		return nil
 	}
 	group, ctx := errgroup.WithContext(ctx)
-	current, err := s.config.ForNode(s.self.Label(config.ModeLabel))
-	if err == nil {
-		err = current.CheckContradictions(s.devices.Inventory())
-	}
+	current, err := s.atStart()
 	s.status.Waiting("mode", err)
 	if err == nil {
 		s.reportMode(ctx, current)
@@ -80,15 +115,44 @@ func (a *agent) serveConfigured(
 	return group.Wait()
 }
 
-// reportMode reports the mode, and rules without effect.
+// errUnchosen is why a node without a chosen configuration gives no device to new claims and pods.
+var errUnchosen = errors.New("no valid configuration is selected for this node, so no GPU is given to new pods: check the node label " +
+	config.ConfigLabel + " and the event ConfigRejected")
+
+// atStart returns the configuration that the agent was started with, with the node's mode label.
+func (s *settings) atStart() (config.Config, error) {
+	if s.config.Unchosen {
+		return config.Config{}, errUnchosen
+	}
+	current, err := s.config.ForNode(s.self.Label(config.ModeLabel))
+	if err != nil {
+		return config.Config{}, err
+	}
+	return current, current.CheckContradictions(s.devices.Inventory())
+}
+
+// reportUnused reports settings that have no effect, each list once.
+func (s *settings) reportUnused(ctx context.Context, current config.Config) {
+	if slices.Equal(current.Unused, s.unused) {
+		return
+	}
+	s.unused = current.Unused
+	if len(s.unused) > 0 {
+		klog.FromContext(ctx).Info("Settings have no effect", "settings", s.unused)
+		s.event(corev1.EventTypeWarning, "ConfigWithoutEffect", "These settings of the node's configuration, flags or environment are ignored, and can be removed: "+strings.Join(s.unused, "; "))
+	}
+}
+
+// reportMode reports the mode, and rules and settings without effect.
 func (s *settings) reportMode(ctx context.Context, current config.Config) {
 	s.metrics.modes.WithLabelValues(string(current.Mode)).Set(1)
 	_, labelled := s.self.Label(config.ModeLabel)
 	klog.FromContext(ctx).Info("Serving", "mode", current.Mode, "byNodeLabel", labelled)
+	s.reportUnused(ctx, current)
 	// The node serves its other GPUs.
 	for severity, err := range map[string]error{
 		corev1.EventTypeWarning: current.CheckDevices(s.devices.Inventory()),
-		corev1.EventTypeNormal:  current.CheckDynamic(s.devices.Inventory()),
+		corev1.EventTypeNormal:  errors.Join(current.CheckDynamic(s.devices.Inventory()), current.CheckSharing(s.devices.Inventory())),
 	} {
 		if err != nil {
 			klog.FromContext(ctx).Info("A rule about devices has no effect for now", "reason", err.Error())
@@ -102,7 +166,7 @@ func (a *agent) nodeKnown(self *podstate.Node) bool {
 	if self.UID() != "" {
 		return true
 	}
-	a.status.Waiting("mode", fmt.Errorf("the API server does not know node %s, whose labels may set the mode (is the node name right?)", a.config.NodeName))
+	a.status.Waiting("mode", fmt.Errorf("the API server has not reported node %s. Its labels may select the configuration and the mode, so the agent waits (is the node name right?)", a.config.NodeName))
 	return false
 }
 
@@ -111,17 +175,28 @@ func (a *agent) nodeKnown(self *podstate.Node) bool {
 func (s *settings) follow(ctx context.Context, current *config.Config) error {
 	for {
 		changed, devices := s.self.Changed(), s.devices.Changed()
+		var again <-chan time.Time
 		// A deleted node object has no label, which is no request for another mode.
 		if s.self.UID() != "" {
 			next, err := s.next(current)
 			s.report(ctx, current != nil, err)
-			if err == nil && (current == nil || !next.Equal(*current)) {
-				return errReconfigured
+			if err == nil {
+				err = next.Record()
+				switch {
+				case err != nil:
+					klog.FromContext(ctx).Error(err, "Cannot record the new configuration. The node is served as before, and the agent tries again", "config", next.ConfigName, "after", fileInterval)
+					again = time.After(fileInterval)
+				case current == nil || !next.Equal(*current):
+					return errReconfigured
+				default:
+					s.reportUnused(ctx, next.Config)
+				}
 			}
 		}
 		select {
 		case <-ctx.Done():
 			return nil
+		case <-again:
 		case <-changed:
 		case <-devices:
 		case <-s.edited:
@@ -129,14 +204,18 @@ func (s *settings) follow(ctx context.Context, current *config.Config) error {
 	}
 }
 
-// next returns the configuration that file and label have now.
-func (s *settings) next(current *config.Config) (config.Config, error) {
-	next, err := s.reload()
+// next returns the configuration that files and labels have now.
+func (s *settings) next(current *config.Config) (config.Chosen, error) {
+	name, err := s.config.ChooseConfig(s.self.Label(config.ConfigLabel))
 	if err != nil {
-		return config.Config{}, err
+		return config.Chosen{}, err
 	}
-	if next, err = next.ForNode(s.self.Label(config.ModeLabel)); err != nil {
-		return config.Config{}, err
+	next, err := s.reload(name)
+	if err != nil {
+		return config.Chosen{}, err
+	}
+	if next.Config, err = next.ForNode(s.self.Label(config.ModeLabel)); err != nil {
+		return config.Chosen{}, err
 	}
 	switch {
 	case current == nil:

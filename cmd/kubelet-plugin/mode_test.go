@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/prometheus/common/expfmt"
+	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes/fake"
@@ -70,12 +71,15 @@ func followOn(t *testing.T, file string, labels map[string]string, list ...devic
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "config.yaml")
 	writeConfigMap(t, path, file)
-	base := nodeConfig(t)
-	reload := func() (config.Config, error) {
-		return config.Load([]string{"--node-name=node-1", "--config=" + path, "--kubeconfig=" + base.Kubeconfig, "--http-endpoint="},
-			func(string) (string, bool) { return "", false }, io.Discard)
-	}
-	loaded, err := reload()
+	return followWith(t, path, []string{"--config=" + path, "--run-dir=" + t.TempDir()}, labels, list...)
+}
+
+// followWith starts an agent with these flags. edit writes the file.
+func followWith(t *testing.T, file string, args []string, labels map[string]string, list ...device.GPU) *configured {
+	t.Helper()
+	args = append(args, "--node-name=node-1", "--kubeconfig="+nodeConfig(t).Kubeconfig, "--http-endpoint=")
+	noVariable := func(string) (string, bool) { return "", false }
+	loaded, err := config.Load(args, noVariable, io.Discard)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -85,33 +89,44 @@ func followOn(t *testing.T, file string, labels map[string]string, list ...devic
 	}
 	t.Cleanup(a.events.Shutdown)
 	c := &configured{
-		agent: a, t: t, file: path, events: record.NewFakeRecorder(100), served: make(chan config.Config, 1), ended: make(chan error, 1),
+		agent: a, t: t, file: file, events: record.NewFakeRecorder(100), served: make(chan config.Config, 1), ended: make(chan error, 1),
 		gpus: &gpus{list: list},
 	}
-	a.recorder, a.reload = c.events, reload
+	a.recorder = c.events
+	a.reload = func(name string) (config.Chosen, error) { return config.LoadChosen(args, noVariable, name) }
 	a.client = fake.NewClientset(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node-1", UID: "uid", Labels: labels}})
 	ctx, cancel := context.WithCancel(context.Background())
 	self := podstate.NewNode(a.client, "node-1")
 	watched := make(chan error, 1)
 	go func() { watched <- self.Run(ctx) }()
-	go func() {
-		c.ended <- a.serveConfigured(ctx, self, c.gpus, func(ctx context.Context, current config.Config) error {
+	group, groupCtx := errgroup.WithContext(ctx)
+	if loaded.Unchosen {
+		group.Go(func() error { return a.choose(groupCtx, self) })
+	}
+	group.Go(func() error {
+		return a.serveConfigured(groupCtx, self, c.gpus, func(ctx context.Context, current config.Config) error {
 			c.served <- current
 			<-ctx.Done()
 			return nil
 		})
-	}()
+	})
+	go func() { c.ended <- group.Wait() }()
 	t.Cleanup(func() { cancel(); <-watched })
 	return c
 }
 
 func (c *configured) label(value string) {
 	c.t.Helper()
+	c.setLabels(map[string]string{config.ModeLabel: value})
+}
+
+func (c *configured) setLabels(labels map[string]string) {
+	c.t.Helper()
 	node, err := c.client.CoreV1().Nodes().Get(c.t.Context(), "node-1", metav1.GetOptions{})
 	if err != nil {
 		c.t.Fatal(err)
 	}
-	node.Labels = map[string]string{config.ModeLabel: value}
+	node.Labels = labels
 	if _, err := c.client.CoreV1().Nodes().Update(c.t.Context(), node, metav1.UpdateOptions{}); err != nil {
 		c.t.Fatal(err)
 	}
@@ -174,6 +189,17 @@ func (c *configured) shows(line string) {
 	}
 	if !strings.Contains(text.String(), line+"\n") {
 		c.t.Errorf("%s is not among the metrics", line)
+	}
+}
+
+func (c *configured) event() string {
+	c.t.Helper()
+	select {
+	case event := <-c.events.Events:
+		return event
+	case <-time.After(time.Minute):
+		c.t.Fatal("no event")
+		return ""
 	}
 }
 
@@ -282,6 +308,124 @@ func TestModeChanges(t *testing.T) {
 			t.Errorf("event %q", event)
 		}
 	})
+}
+
+// The node's label selects a file of a directory. The agent starts again with the file, and without the API server it starts with the
+// last one.
+func TestChosenConfiguration(t *testing.T) {
+	dir, run := t.TempDir(), t.TempDir()
+	put := func(name, content string) {
+		t.Helper()
+		if err := os.WriteFile(filepath.Join(dir, ".new"), []byte(content), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Rename(filepath.Join(dir, ".new"), filepath.Join(dir, name)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	put("default", "tandem: {mode: ClaimsOnly}")
+	put("limits", "tandem: {mode: DevicePluginOnly}")
+	put("wrong", "tandem: {moed: Dual}")
+	labelled := func(name string) map[string]string { return map[string]string{config.ConfigLabel: name} }
+	begin := func(labels map[string]string) *configured {
+		return followWith(t, filepath.Join(dir, "limits"), []string{"--config-dir=" + dir, "--run-dir=" + run}, labels, gpuA)
+	}
+	c := begin(nil)
+	c.startsAnew()
+	c = begin(nil)
+	c.serves(config.ModeClaimsOnly)
+	c.setLabels(labelled("absent"))
+	c.rejects("node label nvidia.com/device-plugin.config=absent: " + dir + " has no such configuration, only default, limits, wrong")
+	c.setLabels(labelled("wrong"))
+	c.rejects("moed")
+	c.setLabels(labelled("limits"))
+	c.startsAnew()
+	// The label is not known at first.
+	c = begin(labelled("limits"))
+	c.serves(config.ModeDevicePluginOnly)
+	put("limits", "tandem: {mode: Dual}")
+	c.startsAnew()
+	// An agent starts with the recorded configuration, even if the file is missing or wrong.
+	if err := os.Remove(filepath.Join(dir, "limits")); err != nil {
+		t.Fatal(err)
+	}
+	c = begin(labelled("limits"))
+	c.serves(config.ModeDual)
+	c.rejects("has no such configuration")
+	c.setLabels(nil)
+	c.startsAnew()
+	put("default", "tandem: {moed: Dual}")
+	c = begin(nil)
+	c.serves(config.ModeClaimsOnly)
+	c.rejects("moed")
+	// Without a record nothing is served until something is chosen.
+	run = t.TempDir()
+	c = begin(nil)
+	if got := <-c.served; got.Mode.Claims() || got.Mode.Limits() {
+		t.Errorf("serves %+v", got)
+	}
+	c.rejects("moed")
+	if err := c.status.Ready(); err == nil || !strings.Contains(err.Error(), "no valid configuration is selected for this node") {
+		t.Errorf("ready: %v", err)
+	}
+	put("default", "tandem: {mode: Dual}")
+	c.startsAnew()
+}
+
+// The configuration says where the driver is. So it is selected before a driver is found, with and without GPUs that claims have, and a
+// recorded one with a wrong path is corrected.
+func TestChosenBeforeTheDriver(t *testing.T) {
+	for _, test := range []struct{ held, unchosen bool }{{false, true}, {true, true}, {false, false}, {true, false}} {
+		held := test.held
+		c := nodeConfig(t)
+		c.ConfigDir, c.Unchosen = t.TempDir(), test.unchosen
+		if err := os.WriteFile(filepath.Join(c.ConfigDir, "default"), []byte("flags: {nvidiaDriverRoot: /opt/driver}"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		a, err := newAgent(c)
+		if err != nil {
+			t.Fatal(err)
+		}
+		a.client = fake.NewClientset(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: c.NodeName, UID: "n"}})
+		a.reload = func(name string) (config.Chosen, error) {
+			next := config.Chosen{Config: c}
+			next.ConfigName, next.Unchosen, next.DriverRoot = name, false, "/opt/driver"
+			return next, nil
+		}
+		if held {
+			hold(t, c, a.bootID, ledger.ClaimRequest{UID: "c1", Namespace: "apps", Name: "one", Devices: []device.Ref{{GPU: "GPU-0"}}})
+		}
+		running := runAgent(t, a)
+		select {
+		case err := <-running.done:
+			if !errors.Is(err, errReconfigured) {
+				t.Errorf("held %t: ended with %v", held, err)
+			}
+		case <-time.After(time.Minute):
+			t.Fatalf("held %t: nothing is chosen", held)
+		}
+		running.cancel()
+		if _, err := os.Stat(filepath.Join(c.RunDir, "config.json")); err != nil {
+			t.Errorf("held %t: %v", held, err)
+		}
+	}
+}
+
+// A setting that changes nothing is reported once.
+func TestSettingsWithoutEffect(t *testing.T) {
+	c := follow(t, "flags: {failOnInitError: true}", nil)
+	c.serves(config.ModeDual)
+	reports := func(want string) {
+		t.Helper()
+		if event := c.event(); !strings.HasPrefix(event, "Warning ConfigWithoutEffect These settings of the node's configuration, flags or environment are ignored, and can be removed: "+want) {
+			t.Errorf("event %q, want %s", event, want)
+		}
+	}
+	reports("flags.failOnInitError: ")
+	c.edit("flags: {failOnInitError: true, mpsRoot: /mps}")
+	reports("flags.failOnInitError: the agent waits for the driver and its GPUs; flags.mpsRoot: ")
+	c.edit("tandem: {mode: }}")
+	c.rejects("config.yaml")
 }
 
 // TestRetire: the plugin of a node that serves limits no more runs as long as a limit has a device, and no longer: one of before, or one

@@ -136,7 +136,7 @@ func (a *agent) reportMissing(ctx context.Context, missing error) {
 		a.status.Waiting("gpus", nil)
 	case ok && noDriver.NoHardware:
 		klog.FromContext(ctx).Info("Serving nothing on a node without an NVIDIA GPU", "reason", missing.Error())
-		for _, check := range []string{"driver", "claims", "limits"} {
+		for _, check := range []string{"driver", "claims", "limits", "mode"} {
 			a.status.Waiting(check, nil)
 		}
 	case ok:

@@ -23,7 +23,18 @@ import (
 // Config of the node agent. Paths are those in the agent's container, unless the field's comment says "on the host".
 type Config struct {
 	ConfigFile string
-	NodeName   string
+	// ConfigDir has several configuration files, of which the node's label ConfigLabel selects one, or else DefaultConfig or the first of
+	// FallbackStrategies that applies. ConfigName is the selected file's name; empty for none. Unchosen: no file was selected yet.
+	ConfigDir          string
+	DefaultConfig      string
+	FallbackStrategies []string
+	ConfigName         string
+	Unchosen           bool
+	// UnknownKeys says whether unknown keys in the configuration file are an error: UnknownKeysError or UnknownKeysWarn.
+	UnknownKeys string
+	// Unused are the settings that are accepted and have no effect, each with the reason: "flags.mpsRoot: ...". They are sorted.
+	Unused   []string
+	NodeName string
 	// PodUID is the agent's own pod; empty outside a pod.
 	PodUID     string
 	Kubeconfig string
@@ -68,6 +79,8 @@ type Config struct {
 	// CDIHook is "install", "none" or the absolute path of a nvidia-cdi-hook on the host.
 	CDIHook       string
 	CDIHookSource string
+	// CDIDisabledHooks are left out of CDI specs, and CDIFeatures are feature flags of the library that makes them (nvcdi).
+	CDIDisabledHooks, CDIFeatures []string
 
 	DeviceListStrategies []string
 	PassDeviceSpecs      bool
@@ -84,9 +97,17 @@ type Config struct {
 	Verbosity    int
 }
 
+// Values of UnknownKeys. NVIDIA's device plugin ignores unknown keys silently.
+const (
+	UnknownKeysError = "Error"
+	UnknownKeysWarn  = "Warn"
+)
+
 // Defaults returns the settings of a node without any configuration.
 func Defaults() Config {
 	return Config{
+		FallbackStrategies:   []string{fallbackNamed, fallbackSingle},
+		UnknownKeys:          UnknownKeysError,
 		Mode:                 ModeDual,
 		DriverName:           "gpu.nvidia.com",
 		ResourceName:         "nvidia.com/gpu",
@@ -135,10 +156,32 @@ func split(s string) (items []string) {
 	return items
 }
 
+// listFlag is a flag with a list. Flags that are repeated add to it, as in NVIDIA's device plugin; each source replaces the one before.
+type listFlag struct {
+	target *[]string
+	isSet  bool
+}
+
+func (l *listFlag) String() string { return "" }
+
+func (l *listFlag) Set(text string) error {
+	if !l.isSet {
+		*l.target, l.isSet = nil, true
+	}
+	*l.target = append(*l.target, split(text)...)
+	return nil
+}
+
 // define adds the agent's flags. Their defaults are the values of c.
 func (c *Config) define(flags *flag.FlagSet) {
 	text := func(target *string, name, usage string) { flags.StringVar(target, name, *target, usage) }
 	text(&c.ConfigFile, "config", "node configuration `file` (version: v1)")
+	text(&c.ConfigDir, "config-dir", "`directory` of configuration files; the node's label "+ConfigLabel+" selects one")
+	text(&c.DefaultConfig, "default-config", "`name` of the file in --config-dir for nodes without the label")
+	list := func(target *[]string, name, usage string) { flags.Var(&listFlag{target: target}, name, usage) }
+	list(&c.FallbackStrategies, "fallback-strategies", "which file of --config-dir is used without label and --default-config: `list` of "+
+		"named (the file default), single (the only file), empty (none) (default "+strings.Join(c.FallbackStrategies, ",")+")")
+	text(&c.UnknownKeys, "unknown-config-keys", "whether unknown keys in the configuration file are an error: `choice` Error or Warn")
 	text(&c.NodeName, "node-name", "`name` of this node")
 	text(&c.PodUID, "pod-uid", "`UID` of the agent's pod; it ends with that pod. Empty outside a pod")
 	text(&c.Kubeconfig, "kubeconfig", "kubeconfig `file`; empty inside a cluster")
@@ -171,34 +214,91 @@ func (c *Config) define(flags *flag.FlagSet) {
 	text(&c.NVML, "nvml", "auto, the `path` of a libnvidia-ml.so.1, or simulated:<profile>")
 	text(&c.CDIHook, "cdi-hook", "install, none, or the `path` of a nvidia-cdi-hook on the host")
 	text(&c.CDIHookSource, "cdi-hook-source", "`path` of the nvidia-cdi-hook to install")
-	flags.Func("device-list-strategy",
+	list(&c.CDIDisabledHooks, "cdi-disable-hooks", "hooks that CDI specs shall not have: `list` of "+strings.Join(cdiHooks, ", "))
+	list(&c.CDIFeatures, "cdi-feature-flags", "features of CDI specs: `list` of "+strings.Join(cdiFeatures, ", "))
+	list(&c.DeviceListStrategies, "device-list-strategy",
 		"how the device plugin passes devices to containers: `list` of cdi-cri, cdi-annotations, envvar, volume-mounts (default "+
-			strings.Join(c.DeviceListStrategies, ",")+")",
-		func(s string) error {
-			c.DeviceListStrategies = split(s)
-			return nil
-		})
+			strings.Join(c.DeviceListStrategies, ",")+")")
 	flags.BoolVar(&c.PassDeviceSpecs, "pass-device-specs", c.PassDeviceSpecs,
 		"also return device nodes from Allocate: without CDI, containers need them to keep their GPUs after updates by the CPU Manager")
 	text(&c.DeviceIDStrategy, "device-id-strategy", "`kind` of device ID that containers get: uuid or index")
 	text(&c.CDIAnnotationPrefix, "cdi-annotation-prefix", "annotation `prefix` for cdi-annotations")
 	text(&c.AllocationPolicy, "shared-devices-allocation-policy",
 		"`policy` by which the device plugin selects partitions: distributed over the GPUs, or packed")
+	flags.Func("device-discovery-strategy", "how to find GPUs: `strategy` auto or nvml, which are the same", func(s string) error {
+		return checkDiscovery("--device-discovery-strategy", s)
+	})
+	c.defineUnused(flags)
 	text(&c.HTTPEndpoint, "http-endpoint", "`address` of /healthz, /readyz and /metrics; empty for none")
 	flags.IntVar(&c.Verbosity, "v", c.Verbosity, "log verbosity `level`")
+	for alias, name := range aliases {
+		flags.Var(flags.Lookup(name).Value, alias, "another name of --"+name)
+	}
+}
+
+// Names of nvcdi (nvidia-container-toolkit, pkg/nvcdi and internal/discover). The agent always sets the features disable-nvsandboxutils and
+// disable-ipc-discoverer.
+var (
+	cdiHooks = []string{
+		"all", "update-application-profile", "chmod", "create-symlinks", "disable-device-node-modification", "enable-cuda-compat",
+		"update-ldcache", "apply-cuda-memory-limits",
+	}
+	cdiFeatures = []string{
+		"enable-explicit-driver-libraries", "enable-coherent-annotations", "disable-multiple-csv-devices", "no-additional-gids-for-device-nodes",
+		"disable-nvsandboxutils", "disable-ipc-discoverer",
+	}
+)
+
+// known returns the names that are in a list. The others have no effect, as in NVIDIA's device plugin.
+func (c *Config) known(at string, names, list []string) (found []string) {
+	for _, name := range names {
+		switch {
+		case slices.Contains(list, name):
+			found = append(found, name)
+		case name != "":
+			c.Unused = append(c.Unused, fmt.Sprintf("%s: %q is not one of %s", at, name, strings.Join(list, ", ")))
+		}
+	}
+	return found
+}
+
+// defineUnused adds flags of NVIDIA's device plugin that are accepted and have no effect.
+func (c *Config) defineUnused(flags *flag.FlagSet) {
+	for name, why := range whyUnused {
+		usage := "accepted without effect: " + why
+		note := func(string) error {
+			c.Unused = append(c.Unused, "--"+name+": "+why)
+			return nil
+		}
+		if name == "fail-on-init-error" || name == "use-node-feature-api" {
+			flags.BoolFunc(name, usage, func(s string) error {
+				if _, err := strconv.ParseBool(s); err != nil {
+					return err
+				}
+				return note(s)
+			})
+			continue
+		}
+		flags.Func(name, usage, note)
+	}
 }
 
 // moreVariables are further environment variables of some flags. Most are NVIDIA's.
 var moreVariables = map[string]string{
-	"config": "CONFIG_FILE", "driver-root": "NVIDIA_DRIVER_ROOT", "dev-root": "NVIDIA_DEV_ROOT", "cdi-hook": "NVIDIA_CDI_HOOK_PATH",
+	"config": "CONFIG_FILE", "config-dir": "CONFIG_FILE_SRCDIR", "driver-root": "NVIDIA_DRIVER_ROOT", "dev-root": "NVIDIA_DEV_ROOT", "cdi-hook": "NVIDIA_CDI_HOOK_PATH",
+}
+
+// aliases are other names of flags in NVIDIA's device plugin.
+var aliases = map[string]string{
+	"config-file": "config", "nvidia-driver-root": "driver-root", "nvidia-dev-root": "dev-root", "nvidia-cdi-hook-path": "cdi-hook",
 }
 
 // variables returns the environment variables of a flag, the one with the highest precedence first.
 func variables(flag string) []string {
-	switch flag {
-	case "v":
+	switch _, isAlias := aliases[flag]; {
+	case flag == "v":
 		return []string{"LOG_VERBOSITY"}
-	case outputFlag, specFlag:
+	case flag == outputFlag, flag == specFlag, isAlias:
 		return nil
 	}
 	names := []string{strings.ToUpper(strings.ReplaceAll(flag, "-", "_"))}
@@ -208,37 +308,128 @@ func variables(flag string) []string {
 	return names
 }
 
-// Load reads all sources and validates the result. It prints the usage to stderr if a flag is wrong, and for -h (flag.ErrHelp).
+// Load reads all sources and validates the result. It prints the usage to stderr if a flag is wrong, and for -h (flag.ErrHelp). With
+// ConfigDir it uses the recorded file (Chosen.Record), because the node's label is not known yet. Without a usable record the result is
+// Unchosen. If there is a record, stderr says why it cannot be used.
 func Load(args []string, lookupEnv func(string) (string, bool), stderr io.Writer) (Config, error) {
 	c := Defaults()
-	if err := c.load("kubelet-plugin", c.define, args, lookupEnv, stderr); err != nil {
-		return Config{}, err
-	}
-	c.readHealthChecks(lookupEnv)
-	if err := c.validate(); err != nil {
+	l := loader{"kubelet-plugin", args, lookupEnv, stderr, &c, c.define, c.validate}
+	if err := l.load(); err != nil {
 		return Config{}, err
 	}
 	return c, nil
 }
 
-// load applies the node configuration, the environment and the flags that define adds.
-func (c *Config) load(
-	program string, define func(*flag.FlagSet), args []string, lookupEnv func(string) (string, bool), stderr io.Writer,
-) error {
-	// The first pass finds the file. The second one applies environment and flags, which override the file.
-	if err := apply(program, define, args, lookupEnv, stderr); err != nil {
+// LoadChosen is Load with a file of ConfigDir; an empty name is for none. Without ConfigDir it is Load.
+func LoadChosen(args []string, lookupEnv func(string) (string, bool), name string) (Chosen, error) {
+	c := Defaults()
+	l := loader{"kubelet-plugin", args, lookupEnv, io.Discard, &c, c.define, c.validate}
+	if err := l.flags(); err != nil {
+		return Chosen{}, err
+	}
+	var text []byte
+	if c.ConfigDir != "" && name != "" {
+		var err error
+		if text, err = readFile(c.fileOf(name)); err != nil {
+			return Chosen{}, err
+		}
+		if err := l.file(c.fileOf(name), text); err != nil {
+			return Chosen{}, err
+		}
+		c.ConfigName = name
+	}
+	if err := l.finish(); err != nil {
+		return Chosen{}, err
+	}
+	return Chosen{c, text}, nil
+}
+
+// loader applies the sources of a program's settings to a Config.
+type loader struct {
+	program   string
+	args      []string
+	lookupEnv func(string) (string, bool)
+	stderr    io.Writer
+	into      *Config
+	define    func(*flag.FlagSet)
+	check     func() error
+}
+
+func (l loader) load() error {
+	if err := l.flags(); err != nil {
 		return err
 	}
-	if c.ConfigFile == "" {
+	if l.into.ConfigDir != "" && l.into.ConfigFile == "" {
+		without := *l.into
+		err := l.recorded()
+		if err == nil {
+			err = l.check()
+		}
+		if err != nil {
+			*l.into = without
+			l.into.Unchosen = true
+			fmt.Fprintf(l.stderr, "kubelet-plugin: cannot use the recorded configuration: %v. No GPU is given to new pods until a valid "+
+				"configuration is selected\n", err)
+		}
+	}
+	return l.finish()
+}
+
+// recorded applies the recorded file of ConfigDir. Without a record the result is Unchosen.
+func (l loader) recorded() error {
+	r, found, err := recorded(l.into.RunDir)
+	if err != nil {
+		return err
+	}
+	if !found {
+		l.into.Unchosen = true
 		return nil
 	}
-	file, resource := c.ConfigFile, c.ResourceName
-	*c = Defaults()
-	c.ResourceName = resource // the file names resources, and does not configure this one
-	if err := c.loadFile(file); err != nil {
+	if r.Name == "" {
+		return nil
+	}
+	err = l.file(l.into.fileOf(r.Name), r.Text)
+	l.into.ConfigName = r.Name
+	return err
+}
+
+// finish adds the settings that only the environment has, and validates all.
+func (l loader) finish() error {
+	c := l.into
+	c.readHealthChecks(l.lookupEnv)
+	c.CDIDisabledHooks = c.known("--cdi-disable-hooks", c.CDIDisabledHooks, cdiHooks)
+	c.CDIFeatures = c.known("--cdi-feature-flags", c.CDIFeatures, cdiFeatures)
+	if c.IMEXRequired && len(c.IMEXChannels) == 0 {
+		c.IMEXRequired = false
+		c.Unused = append(c.Unused, "imex.required: imex.channelIDs names no channel")
+	}
+	slices.Sort(c.Unused)
+	c.Unused = slices.Compact(c.Unused)
+	return l.check()
+}
+
+// flags applies environment and flags. If they name a file, it applies the file, then environment and flags again, which override it.
+func (l loader) flags() error {
+	if err := apply(l.program, l.define, l.args, l.lookupEnv, l.stderr); err != nil || l.into.ConfigFile == "" {
 		return err
 	}
-	return apply(program, define, args, lookupEnv, io.Discard)
+	text, err := readFile(l.into.ConfigFile)
+	if err != nil {
+		return err
+	}
+	return l.file(l.into.ConfigFile, text)
+}
+
+// file applies the text of a file, then environment and flags, which override it.
+func (l loader) file(path string, text []byte) error {
+	c := l.into
+	resource, unknown := c.ResourceName, c.UnknownKeys
+	*c = Defaults()
+	c.ResourceName, c.UnknownKeys = resource, unknown // reading the file needs both, and the file cannot set them
+	if err := c.loadFile(path, text); err != nil {
+		return err
+	}
+	return apply(l.program, l.define, l.args, l.lookupEnv, io.Discard)
 }
 
 // apply sets the flags of a program from the environment, and then from its arguments.
@@ -264,6 +455,11 @@ func apply(program string, define func(*flag.FlagSet), args []string, lookupEnv 
 	if err := errors.Join(errs...); err != nil {
 		return err
 	}
+	flags.VisitAll(func(f *flag.Flag) {
+		if list, ok := f.Value.(*listFlag); ok {
+			list.isSet = false
+		}
+	})
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
@@ -325,6 +521,8 @@ func (c *Config) validate() error {
 	} else {
 		p.name("--node-name", "node name", c.NodeName, validation.IsDNS1123Subdomain(c.NodeName))
 	}
+	c.checkChoice(&p)
+	oneOf(&p, "--unknown-config-keys", c.UnknownKeys, UnknownKeysError, UnknownKeysWarn)
 	p.driverName(c.DriverName)
 	p.resourceName(c.ResourceName)
 	c.checkMode(&p)
@@ -348,9 +546,6 @@ func (c *Config) validate() error {
 	// NVIDIA's plugin knows one channel: others are for ComputeDomains.
 	if len(c.IMEXChannels) > 0 && !slices.Equal(c.IMEXChannels, []int{0}) {
 		p.add("imex.channelIDs", "must be [] or [0]; found %v", c.IMEXChannels)
-	}
-	if c.IMEXRequired && len(c.IMEXChannels) == 0 {
-		p.add("imex.required", "needs imex.channelIDs: [0]")
 	}
 	oneOf(&p, "--device-id-strategy", c.DeviceIDStrategy, "uuid", "index")
 	oneOf(&p, "--shared-devices-allocation-policy", c.AllocationPolicy, "distributed", "packed")

@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 
@@ -58,6 +59,12 @@ func TestPrecedence(t *testing.T) {
 		{name: "other devices by NVIDIA's names", env: environment{"GDS_ENABLED": "true", "MOFED_ENABLED": "true", "IMEX_CHANNEL_IDS": "0"}, want: func(c *Config) {
 			c.GDS, c.MOFED, c.IMEXChannels = true, true, []int{0}
 		}},
+		{name: "repeated flags", file: true, env: environment{"DEVICE_LIST_STRATEGY": "cdi-cri"}, args: []string{"--pass-device-specs=false", "--device-list-strategy=envvar", "--device-list-strategy=volume-mounts", "--driver-root=/x"}, want: func(c *Config) {
+			c.DriverRoot, c.DeviceListStrategies = "/x", []string{"envvar", "volume-mounts"}
+		}},
+		{name: "CDI", env: environment{"CDI_DISABLE_HOOKS": "all", "CDI_FEATURE_FLAGS": "enable-coherent-annotations,disable-nvsandboxutils"}, want: func(c *Config) {
+			c.CDIDisabledHooks, c.CDIFeatures = []string{"all"}, []string{"enable-coherent-annotations", "disable-nvsandboxutils"}
+		}},
 		{name: "own names over NVIDIA's", env: environment{"NVIDIA_DRIVER_ROOT": "/theirs", "DRIVER_ROOT": "/ours", "NVIDIA_DEV_ROOT": "/dev-root"}, want: func(c *Config) {
 			c.DriverRoot, c.DevRoot = "/ours", "/dev-root"
 		}},
@@ -93,6 +100,8 @@ func TestFiles(t *testing.T) {
 	}{
 		{"empty", "\n", func(*Config) {}},
 		{"comments", "---\n# nothing\n", func(*Config) {}},
+		{"an empty second document", "---\nversion: v1\n---\n", func(*Config) {}},
+		{"a directive", "%YAML 1.1\n---\nversion: v1\n", func(*Config) {}},
 		{"a string for a list", "version: v1\nflags: {plugin: {deviceListStrategy: envvar}}", func(c *Config) { c.DeviceListStrategies = []string{"envvar"} }},
 		{"a string of several", `flags: {plugin: {deviceListStrategy: "envvar,cdi-annotations"}}`, func(c *Config) { c.DeviceListStrategies = []string{"envvar", "cdi-annotations"} }},
 		{"MIG", "flags: {migStrategy: mixed, plugin: {sharedDevicesAllocationPolicy: packed}}", func(c *Config) {
@@ -115,13 +124,18 @@ flags:
   useNodeFeatureAPI: null
   deviceDiscoveryStrategy: auto
   plugin: {passDeviceSpecs: false, deviceListStrategy: [envvar], deviceIDStrategy: index, cdiAnnotationPrefix: cdi.k8s.io/x, nvidiaCTKPath: /usr/bin/nvidia-ctk, containerDriverRoot: /driver-root}
-  gfd: {oneshot: false, anything: true}
-resources: {gpus: [], migs: null}
+  gfd: {oneshot: false, noTimestamp: false, sleepInterval: 60s, outputFile: /etc/labels, machineTypeFile: /sys/class/dmi/id/product_name}
+resources: {gpus: [], mig: null}
 sharing: {timeSlicing: {}, mps: null}
 imex: {}
 tandem: {mode: Dual, handover: {reset: true}}
 `, func(c *Config) {
 			c.ResetGPUs = true
+			c.Unused = []string{
+				"flags.failOnInitError: the agent waits for the driver and its GPUs", "flags.gfd: it configures GPU Feature Discovery",
+				"flags.mpsRoot: MPS daemons keep their files below --run-dir",
+				"flags.plugin.containerDriverRoot: the agent finds the driver below --host-root", "flags.plugin.nvidiaCTKPath: --cdi-hook selects the hook",
+			}
 			c.DriverRoot, c.DevRoot = "/run/nvidia/driver", "/"
 			c.DeviceListStrategies, c.DeviceIDStrategy, c.CDIAnnotationPrefix = []string{"envvar"}, "index", "cdi.k8s.io/x"
 		}},
@@ -140,6 +154,82 @@ tandem: {mode: Dual, handover: {reset: true}}
 	}
 }
 
+// A setting that changes nothing is accepted and named.
+func TestUnused(t *testing.T) {
+	tests := []struct {
+		name, file string
+		env        environment
+		args       []string
+		want       []string
+	}{
+		{name: "null", file: "flags: {failOnInitError: null, mpsRoot: null, gfd: {oneshot: null}}"},
+		{name: "false", file: "flags: {failOnInitError: false, useNodeFeatureAPI: false}", want: []string{"flags.failOnInitError: ", "flags.useNodeFeatureAPI: "}},
+		{name: "IMEX without channels", file: "imex: {required: true}", want: []string{"imex.required: imex.channelIDs names no channel"}},
+		{name: "GFD", file: "flags: {gfd: {sleepInterval: infinite}}", want: []string{"flags.gfd: "}},
+		{name: "a number of nanoseconds", file: "flags: {gfd: {sleepInterval: 1000}}", want: []string{"flags.gfd: "}},
+		{name: "resources", file: "resources: {gpus: [{pattern: \"*\", name: gpu}], mig: [{pattern: \"*\", name: nvidia.com/mig}]}", want: []string{"resources: "}},
+		{name: "another name", file: "sharing: {timeSlicing: {resources: [{name: gpu, rename: vgpu, replicas: 2}]}}", want: []string{"sharing.timeSlicing.resources[0].rename: "}},
+		{
+			name: "the name that it has anyway",
+			file: "sharing: {timeSlicing: {renameByDefault: true, resources: [{name: gpu, rename: gpu.shared, replicas: 2}]}}",
+		},
+		{
+			name: "another name by default", file: "sharing: {timeSlicing: {renameByDefault: true, resources: [{name: gpu, rename: nvidia.com/vgpu, replicas: 2}]}}",
+			want: []string{"sharing.timeSlicing.resources[0].rename: "},
+		},
+		{
+			name: "devices of others", file: "sharing: {timeSlicing: {resources: [{name: nvidia.com/hostdev, replicas: 2}]}}",
+			want: []string{"sharing.timeSlicing.resources[0]: Tandem serves no resource nvidia.com/hostdev"},
+		},
+		{
+			name: "partitions by MPS", file: "sharing: {mps: {resources: [{name: gpu, replicas: 2, devices: [\"0:1\", 1]}]}}",
+			want: []string{"sharing.mps.resources[0].devices: MPS shares GPUs only"},
+		},
+		{
+			name: "both strategies", file: "sharing: {mps: {failRequestsGreaterThanOne: false, resources: [{name: gpu, replicas: 2}]}, timeSlicing: {resources: [{name: gpu, replicas: 2}]}}",
+			want: []string{"sharing.mps.failRequestsGreaterThanOne: ", "sharing.timeSlicing: sharing.mps is set as well, and takes precedence"},
+		},
+		{
+			name: "unknown keys", file: "flags: {renameByDefault: true}\ndriver: {root: /}\nflags: {migStrategy: none, plugin: {x: 1}}", args: []string{"--unknown-config-keys=Warn"},
+			want: []string{`unknown field "driver"`, `unknown field "flags.plugin.x"`},
+		},
+		{
+			name: "hooks and features that nvcdi does not know", env: environment{"CDI_DISABLE_HOOKS": "all, chown", "CDI_FEATURE_FLAGS": "fast"},
+			want: []string{`--cdi-disable-hooks: "chown" is not one of all, `, `--cdi-feature-flags: "fast" is not one of `},
+		},
+		{
+			name: "flags and variables", env: environment{"FAIL_ON_INIT_ERROR": "true", "MPS_ROOT": "/run/nvidia/mps", "DEVICE_DISCOVERY_STRATEGY": "auto"},
+			args: []string{"--cdi-disable-hooks=chmod", "--cdi-feature-flags=enable-coherent-annotations", "--fail-on-init-error", "--kubelet-socket=/var/lib/kubelet/device-plugins/kubelet.sock", "--use-node-feature-api=false"},
+			want: []string{"--fail-on-init-error: ", "--kubelet-socket: ", "--mps-root: ", "--use-node-feature-api: "},
+		},
+	}
+	for _, test := range tests {
+		t.Run(test.name, func(t *testing.T) {
+			c, err := Load(append(test.args, "--config", write(t, test.file), "--node-name=n"), test.env.lookup, io.Discard)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if !slices.EqualFunc(c.Unused, test.want, strings.HasPrefix) {
+				t.Errorf("got %q, want %q", c.Unused, test.want)
+			}
+			other := c
+			other.Unused = nil
+			if !c.Equal(other) {
+				t.Error("unused settings make a difference")
+			}
+		})
+	}
+}
+
+func TestOtherNamesOfFlags(t *testing.T) {
+	path := write(t, "flags: {migStrategy: mixed}")
+	c, err := Load([]string{"--config-file", path, "--node-name=n", "--nvidia-driver-root=/driver", "--nvidia-dev-root", "/dev-root", "--nvidia-cdi-hook-path=/hook"},
+		environment{}.lookup, io.Discard)
+	if err != nil || c.ConfigFile != path || c.MIGStrategy != device.MIGStrategyMixed || c.DriverRoot != "/driver" || c.DevRoot != "/dev-root" || c.CDIHook != "/hook" {
+		t.Errorf("got %+v, %v", c, err)
+	}
+}
+
 func TestFileErrors(t *testing.T) {
 	tests := []struct{ name, content, want string }{
 		{"unknown key", "flags: {plugin: {passDevicesSpecs: true}}", `"flags.plugin.passDevicesSpecs"`},
@@ -150,16 +240,22 @@ func TestFileErrors(t *testing.T) {
 		{"neither string nor list", "flags: {plugin: {deviceListStrategy: {a: b}}}", "flags.plugin.deviceListStrategy: want"},
 		{"no YAML", "{", "yaml"},
 		{"two documents", "version: v1\n---\nflags: {}\n", "more than one YAML document"},
+		{"two documents of Windows", "version: v1\r\n---\r\nflags: {}\r\n", "more than one YAML document"},
+		{"a comment behind the separator", "version: v1\n--- # two\nflags: {}\n", "more than one YAML document"},
 		{"version", "version: v2", "version: unknown version: v2"},
 		{"MIG", "flags: {migStrategy: both}", "--mig-strategy: unknown MIG strategy: both (choose from none, single, mixed)"},
 		{"policy", "flags: {plugin: {sharedDevicesAllocationPolicy: tight}}", `--shared-devices-allocation-policy: "tight" is not one of distributed, packed`},
 		{"IMEX channel", "imex: {channelIDs: [1]}", "imex.channelIDs: must be [] or [0]; found [1]"},
 		{"two IMEX channels", "imex: {channelIDs: [0, 0]}", "imex.channelIDs: must be [] or [0]; found [0 0]"},
-		{"IMEX without channels", "imex: {required: true}", "imex.required: needs imex.channelIDs: [0]"},
 		{"kind of GDS", "flags: {gdsEnabled: 1}", "flags.gdsEnabled"},
 		{"discovery", "flags: {deviceDiscoveryStrategy: tegra}", "flags.deviceDiscoveryStrategy"},
-		{"resources", "resources: {gpus: [{pattern: \"*\", name: nvidia.com/gpu}]}", "resources: GPUs and MIG profiles have the resource names that migStrategy gives them"},
-		{"resources of MIG", "resources: {mig: [{pattern: 1g.10gb, name: small}]}", "resources: "},
+		{"resources without a pattern", "resources: {gpus: [{name: nvidia.com/gpu}]}", "resources.gpus[0].pattern: resources must have a 'pattern' field set"},
+		{"resources of MIG without a name", "resources: {mig: [{pattern: 1g.10gb, name: small}, {pattern: x}]}", "resources.mig[1].name: resources must have a 'name' field set"},
+		{"long name of a resource", "resources: {gpus: [{pattern: x, name: " + strings.Repeat("a", 60) + "}]}", "resources.gpus[0].name: fully-qualified resource name must be 63"},
+		{"unknown key of resources", "resources: {migs: []}", `"resources.migs"`},
+		{"unknown key of gfd", "flags: {gfd: {sleep: 1s}}", `"flags.gfd.sleep"`},
+		{"interval", "flags: {gfd: {sleepInterval: often}}", `sleepInterval: "often" is not a duration such as 60s, a number of nanoseconds, or infinite`},
+		{"kind of interval", "flags: {gfd: {sleepInterval: [1]}}", "sleepInterval: [1] is not a duration"},
 		{"strategy", "flags: {plugin: {deviceListStrategy: [cdi]}}", "invalid strategy: cdi"},
 		{"ID strategy", "flags: {plugin: {deviceIDStrategy: serial}}", `--device-id-strategy: "serial"`},
 		{"unknown key of handover", "tandem: {handover: {scrub: true}}", `"tandem.handover.scrub"`},
@@ -214,6 +310,9 @@ func TestErrors(t *testing.T) {
 		{"driver root", nil, []string{"--node-name=n", "--driver-root=here"}, "--driver-root"},
 		{"NVML", nil, []string{"--node-name=n", "--nvml=libnvidia-ml.so.1"}, "--nvml"},
 		{"hook", nil, []string{"--node-name=n", "--cdi-hook=hook"}, "--cdi-hook"},
+		{"unknown keys", nil, []string{"--node-name=n", "--unknown-config-keys=ignore"}, `--unknown-config-keys: "ignore" is not one of Error, Warn`},
+		{"discovery", nil, []string{"--node-name=n", "--device-discovery-strategy=tegra"}, `"tegra" is not one of auto, nvml`},
+		{"unused flag", environment{"FAIL_ON_INIT_ERROR": "perhaps"}, []string{"--node-name=n"}, `environment variable FAIL_ON_INIT_ERROR: "perhaps"`},
 		{"no strategy", nil, []string{"--node-name=n", "--device-list-strategy="}, "--device-list-strategy: invalid strategy"},
 	}
 	for _, test := range tests {

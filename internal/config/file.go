@@ -8,23 +8,25 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"maps"
 	"os"
 	"slices"
+	"strings"
+	"time"
 
+	goyaml "go.yaml.in/yaml/v2"
+	"k8s.io/apimachinery/pkg/util/validation"
 	kjson "sigs.k8s.io/json"
 	"sigs.k8s.io/yaml"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// file is the node configuration: the keys of NVIDIA's device plugin (version v1) and the section "tandem". A key of NVIDIA's with
-// an effect that this version does not have is an error, unless its value is empty.
+// file is the node configuration: the keys of NVIDIA's device plugin (version v1) and the section "tandem".
 type file struct {
-	Version   string          `json:"version"`
-	Flags     fileFlags       `json:"flags"`
-	Resources json.RawMessage `json:"resources"`
-	Sharing   fileSharing     `json:"sharing"`
+	Version   string        `json:"version"`
+	Flags     fileFlags     `json:"flags"`
+	Resources fileResources `json:"resources"`
+	Sharing   fileSharing   `json:"sharing"`
 	IMEX      struct {
 		ChannelIDs []int `json:"channelIDs"`
 		Required   bool  `json:"required"`
@@ -32,29 +34,74 @@ type file struct {
 	Tandem fileTandem `json:"tandem"`
 }
 
-// fileFlags needs no pointers: NVIDIA's tools write keys without a value, and no default is true.
+// fileFlags has pointers only for keys without effect, to report those that are set. For the others a missing key, null and the zero
+// value all mean the default.
 type fileFlags struct {
 	MIGStrategy             device.MIGStrategy `json:"migStrategy"`
-	FailOnInitError         bool               `json:"failOnInitError"`
-	MPSRoot                 string             `json:"mpsRoot"`
+	FailOnInitError         *bool              `json:"failOnInitError"`
+	MPSRoot                 *string            `json:"mpsRoot"`
 	NVIDIADriverRoot        string             `json:"nvidiaDriverRoot"`
 	NVIDIADevRoot           string             `json:"nvidiaDevRoot"`
 	GDRCopyEnabled          bool               `json:"gdrcopyEnabled"`
 	GDSEnabled              bool               `json:"gdsEnabled"`
 	MOFEDEnabled            bool               `json:"mofedEnabled"`
-	UseNodeFeatureAPI       bool               `json:"useNodeFeatureAPI"`
+	UseNodeFeatureAPI       *bool              `json:"useNodeFeatureAPI"`
 	DeviceDiscoveryStrategy string             `json:"deviceDiscoveryStrategy"`
 	Plugin                  struct {
 		PassDeviceSpecs               bool            `json:"passDeviceSpecs"`
 		DeviceListStrategy            json.RawMessage `json:"deviceListStrategy"`
 		DeviceIDStrategy              string          `json:"deviceIDStrategy"`
 		CDIAnnotationPrefix           string          `json:"cdiAnnotationPrefix"`
-		NVIDIACTKPath                 string          `json:"nvidiaCTKPath"`
-		ContainerDriverRoot           string          `json:"containerDriverRoot"`
+		NVIDIACTKPath                 *string         `json:"nvidiaCTKPath"`
+		ContainerDriverRoot           *string         `json:"containerDriverRoot"`
 		SharedDevicesAllocationPolicy string          `json:"sharedDevicesAllocationPolicy"`
 	} `json:"plugin"`
-	// GFD configures another component, which may use the same file.
-	GFD json.RawMessage `json:"gfd"`
+	GFD fileGFD `json:"gfd"`
+}
+
+// fileGFD configures GPU Feature Discovery, which may use the same file.
+type fileGFD struct {
+	Oneshot         *bool     `json:"oneshot"`
+	NoTimestamp     *bool     `json:"noTimestamp"`
+	SleepInterval   *interval `json:"sleepInterval"`
+	OutputFile      *string   `json:"outputFile"`
+	MachineTypeFile *string   `json:"machineTypeFile"`
+}
+
+// interval is a duration: "60s", a number of nanoseconds, or "infinite".
+type interval time.Duration
+
+// UnmarshalJSON implements json.Unmarshaler.
+func (i *interval) UnmarshalJSON(text []byte) error {
+	var value any
+	if err := json.Unmarshal(text, &value); err != nil {
+		return err
+	}
+	switch v := value.(type) {
+	case float64:
+		*i = interval(v)
+		return nil
+	case string:
+		if v == "infinite" {
+			return nil
+		}
+		if length, err := time.ParseDuration(v); err == nil {
+			*i = interval(length)
+			return nil
+		}
+	}
+	return fmt.Errorf("sleepInterval: %s is not a duration such as 60s, a number of nanoseconds, or infinite", text)
+}
+
+// fileResources names resources by the product names of GPUs and by MIG profiles.
+type fileResources struct {
+	GPUs []fileResource `json:"gpus"`
+	MIG  []fileResource `json:"mig"`
+}
+
+type fileResource struct {
+	Pattern *string `json:"pattern"`
+	Name    *string `json:"name"`
 }
 
 type fileTandem struct {
@@ -68,13 +115,17 @@ type fileTandem struct {
 	} `json:"handover"`
 }
 
-func (c *Config) loadFile(path string) error {
-	data, err := os.ReadFile(path)
+func readFile(path string) ([]byte, error) {
+	text, err := os.ReadFile(path)
 	if err != nil {
-		return fmt.Errorf("read node configuration: %w", err)
+		return nil, fmt.Errorf("read node configuration: %w", err)
 	}
-	if len(bytes.TrimSpace(data)) > 0 {
-		if err := c.parseFile(data); err != nil {
+	return text, nil
+}
+
+func (c *Config) loadFile(path string, text []byte) error {
+	if len(bytes.TrimSpace(text)) > 0 {
+		if err := c.parseFile(text); err != nil {
 			return fmt.Errorf("node configuration %s: %w", path, err)
 		}
 	}
@@ -86,21 +137,33 @@ func (c *Config) parseFile(data []byte) error {
 	if moreThanOne(data) {
 		return errors.New("more than one YAML document")
 	}
-	asJSON, err := yaml.YAMLToJSONStrict(data)
+	toJSON := yaml.YAMLToJSONStrict
+	if c.UnknownKeys == UnknownKeysWarn {
+		toJSON = yaml.YAMLToJSON // of two equal keys the last one counts, as in NVIDIA's device plugin
+	}
+	asJSON, err := toJSON(data)
 	if err != nil {
 		return err
 	}
 	var f file
 	strict, err := kjson.UnmarshalStrict(asJSON, &f)
-	if err := errors.Join(append(strict, err)...); err != nil {
+	if err != nil {
+		return err
+	}
+	if c.UnknownKeys == UnknownKeysWarn {
+		for _, err := range strict {
+			c.Unused = append(c.Unused, err.Error())
+		}
+	} else if err := errors.Join(strict...); err != nil {
 		return err
 	}
 	if f.Version != "" && f.Version != "v1" {
 		return fmt.Errorf("version: unknown version: %s", f.Version)
 	}
-	if err := f.unsupported(); err != nil {
+	if err := errors.Join(checkDiscovery("flags.deviceDiscoveryStrategy", f.Flags.DeviceDiscoveryStrategy), f.Resources.check()); err != nil {
 		return err
 	}
+	c.Unused = append(c.Unused, f.unused()...)
 	flags, plugin := f.Flags, f.Flags.Plugin
 	c.MIGStrategy = cmp.Or(flags.MIGStrategy, c.MIGStrategy)
 	c.DriverRoot = cmp.Or(flags.NVIDIADriverRoot, c.DriverRoot)
@@ -122,75 +185,110 @@ func (c *Config) parseFile(data []byte) error {
 	return errors.Join(c.setSharing(f.Sharing), c.setStrategies(plugin.DeviceListStrategy))
 }
 
-// moreThanOne reports whether there is a second YAML document, which the parser would ignore.
+// moreThanOne reports whether there is a second YAML document that is not empty, which the parser would ignore.
 func moreThanOne(data []byte) bool {
 	documents := 0
-	content := false
-	for line := range bytes.Lines(data) {
-		line = bytes.TrimRight(line, " \t\r\n")
-		switch {
-		case bytes.Equal(line, []byte("---")):
-			content = false
-		case len(line) > 0 && line[0] != '#' && !content:
-			content = true
+	for decoder := goyaml.NewDecoder(bytes.NewReader(data)); ; {
+		var content any
+		if err := decoder.Decode(&content); err != nil {
+			return documents > 1 // the parser reports mistakes
+		}
+		if content != nil {
 			documents++
 		}
 	}
-	return documents > 1
 }
 
 // setStrategies accepts one string, with commas or without, as a list, as NVIDIA's file does.
 func (c *Config) setStrategies(raw json.RawMessage) error {
-	if blank(raw) {
+	if len(raw) == 0 {
 		return nil
 	}
-	var one string
-	if err := json.Unmarshal(raw, &one); err == nil {
-		c.DeviceListStrategies = split(one)
-		return nil
-	}
-	c.DeviceListStrategies = nil
-	if err := json.Unmarshal(raw, &c.DeviceListStrategies); err != nil {
+	var one string // null leaves it empty
+	var list []string
+	switch {
+	case json.Unmarshal(raw, &one) == nil && one != "":
+		list = split(one)
+	case one == "" && string(raw) != `""` && json.Unmarshal(raw, &list) != nil:
 		return errors.New("flags.plugin.deviceListStrategy: want a string or a list of strings")
+	}
+	if len(list) > 0 {
+		c.DeviceListStrategies = list
 	}
 	return nil
 }
 
-// unsupported returns an error for each key with an effect that this version does not have. It accepts failOnInitError, because
-// the agent waits for a driver anyway, and nvidiaCTKPath and containerDriverRoot, because --cdi-hook and --host-root replace them.
-func (f *file) unsupported() error {
+// check validates the section as NVIDIA's device plugin does, which then discards it (api/config/v1, DisableResourceNamingInConfig).
+func (r fileResources) check() error {
 	var errs []error
-	if !slices.Contains([]string{"", "auto", "nvml"}, f.Flags.DeviceDiscoveryStrategy) {
-		errs = append(errs, errors.New("flags.deviceDiscoveryStrategy: only auto and nvml are known"))
-	}
-	if !blank(f.Resources) {
-		errs = append(errs, errors.New("resources: GPUs and MIG profiles have the resource names that migStrategy gives them; "+
-			"other names are not supported by this version of Tandem"))
+	for _, section := range []struct {
+		path string
+		list []fileResource
+	}{{"resources.gpus", r.GPUs}, {"resources.mig", r.MIG}} {
+		for i, entry := range section.list {
+			at := fmt.Sprintf("%s[%d]", section.path, i)
+			switch {
+			case entry.Pattern == nil:
+				errs = append(errs, fmt.Errorf("%s.pattern: resources must have a 'pattern' field set", at))
+			case entry.Name == nil:
+				errs = append(errs, fmt.Errorf("%s.name: resources must have a 'name' field set", at))
+			default:
+				if err := checkRename(*entry.Name); err != nil {
+					errs = append(errs, fmt.Errorf("%s.name: %w", at, err))
+				}
+			}
+		}
 	}
 	return errors.Join(errs...)
 }
 
-// blank reports whether a section is missing, null, or contains only empty values.
-func blank(raw json.RawMessage) bool {
-	if len(raw) == 0 {
-		return true
+// checkRename validates a name that a resource would get, as NVIDIA's device plugin does (api/config/v1, NewResourceName).
+func checkRename(name string) error {
+	const domain, longest = "nvidia.com/", 63
+	name = domain + strings.TrimPrefix(name, domain)
+	if len(name) > longest {
+		return fmt.Errorf("fully-qualified resource name must be %d characters or less: %s", longest, name)
 	}
-	var value any
-	return json.Unmarshal(raw, &value) == nil && blankValue(value)
+	if wrong := validation.IsDNS1123Subdomain(strings.TrimPrefix(name, domain)); len(wrong) > 0 {
+		return fmt.Errorf("incorrect format for resource name '%s': %s", name, strings.Join(wrong, "; "))
+	}
+	return nil
 }
 
-func blankValue(value any) bool {
-	switch v := value.(type) {
-	case nil:
-		return true
-	case bool:
-		return !v
-	case string:
-		return v == ""
-	case []any:
-		return len(v) == 0
-	case map[string]any:
-		return !slices.ContainsFunc(slices.Collect(maps.Values(v)), func(item any) bool { return !blankValue(item) })
+// unused returns the keys that are set and have no effect.
+func (f *file) unused() (unused []string) {
+	add := func(isSet bool, key, why string) {
+		if isSet {
+			unused = append(unused, key+": "+why)
+		}
 	}
-	return false
+	flags, gfd := f.Flags, f.Flags.GFD
+	add(flags.FailOnInitError != nil, "flags.failOnInitError", whyUnused["fail-on-init-error"])
+	add(flags.MPSRoot != nil, "flags.mpsRoot", whyUnused["mps-root"])
+	add(flags.UseNodeFeatureAPI != nil, "flags.useNodeFeatureAPI", whyUnused["use-node-feature-api"])
+	add(flags.Plugin.NVIDIACTKPath != nil, "flags.plugin.nvidiaCTKPath", whyUnused["nvidia-ctk-path"])
+	add(flags.Plugin.ContainerDriverRoot != nil, "flags.plugin.containerDriverRoot", whyUnused["container-driver-root"])
+	add(gfd != (fileGFD{}), "flags.gfd", "it configures GPU Feature Discovery")
+	add(len(f.Resources.GPUs)+len(f.Resources.MIG) > 0, "resources",
+		"GPUs and MIG profiles have the resource names that migStrategy gives them, as with NVIDIA's device plugin")
+	return unused
+}
+
+// whyUnused are flags of NVIDIA's device plugin that are accepted and have no effect, and why.
+var whyUnused = map[string]string{
+	"fail-on-init-error":    "the agent waits for the driver and its GPUs",
+	"mps-root":              "MPS daemons keep their files below --run-dir",
+	"use-node-feature-api":  "it configures GPU Feature Discovery",
+	"nvidia-ctk-path":       "--cdi-hook selects the hook",
+	"container-driver-root": "the agent finds the driver below --host-root",
+	"driver-root-ctr-path":  "the agent finds the driver below --host-root",
+	"kubelet-socket":        "the agent finds kubelet's socket below --kubelet-dir",
+}
+
+// checkDiscovery accepts what finds the same GPUs as the agent.
+func checkDiscovery(at, strategy string) error {
+	if slices.Contains([]string{"", "auto", "nvml"}, strategy) {
+		return nil
+	}
+	return fmt.Errorf("%s: %q is not one of auto, nvml (Tandem has no other way to find GPUs)", at, strategy)
 }

@@ -33,9 +33,14 @@ func (i *Inspect) define(flags *flag.FlagSet) {
 // agent's container as the agent. It needs no cluster.
 func LoadInspect(args []string, lookupEnv func(string) (string, bool), stderr io.Writer) (Inspect, error) {
 	i := Inspect{Config: Defaults(), Output: "text"}
-	if err := i.load("kubelet-plugin inspect", i.define, args, lookupEnv, stderr); err != nil {
+	l := loader{"kubelet-plugin inspect", args, lookupEnv, stderr, &i.Config, i.define, i.check}
+	if err := l.load(); err != nil {
 		return Inspect{}, err
 	}
+	return i, nil
+}
+
+func (i *Inspect) check() error {
 	var p problems
 	i.checkDriver(&p)
 	p.path("--proc-root", i.ProcRoot)
@@ -43,8 +48,5 @@ func LoadInspect(args []string, lookupEnv func(string) (string, bool), stderr io
 	if i.SpecDir != "" {
 		p.path("--"+specFlag, i.SpecDir)
 	}
-	if err := errors.Join(p...); err != nil {
-		return Inspect{}, err
-	}
-	return i, nil
+	return errors.Join(p...)
 }

@@ -172,7 +172,19 @@ func (c Config) ServingNothing() Config {
 }
 
 // Equal reports whether both have the same effect.
-func (c Config) Equal(other Config) bool { return reflect.DeepEqual(c, other) }
+func (c Config) Equal(other Config) bool {
+	return reflect.DeepEqual(c.effective(), other.effective())
+}
+
+// effective returns the configuration without what only messages need.
+func (c Config) effective() Config {
+	c.Unused = nil
+	c.Sharing.Resources = slices.Clone(c.Sharing.Resources)
+	for i := range c.Sharing.Resources {
+		c.Sharing.Resources[i].Path = ""
+	}
+	return c
+}
 
 // OfferedToClaims reports whether a GPU serves claims. It and OfferedToPods are pure.
 func (c Config) OfferedToClaims(gpu device.GPU) bool {

@@ -3,6 +3,7 @@
 package config
 
 import (
+	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -129,42 +130,63 @@ type NodeSharing struct {
 
 // SharedResource is how the devices of one resource are shared.
 type SharedResource struct {
+	// Path is the entry's place in the file.
+	Path     string
 	Name     string
 	Replicas device.Replicas
-	// GPUs by UUID or index; nil for all. First, if it is not zero, is the number of GPUs instead, from the lowest index.
-	GPUs  []string
+	// Only are GPUs and partitions by UUID or index, "<index of the GPU>:<index>" for a partition. nil is for all. First, if it is not zero, is
+	// the number of GPUs instead, from the lowest index.
+	Only  []string
 	First int
 }
 
-// setSharing reads the section of NVIDIA's device plugin.
+// setSharing reads the section of NVIDIA's device plugin. If both strategies are set, MPS counts, as there (api/config/v1,
+// ReplicatedResources).
 func (c *Config) setSharing(f fileSharing) error {
-	section, path, strategy := f.TimeSlicing, "sharing.timeSlicing", device.TimeSlicing
+	sliced, slicedErr := c.replicated(f.TimeSlicing, "sharing.timeSlicing", device.TimeSlicing)
+	mps, mpsErr := c.replicated(f.MPS, "sharing.mps", device.MPS)
+	section := f.TimeSlicing
+	c.Sharing = sliced
+	if f.MPS != nil && (f.TimeSlicing == nil || len(f.MPS.Resources) > 0) {
+		section = f.MPS
+		c.Sharing = mps
+		if len(sliced.Resources) > 0 {
+			c.Unused = append(c.Unused, "sharing.timeSlicing: sharing.mps is set as well, and takes precedence")
+		}
+		if !ptr.Deref(f.MPS.FailRequestsGreaterThanOne, true) {
+			c.Unused = append(c.Unused, "sharing.mps.failRequestsGreaterThanOne: a container can be the client of only one MPS daemon, so a request for several replicas is always refused")
+		}
+	}
+	if section != nil {
+		// It applies to the replicas of rules, too.
+		c.FailRequestsGreaterThanOne = ptr.Deref(section.FailRequestsGreaterThanOne, false)
+	}
+	return errors.Join(slicedErr, mpsErr)
+}
+
+// replicated reads the resources of one strategy.
+func (c *Config) replicated(section *fileReplicated, path string, strategy device.SharingStrategy) (NodeSharing, error) {
 	switch {
-	case f.MPS == nil, section != nil && len(f.MPS.Resources) == 0:
-	case section != nil && len(section.Resources) > 0:
-		return errors.New("sharing.mps: conflicts with sharing.timeSlicing: set one of the two")
-	default:
-		section, path, strategy = f.MPS, "sharing.mps", device.MPS
-	}
-	if section == nil {
-		return nil
-	}
-	// It applies to the replicas of rules, too.
-	c.FailRequestsGreaterThanOne = ptr.Deref(section.FailRequestsGreaterThanOne, false)
-	if strategy == device.MPS && !ptr.Deref(section.FailRequestsGreaterThanOne, true) {
-		return fmt.Errorf("%s.failRequestsGreaterThanOne: false is not supported: a container can be the client of one MPS daemon", path)
-	}
-	switch {
-	case len(section.Resources) > 0:
-	case section.RenameByDefault:
-		return fmt.Errorf("%s.resources: no resources specified", path)
-	default:
-		return nil
+	case section == nil, len(section.Resources) == 0 && !section.RenameByDefault:
+		return NodeSharing{}, nil
+	case len(section.Resources) == 0:
+		return NodeSharing{}, fmt.Errorf("%s.resources: no resources specified", path)
 	}
 	sharing := NodeSharing{Strategy: strategy}
 	var errs []error
 	for i, r := range section.Resources {
+		at := fmt.Sprintf("%s.resources[%d]", path, i)
 		shared, err := c.sharedResource(r, section.RenameByDefault)
+		if err == nil && !(device.Resources{GPU: c.ResourceName}).Has(shared.Name) {
+			c.Unused = append(c.Unused, at+": "+"Tandem serves no resource "+shared.Name)
+			continue
+		}
+		if r.Rename != "" && !isSharedName(r.Rename, shared.Name, section.RenameByDefault) {
+			c.Unused = append(c.Unused, at+".rename: only renameByDefault renames, as in NVIDIA's device plugin")
+		}
+		if strategy == device.MPS && slices.ContainsFunc(shared.Only, isPartition) {
+			c.Unused = append(c.Unused, at+".devices: MPS shares GPUs only, so the partitions in the list are not shared")
+		}
 		switch {
 		case err != nil:
 		case strategy != device.MPS:
@@ -174,13 +196,12 @@ func (c *Config) setSharing(f fileSharing) error {
 			err = errors.New("replicas: " + tooManyClients)
 		}
 		if err != nil {
-			errs = append(errs, fmt.Errorf("%s.resources[%d].%w", path, i, err))
+			errs = append(errs, fmt.Errorf("%s.%w", at, err))
 		}
+		shared.Path = at
 		sharing.Resources = append(sharing.Resources, shared)
 	}
-	errs = append(errs, sharing.ambiguous(path))
-	c.Sharing = sharing
-	return errors.Join(errs...)
+	return sharing, errors.Join(errs...)
 }
 
 func (c *Config) sharedResource(r fileSharedResource, renamed bool) (SharedResource, error) {
@@ -192,20 +213,25 @@ func (c *Config) sharedResource(r fileSharedResource, renamed bool) (SharedResou
 	if !strings.Contains(r.Name, "/") {
 		shared.Name = domain + "/" + r.Name
 	}
-	if !(device.Resources{GPU: c.ResourceName}).Has(shared.Name) {
-		return SharedResource{}, fmt.Errorf("name: %s is not a resource of GPUs (%s, %s/mig-<profile>)", shared.Name, c.ResourceName, domain)
-	}
 	if r.Replicas == nil {
 		return SharedResource{}, errors.New("replicas: no replicas specified")
 	}
 	if *r.Replicas < 2 {
 		return SharedResource{}, errors.New("replicas: " + tooFew)
 	}
-	if only := shared.Name + device.SharedSuffix; r.Rename != "" && r.Rename != only && domain+"/"+r.Rename != only {
-		return SharedResource{}, fmt.Errorf("rename: %q is not supported by this version of Tandem: only %s is", r.Rename, only)
+	if r.Rename != "" {
+		if err := checkRename(r.Rename); err != nil {
+			return SharedResource{}, fmt.Errorf("rename: %w", err)
+		}
 	}
-	shared.Replicas = device.Replicas{Count: *r.Replicas, Renamed: renamed || r.Rename != ""}
+	shared.Replicas = device.Replicas{Count: *r.Replicas, Renamed: renamed}
 	return shared, shared.setDevices(r.Devices)
+}
+
+// isSharedName reports whether rename asks for the name that a shared resource has anyway.
+func isSharedName(rename, name string, renamed bool) bool {
+	domain, _, _ := strings.Cut(name, "/")
+	return renamed && domain+"/"+strings.TrimPrefix(rename, domain+"/") == name+device.SharedSuffix
 }
 
 // setDevices reads "all", a number, or a list of UUIDs and indices of GPUs.
@@ -227,41 +253,75 @@ func (s *SharedResource) setDevices(raw json.RawMessage) error {
 		return nil
 	}
 	var list []any
-	if err := json.Unmarshal(raw, &list); err != nil || len(list) == 0 {
+	decoder := json.NewDecoder(bytes.NewReader(raw))
+	decoder.UseNumber()
+	if err := decoder.Decode(&list); err != nil {
 		return fmt.Errorf("devices: unrecognized type for devices spec: %s", raw)
 	}
+	s.Only = []string{}
 	for i, item := range list {
 		text := fmt.Sprint(item)
-		if _, isIndex := strconv.Atoi(text); isIndex != nil && !strings.HasPrefix(text, "GPU-") {
-			return fmt.Errorf("devices[%d]: %q is neither the index of a GPU nor its UUID (all partitions of a GPU are shared in the same way)", i, text)
+		_, isNumber := item.(json.Number)
+		switch index, err := strconv.ParseUint(text, 10, 31); {
+		case err == nil:
+			text = strconv.FormatUint(index, 10)
+		case isNumber, !isIndexOfPartition(text) && !strings.HasPrefix(text, "GPU-") && !strings.HasPrefix(text, "MIG-"):
+			return fmt.Errorf("devices[%d]: unsupported type for device in devices list: %q is neither an index (0, or 0:1 for a partition) nor a UUID", i, text)
 		}
-		s.GPUs = append(s.GPUs, text)
+		s.Only = append(s.Only, text)
 	}
 	return nil
 }
 
-// ambiguous returns an error if two entries set the same resource for the same GPU.
-func (s NodeSharing) ambiguous(path string) error {
-	for i, r := range s.Resources {
-		for j, other := range s.Resources[:i] {
-			apart := r.GPUs != nil && other.GPUs != nil && !slices.ContainsFunc(r.GPUs, func(g string) bool { return slices.Contains(other.GPUs, g) })
-			if r.Name == other.Name && !apart {
-				return fmt.Errorf("%s.resources[%d] and %s.resources[%d] both set %s", path, j, path, i, r.Name)
+func isIndex(text string) bool {
+	_, err := strconv.ParseUint(text, 10, 31)
+	return err == nil
+}
+
+func isPartition(text string) bool {
+	return isIndexOfPartition(text) || strings.HasPrefix(text, "MIG-")
+}
+
+func isIndexOfPartition(text string) bool {
+	gpu, index, found := strings.Cut(text, ":")
+	return found && isIndex(gpu) && isIndex(index)
+}
+
+// matches reports whether the list names the GPU.
+func (s SharedResource) matches(gpu device.GPU) bool {
+	if s.First > 0 {
+		return gpu.Index < s.First
+	}
+	return s.Only == nil || slices.Contains(s.Only, gpu.UUID) || slices.Contains(s.Only, strconv.Itoa(gpu.Index))
+}
+
+// partitions returns the UUIDs of partitions that the list names, in any form of NVIDIA's device plugin (api/config/v1, IsMigIndex,
+// IsMigUUID).
+func (s SharedResource) partitions(gpu device.GPU) (uuids []string) {
+	for _, p := range gpu.Partitions {
+		for _, name := range []string{p.UUID, fmt.Sprintf("%d:%d", gpu.Index, p.Index), fmt.Sprintf("MIG-%s/%d/%d", gpu.UUID, p.GPUInstance, p.ComputeInstance)} {
+			if p.UUID != "" && slices.Contains(s.Only, name) {
+				uuids = append(uuids, p.UUID)
+				break
 			}
 		}
 	}
-	return nil
+	return uuids
 }
 
-func (s SharedResource) has(gpu device.GPU) bool {
-	switch {
-	case s.First > 0:
-		return gpu.Index < s.First
-	case s.GPUs == nil:
-		return true
-	default:
-		return slices.Contains(s.GPUs, gpu.UUID) || slices.Contains(s.GPUs, strconv.Itoa(gpu.Index))
+// CheckSharing returns an error for each entry of sharing whose devices are not on this node: it has no effect. One configuration may
+// serve several nodes.
+func (c Config) CheckSharing(inv device.Inventory) error {
+	var errs []error
+	for _, r := range c.Sharing.Resources {
+		matches := func(g device.GPU) bool {
+			return r.matches(g) || c.Sharing.Strategy != device.MPS && len(r.partitions(g)) > 0
+		}
+		if len(r.Only) > 0 && !slices.ContainsFunc(inv.GPUs, matches) {
+			errs = append(errs, fmt.Errorf("%s.devices: %s is not shared on this node, because it has none of the devices %s", r.Path, r.Name, strings.Join(r.Only, ", ")))
+		}
 	}
+	return errors.Join(errs...)
 }
 
 // SharingOf returns the sharing policy of a GPU. It is pure, and does not depend on the mode. It returns no sharing for a GPU
@@ -278,18 +338,31 @@ func (c Config) SharingOf(gpu device.GPU) device.Sharing {
 		return rule.policy()
 	}
 	s := device.Sharing{Strategy: c.Sharing.Strategy}
+	replicas := map[string]device.Replicas{}
 	for _, r := range c.Sharing.Resources {
-		if !r.has(gpu) {
-			continue
-		}
-		if s.Replicas == nil {
-			s.Replicas = map[string]device.Replicas{}
-		}
 		name := r.Name
 		if s.Strategy == device.MPS {
-			name = "" // that of GPUs, the only one
+			name = "" // MPS shares GPUs only
 		}
-		s.Replicas[name] = r.Replicas
+		now := replicas[name]
+		now.Renamed = r.Replicas.Renamed
+		if r.matches(gpu) {
+			now.Count = max(now.Count, r.Replicas.Count)
+		}
+		if s.Strategy != device.MPS {
+			for _, uuid := range r.partitions(gpu) {
+				if now.Of == nil {
+					now.Of = map[string]int{}
+				}
+				now.Of[uuid] = max(now.Of[uuid], r.Replicas.Count)
+			}
+		}
+		if now.Count > 0 || now.Of != nil {
+			replicas[name] = now
+		}
+	}
+	if len(replicas) > 0 {
+		s.Replicas = replicas
 	}
 	if !s.Shared() {
 		return device.Sharing{}

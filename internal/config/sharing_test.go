@@ -19,8 +19,8 @@ func loadFile(t *testing.T, content string) (Config, error) {
 var sharedGPUs = []device.GPU{
 	{UUID: "GPU-a", Index: 0, ProductName: "NVIDIA L4"},
 	{UUID: "GPU-b", Index: 1, ProductName: "NVIDIA L4"},
-	{UUID: "GPU-c", Index: 2, ProductName: "NVIDIA A30", MIGCapable: true},
-	{UUID: "GPU-d", Index: 3, ProductName: "NVIDIA A30", MIGCapable: true},
+	{UUID: "GPU-c", Index: 2, ProductName: "NVIDIA A30", MIGCapable: true, Partitions: []device.Partition{{UUID: "MIG-c0", Index: 0}, {UUID: "MIG-c1", Index: 1}}},
+	{UUID: "GPU-d", Index: 3, ProductName: "NVIDIA A30", MIGCapable: true, Partitions: []device.Partition{{UUID: "MIG-d0", Index: 0, GPUInstance: 3}}},
 }
 
 // Each configuration says of four GPUs how they are shared.
@@ -28,6 +28,12 @@ func TestSharing(t *testing.T) {
 	const gpu = "nvidia.com/gpu"
 	replicas := func(resource string, n int, renamed bool) device.Sharing {
 		return device.Sharing{Strategy: device.TimeSlicing, Replicas: map[string]device.Replicas{resource: {Count: n, Renamed: renamed}}}
+	}
+	mps := func(n int) device.Sharing {
+		return device.Sharing{Strategy: device.MPS, Replicas: map[string]device.Replicas{"": {Count: n}}}
+	}
+	partitions := func(count int, of map[string]int) device.Sharing {
+		return device.Sharing{Strategy: device.TimeSlicing, Replicas: map[string]device.Replicas{"nvidia.com/mig-1g.6gb": {Count: count, Of: of}}}
 	}
 	none := device.Sharing{}
 	for content, want := range map[string][4]device.Sharing{
@@ -39,7 +45,20 @@ func TestSharing(t *testing.T) {
 			replicas(gpu, 2, true), replicas(gpu, 2, true), replicas(gpu, 2, true), replicas(gpu, 2, true),
 		},
 		"sharing: {timeSlicing: {resources: [{name: gpu, rename: gpu.shared, replicas: 2, devices: 3}]}}": {
-			replicas(gpu, 2, true), replicas(gpu, 2, true), replicas(gpu, 2, true), none,
+			replicas(gpu, 2, false), replicas(gpu, 2, false), replicas(gpu, 2, false), none,
+		},
+		"sharing: {timeSlicing: {resources: [{name: gpu, replicas: 2, devices: []}]}}": {},
+		"sharing: {timeSlicing: {resources: [{name: gpu, replicas: 4, devices: [0]}, {name: nvidia.com/gpu, replicas: 3}]}}": {
+			replicas(gpu, 4, false), replicas(gpu, 3, false), replicas(gpu, 3, false), replicas(gpu, 3, false),
+		},
+		"sharing: {timeSlicing: {resources: [{name: gpu, replicas: 2}]}, mps: {failRequestsGreaterThanOne: false, resources: [{name: gpu, replicas: 3}]}}": {
+			mps(3), mps(3), mps(3), mps(3),
+		},
+		`sharing: {timeSlicing: {resources: [{name: mig-1g.6gb, replicas: 2, devices: ["2:1", "MIG-d0", 9]}]}}`: {
+			none, none, partitions(0, map[string]int{"MIG-c1": 2}), partitions(0, map[string]int{"MIG-d0": 2}),
+		},
+		`sharing: {timeSlicing: {resources: [{name: mig-1g.6gb, replicas: 4, devices: ["2:1", MIG-GPU-d/3/0]}, {name: mig-1g.6gb, replicas: 3, devices: [MIG-c0, "02"]}]}}`: {
+			none, none, partitions(3, map[string]int{"MIG-c0": 3, "MIG-c1": 4}), partitions(0, map[string]int{"MIG-d0": 4}),
 		},
 		`sharing: {timeSlicing: {resources: [{name: gpu, replicas: 2, devices: [1, "2", GPU-d]}]}}`: {
 			none, replicas(gpu, 2, false), replicas(gpu, 2, false), replicas(gpu, 2, false),
@@ -81,39 +100,37 @@ func TestSharingErrors(t *testing.T) {
 		return "tandem: {devices: [{match: {index: 0}, sharing: {" + text + "}}]}"
 	}
 	for content, want := range map[string]string{
-		"sharing: {timeSlicing: {renameByDefault: true}}":                                                               "sharing.timeSlicing.resources: no resources specified",
-		resource("replicas: 2"):                                                                                         "sharing.timeSlicing.resources[0].name: no resource name specified",
-		resource("name: nvidia.com/gpu"):                                                                                "sharing.timeSlicing.resources[0].replicas: no replicas specified",
-		resource("name: nvidia.com/gpu, replicas: 1"):                                                                   "sharing.timeSlicing.resources[0].replicas: number of replicas must be >= 2",
-		resource("name: nvidia.com/gpu, replicas: -1"):                                                                  "number of replicas must be >= 2",
-		resource("name: nvidia.com/gpu, replicas: two"):                                                                 "replicas",
-		resource("name: nvidia.com/hostdev, replicas: 2"):                                                               "name: nvidia.com/hostdev is not a resource of GPUs",
-		resource("name: gpu, replicas: 2, rename: vgpu"):                                                                `rename: "vgpu" is not supported`,
-		resource("name: gpu, replicas: 2, devices: some"):                                                               "devices set as 'some' but the only valid string input is 'all'",
-		resource("name: gpu, replicas: 2, devices: 0"):                                                                  "devices set as '0' but a count of devices must be > 0",
-		resource("name: gpu, replicas: 2, devices: {a: b}"):                                                             "devices: unrecognized type for devices spec",
-		resource("name: gpu, replicas: 2, devices: []"):                                                                 "devices: unrecognized type for devices spec: []",
-		resource("name: gpu, replicas: 2}, {name: gpu, replicas: 4, devices: [0]"):                                      "sharing.timeSlicing.resources[0] and sharing.timeSlicing.resources[1] both set nvidia.com/gpu",
-		resource(`name: gpu, replicas: 2, devices: [0, "0:1"]`):                                                         `devices[1]: "0:1" is neither the index of a GPU nor its UUID`,
-		resource("name: gpu, replicas: 2, shares: 3"):                                                                   `unknown field "sharing.timeSlicing.resources[0].shares"`,
-		"sharing: {mps: {renameByDefault: true}}":                                                                       "sharing.mps.resources: no resources specified",
-		"sharing: {mps: {resources: [{name: gpu, replicas: 49}]}}":                                                      "sharing.mps.resources[0].replicas: maximum allowed replicas is 48 with MPS",
-		"sharing: {mps: {resources: [{name: mig-1g.6gb, replicas: 2}]}}":                                                "sharing.mps.resources[0].name: sharing using MPS is not supported for MIG devices",
-		"sharing: {mps: {failRequestsGreaterThanOne: false, resources: [{name: gpu, replicas: 2}]}}":                    "sharing.mps.failRequestsGreaterThanOne: false is not supported",
-		"sharing: {mps: {resources: [{name: gpu, replicas: 2}]}, timeSlicing: {resources: [{name: gpu, replicas: 2}]}}": "sharing.mps: conflicts with sharing.timeSlicing",
-		rule("strategy: Fair, replicas: 2"):                                                                             `tandem.devices[0].sharing.strategy: "Fair" is not one of TimeSlicing, MPS, None`,
-		rule("strategy: MPS"):                                                                                           "tandem.devices[0].sharing: has no effect",
-		rule("strategy: MPS, replicas: 49"):                                                                             "tandem.devices[0].sharing.replicas: maximum allowed replicas is 48 with MPS",
-		rule("strategy: TimeSlicing, replicas: 2, namespaces: [a]"):                                                     "tandem.devices[0].sharing.namespaces: is for strategy MPS",
-		rule("strategy: MPS, replicas: 2, namespaces: []"):                                                              "namespaces: the list is empty",
-		rule("strategy: MPS, replicas: 2, namespaces: [a, B]"):                                                          `namespaces: "B" is no name of a namespace`,
-		rule("strategy: MPS, replicas: 2, namespaces: a"):                                                               "namespaces: ",
-		rule("strategy: MPS, replicas: 2, interval: Short"):                                                             "tandem.devices[0].sharing.interval: is for strategy TimeSlicing",
-		rule("replicas: 2"):                                        `tandem.devices[0].sharing.strategy: "" is not one of`,
-		rule("strategy: TimeSlicing"):                              "tandem.devices[0].sharing: has no effect",
-		rule("strategy: TimeSlicing, replicas: 1"):                 "tandem.devices[0].sharing.replicas: number of replicas must be >= 2",
-		rule("strategy: TimeSlicing, replicas: 2, interval: Slow"): `tandem.devices[0].sharing.interval: "Slow" is not one of Default, Short, Medium, Long`,
-		rule("strategy: None, replicas: 2"):                        "tandem.devices[0].sharing: strategy None excludes sharing",
+		"sharing: {timeSlicing: {renameByDefault: true}}":                "sharing.timeSlicing.resources: no resources specified",
+		resource("replicas: 2"):                                          "sharing.timeSlicing.resources[0].name: no resource name specified",
+		resource("name: nvidia.com/gpu"):                                 "sharing.timeSlicing.resources[0].replicas: no replicas specified",
+		resource("name: nvidia.com/gpu, replicas: 1"):                    "sharing.timeSlicing.resources[0].replicas: number of replicas must be >= 2",
+		resource("name: nvidia.com/gpu, replicas: -1"):                   "number of replicas must be >= 2",
+		resource("name: nvidia.com/gpu, replicas: two"):                  "replicas",
+		resource("name: gpu, replicas: 2, rename: a_b"):                  "sharing.timeSlicing.resources[0].rename: incorrect format for resource name 'nvidia.com/a_b'",
+		resource("name: gpu, replicas: 2, devices: some"):                "devices set as 'some' but the only valid string input is 'all'",
+		resource("name: gpu, replicas: 2, devices: 0"):                   "devices set as '0' but a count of devices must be > 0",
+		resource("name: gpu, replicas: 2, devices: {a: b}"):              "devices: unrecognized type for devices spec",
+		resource("name: gpu, replicas: 2, devices: [first]"):             `devices[0]: unsupported type for device in devices list: "first"`,
+		resource("name: gpu, replicas: 2, devices: [-1]"):                `devices[0]: unsupported type for device in devices list: "-1"`,
+		resource("name: gpu, replicas: 2, devices: [1.5]"):               `devices[0]: unsupported type for device in devices list: "1.5"`,
+		resource(`name: gpu, replicas: 2, devices: ["0:x"]`):             `devices[0]: unsupported type for device in devices list: "0:x"`,
+		resource("name: gpu, replicas: 2, shares: 3"):                    `unknown field "sharing.timeSlicing.resources[0].shares"`,
+		"sharing: {mps: {renameByDefault: true}}":                        "sharing.mps.resources: no resources specified",
+		"sharing: {mps: {resources: [{name: gpu, replicas: 49}]}}":       "sharing.mps.resources[0].replicas: maximum allowed replicas is 48 with MPS",
+		"sharing: {mps: {resources: [{name: mig-1g.6gb, replicas: 2}]}}": "sharing.mps.resources[0].name: sharing using MPS is not supported for MIG devices",
+		rule("strategy: Fair, replicas: 2"):                              `tandem.devices[0].sharing.strategy: "Fair" is not one of TimeSlicing, MPS, None`,
+		rule("strategy: MPS"):                                            "tandem.devices[0].sharing: has no effect",
+		rule("strategy: MPS, replicas: 49"):                              "tandem.devices[0].sharing.replicas: maximum allowed replicas is 48 with MPS",
+		rule("strategy: TimeSlicing, replicas: 2, namespaces: [a]"):      "tandem.devices[0].sharing.namespaces: is for strategy MPS",
+		rule("strategy: MPS, replicas: 2, namespaces: []"):               "namespaces: the list is empty",
+		rule("strategy: MPS, replicas: 2, namespaces: [a, B]"):           `namespaces: "B" is no name of a namespace`,
+		rule("strategy: MPS, replicas: 2, namespaces: a"):                "namespaces: ",
+		rule("strategy: MPS, replicas: 2, interval: Short"):              "tandem.devices[0].sharing.interval: is for strategy TimeSlicing",
+		rule("replicas: 2"):                                              `tandem.devices[0].sharing.strategy: "" is not one of`,
+		rule("strategy: TimeSlicing"):                                    "tandem.devices[0].sharing: has no effect",
+		rule("strategy: TimeSlicing, replicas: 1"):                       "tandem.devices[0].sharing.replicas: number of replicas must be >= 2",
+		rule("strategy: TimeSlicing, replicas: 2, interval: Slow"):       `tandem.devices[0].sharing.interval: "Slow" is not one of Default, Short, Medium, Long`,
+		rule("strategy: None, replicas: 2"):                              "tandem.devices[0].sharing: strategy None excludes sharing",
 		"tandem: {devices: [{match: {index: 2}, mig: dynamic, sharing: {strategy: TimeSlicing, memoryShares: true}}]}": "tandem.devices[0].sharing: conflicts with mig: dynamic",
 	} {
 		if _, err := loadFile(t, content); err == nil || !strings.Contains(err.Error(), want) {
@@ -161,6 +178,21 @@ func TestExcluded(t *testing.T) {
 	}
 	if _, err := loadFile(t, "tandem: {mode: Split, devices: [{match: {index: 0}, use: none}]}"); err == nil {
 		t.Error("Split without a use is accepted")
+	}
+}
+
+// An entry for devices of other nodes has no effect, which is no mistake.
+func TestSharingOfDevicesElsewhere(t *testing.T) {
+	c, err := loadFile(t, `sharing: {timeSlicing: {resources: [{name: gpu, replicas: 2, devices: [0]}, {name: mig-1g.6gb, replicas: 2, devices: ["2:0"]}, {name: gpu, replicas: 2, devices: [7, "0:0"]}]}}`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	err = c.CheckSharing(device.Inventory{GPUs: sharedGPUs})
+	if err == nil || err.Error() != "sharing.timeSlicing.resources[2].devices: nvidia.com/gpu is not shared on this node, because it has none of the devices 7, 0:0" {
+		t.Errorf("got %v", err)
+	}
+	if err := c.CheckDevices(device.Inventory{GPUs: sharedGPUs}); err != nil {
+		t.Errorf("is a mistake: %v", err)
 	}
 }
 

@@ -117,3 +117,36 @@ func TestOffers(t *testing.T) {
 		}
 	}
 }
+
+// Partitions of one GPU may have different numbers of replicas, or none.
+func TestReplicasOfSinglePartitions(t *testing.T) {
+	resource := "nvidia.com/mig-1g.10gb"
+	part := func(id string, start int) Partition {
+		return Partition{UUID: id, Profile: "1g.10gb", Ref: Ref{GPU: "GPU-a", Placement: Placement{Start: start, Size: 1}}}
+	}
+	for name, test := range map[string]struct {
+		replicas Replicas
+		want     []string
+	}{
+		"all":    {Replicas{Count: 2}, []string{"MIG-a::0", "MIG-a::1", "MIG-b::0", "MIG-b::1"}},
+		"one":    {Replicas{Of: map[string]int{"MIG-b": 2}}, []string{"MIG-a", "MIG-b::0", "MIG-b::1"}},
+		"more":   {Replicas{Count: 2, Of: map[string]int{"MIG-a": 3}}, []string{"MIG-a::0", "MIG-a::1", "MIG-a::2", "MIG-b::0", "MIG-b::1"}},
+		"others": {Replicas{Of: map[string]int{"MIG-c": 2}}, []string{"MIG-a", "MIG-b"}},
+	} {
+		gpu := GPU{
+			UUID: "GPU-a", MIGCapable: true, MIGEnabled: true, MemoryBytes: 80 << 30, Partitions: []Partition{part("MIG-a", 0), part("MIG-b", 1)},
+			Sharing: Sharing{Strategy: TimeSlicing, Replicas: map[string]Replicas{resource: test.replicas}},
+		}
+		offers, leftOut := Resources{GPU: "nvidia.com/gpu", Strategy: MIGStrategyMixed}.Offers([]GPU{gpu})
+		var got []string
+		for _, o := range offers {
+			got = append(got, o.ID())
+			if o.Device.Sharing().Shared() == o.Share.Whole() {
+				t.Errorf("%s: %s is shared: %t", name, o.ID(), o.Device.Sharing().Shared())
+			}
+		}
+		if !slices.Equal(got, test.want) || len(leftOut) > 0 {
+			t.Errorf("%s: offers %v, %v, want %v", name, got, leftOut, test.want)
+		}
+	}
+}

@@ -5,6 +5,7 @@ package device
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 )
 
@@ -50,6 +51,8 @@ type Replicas struct {
 	Count int
 	// Renamed gives them a resource of their own: ".shared" behind the name (k8s-device-plugin, renameByDefault).
 	Renamed bool
+	// Of are the counts of single partitions, by UUID, where they are more.
+	Of map[string]int
 }
 
 // SharedSuffix is what NVIDIA's device plugin puts behind the name of a resource whose devices are shared.
@@ -68,6 +71,23 @@ func (s Sharing) replicas(resource string) Replicas {
 		return r
 	}
 	return s.Replicas[""]
+}
+
+// forDevice is the sharing of one device: with its own counts of replicas, and without replicas that only others have.
+func (s Sharing) forDevice(uuid string) Sharing {
+	differs := func(r Replicas) bool { return r.Of != nil }
+	if !slices.ContainsFunc(slices.Collect(maps.Values(s.Replicas)), differs) {
+		return s
+	}
+	replicas := map[string]Replicas{}
+	for resource, r := range s.Replicas {
+		r.Count, r.Of = max(r.Count, r.Of[uuid]), nil
+		if r.Count > 0 {
+			replicas[resource] = r
+		}
+	}
+	s.Replicas = replicas
+	return s
 }
 
 // ReplicaID is by what kubelet knows a replica: "<uuid>::<n>", as with NVIDIA's device plugin (k8s-device-plugin,
@@ -90,7 +110,7 @@ func (d Device) Sharing() Sharing {
 	if d.GPU.Sharing.Strategy == MPS && (d.GPU.MIGEnabled || !d.Whole()) {
 		return Sharing{}
 	}
-	return d.GPU.Sharing
+	return d.GPU.Sharing.forDevice(d.UUID())
 }
 
 // shared are the offers of a device to limits: itself, or its replicas. There are none, for that reason, of a device that only

@@ -152,7 +152,9 @@ func (n *Node) toolkit(ctx context.Context, at attachment, inventory gpu.Invento
 		// reports. The second flag leaves out mounts of sockets: CUDA works without them, and a container with such a mount does not start
 		// after the socket's server has ended.
 		nvcdi.WithFeatureFlags(nvcdi.FeatureDisableNvsandboxUtils, nvcdi.FeatureDisableIPCDiscoverer),
+		nvcdi.WithFeatureFlags(n.options.Features...),
 		nvcdi.WithNVIDIACDIHookPath(n.options.HookPath),
+		nvcdi.WithDisabledHooks(n.options.DisabledHooks...),
 	}
 	if n.options.HookPath == "" {
 		options = append(options, nvcdi.WithDisabledHooks(nvcdi.AllHooks))

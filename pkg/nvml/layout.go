@@ -323,6 +323,9 @@ type Options struct {
 
 	// HookPath is the host path of nvidia-cdi-hook. If it is empty, container edits have no hooks.
 	HookPath string
+	// DisabledHooks are left out of container edits; "all" is all of them. Features are feature flags of nvcdi. Names that nvcdi does not know
+	// have no effect.
+	DisabledHooks, Features []string
 
 	// Interval is the time between scans that read everything; 4 s when zero, so that an administrator's change is noticed within 5 s.
 	Interval time.Duration

@@ -8,6 +8,7 @@ import (
 	"flag"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -310,16 +311,20 @@ func compareGolden(t *testing.T, path string, got []byte) {
 
 func TestHooks(t *testing.T) {
 	tests := map[string]struct {
-		path  string
-		hooks bool
+		path     string
+		disabled []string
+		hooks    bool
+		ldcache  bool
 	}{
-		"on":             {path: "/hook", hooks: true},
+		"on":             {path: "/hook", hooks: true, ldcache: true},
+		"one disabled":   {path: "/hook", disabled: []string{"update-ldcache"}, hooks: true},
+		"all disabled":   {path: "/hook", disabled: []string{"all"}},
 		"none installed": {path: ""},
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
 			options := fixture(t, "host-rhel")
-			options.HookPath = test.path
+			options.HookPath, options.DisabledHooks = test.path, test.disabled
 			node, err := Open(t.Context(), options)
 			if err != nil {
 				t.Fatal(err)
@@ -330,6 +335,10 @@ func TestHooks(t *testing.T) {
 			}
 			if got := len(edits.Common.Hooks) > 0; got != test.hooks {
 				t.Errorf("common hooks: %v, want %v", got, test.hooks)
+			}
+			updates := func(h *specs.Hook) bool { return slices.Contains(h.Args, "update-ldcache") }
+			if got := slices.ContainsFunc(edits.Common.Hooks, updates); got != test.ldcache {
+				t.Errorf("update-ldcache: %v, want %v", got, test.ldcache)
 			}
 			for _, d := range edits.Devices {
 				if got := len(d.ContainerEdits.Hooks) > 0; got != test.hooks {
