@@ -642,7 +642,7 @@ func TestDaemonsDriverRoots(t *testing.T) {
 		t.Error(diff)
 	}
 	for _, name := range cases {
-		var root string
+		root := "auto" // without the flag
 		for _, arg := range daemonSet(t, name).Spec.Template.Spec.Containers[0].Args {
 			if value, ok := strings.CutPrefix(arg, "--driver-root="); ok {
 				root = value

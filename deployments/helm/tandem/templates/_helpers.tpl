@@ -11,6 +11,10 @@
 {{- end }}
 {{- end }}
 
+{{- define "tandem.namespace" -}}
+{{- default .Release.Namespace .Values.namespaceOverride }}
+{{- end }}
+
 {{- define "tandem.serviceAccountName" -}}
 {{- if .Values.serviceAccount.create }}
 {{- default (include "tandem.fullname" .) .Values.serviceAccount.name }}
