@@ -3,6 +3,7 @@
 package simulated
 
 import (
+	"encoding/binary"
 	"fmt"
 	"path"
 	"strconv"
@@ -76,6 +77,7 @@ func (d pciDevice) files(cpus [][]cpu) []file {
 		"subsystem_vendor": "0x" + d.subVendor, "subsystem_device": "0x" + d.subDev,
 		"numa_node": strconv.Itoa(d.numaNode), "local_cpulist": list(local...), "local_cpus": mask(local...),
 		"uevent": d.uevent(address), "enable": "1",
+		"resource": strings.TrimSuffix(strings.Repeat("0x0000000000000000 0x0000000000000000 0x0000000000000000\n", 13), "\n"),
 	}
 	if d.gpu != nil {
 		speed := map[int]string{3: "8.0", 4: "16.0", 5: "32.0", 6: "64.0"}[d.gpu.PCIeGeneration] + " GT/s PCIe"
@@ -87,6 +89,13 @@ func (d pciDevice) files(cpus [][]cpu) []file {
 	for name, value := range attributes {
 		all = append(all, file{path: path.Join(base, name), content: []byte(value + "\n"), mode: 0o444})
 	}
+	// The first bytes of the configuration space are vendor and device. Without a list of capabilities it is no virtual GPU.
+	config := make([]byte, 256)
+	for i, id := range []string{d.vendor, d.device} {
+		number, _ := strconv.ParseUint(id, 16, 16)
+		binary.LittleEndian.PutUint16(config[2*i:], uint16(number))
+	}
+	all = append(all, file{path: path.Join(base, "config"), content: config, mode: 0o444})
 	if d.gpu != nil {
 		up := strings.Repeat("../", strings.Count(path.Join("devices", d.at), "/")+1)
 		all = append(all,

@@ -11,6 +11,12 @@ import (
 // UnknownNUMANode is GPU.NUMANode if the platform does not report one (sysfs has -1, or nothing).
 const UnknownNUMANode = -1
 
+// PCI classes of GPUs (PCI Code and ID Assignment Specification, base class 3).
+const (
+	PCIClassVGA = 0x030000
+	PCIClass3D  = 0x030200
+)
+
 // GPU is one physical GPU. A GPU that fails keeps its identity and attributes; only Health changes.
 type GPU struct {
 	// UUID is NVML's ("GPU-" and a UUID). It identifies the GPU everywhere.
@@ -27,6 +33,8 @@ type GPU struct {
 	PCIeRoot string
 	// NUMANode is UnknownNUMANode if the platform does not report one.
 	NUMANode int
+	// PCIClass is the class code, such as PCIClass3D; zero if sysfs does not have it.
+	PCIClass int
 
 	ProductName  string
 	Brand        string

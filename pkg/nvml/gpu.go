@@ -5,6 +5,8 @@ package nvml
 import (
 	"cmp"
 	"fmt"
+	"path/filepath"
+	"strconv"
 	"time"
 
 	"github.com/NVIDIA/go-nvlib/pkg/nvlib/device"
@@ -106,7 +108,7 @@ func healthOf(ret gonvml.Return, doing string) gpu.Health {
 	}
 }
 
-// readPlace reads the GPU's PCIe root and NUMA node from sysfs. What sysfs lacks stays unknown.
+// readPlace reads the GPU's PCIe root, NUMA node and class from sysfs. What sysfs lacks stays unknown.
 func (r *reader) readPlace(g *gpu.GPU) {
 	if g.PCIBusID == "" {
 		return
@@ -118,6 +120,9 @@ func (r *reader) readPlace(g *gpu.GPU) {
 	a, err := deviceattribute.GetNUMANodeAttributeByPCIBusID(g.PCIBusID, deviceattribute.ScalarAttribute, sysfs)
 	if err == nil && a.Value.IntValue != nil {
 		g.NUMANode = int(*a.Value.IntValue)
+	}
+	if class, err := strconv.ParseInt(contents(filepath.Join(r.options.SysfsRoot, "bus/pci/devices", g.PCIBusID), "class"), 0, 32); err == nil {
+		g.PCIClass = int(class)
 	}
 }
 

@@ -85,7 +85,7 @@ func TestH100(t *testing.T) {
 	profiles := model.Offered()
 	slices.SortFunc(profiles, func(a, b device.Profile) int { return a.ID - b.ID })
 	want := device.GPU{
-		UUID: g.UUID, Index: 3, Minor: 3, PCIBusID: g.PCIBusID, PCIeRoot: g.PCIeRoot, NUMANode: 0,
+		UUID: g.UUID, Index: 3, Minor: 3, PCIBusID: g.PCIBusID, PCIeRoot: g.PCIeRoot, NUMANode: 0, PCIClass: device.PCIClass3D,
 		ProductName: "NVIDIA H100 80GB HBM3", Brand: "Nvidia", Architecture: "Hopper", ComputeCapability: "9.0",
 		DriverVersion: inv.DriverVersion, CUDADriverVersion: g.CUDADriverVersion, AddressingMode: "HMM",
 		ECCEnabled: &ecc, MemoryBytes: g.MemoryBytes, MIGCapable: true, Profiles: profiles,
