@@ -77,6 +77,10 @@ kubelet-model: ## the same random sequences to kubelet's own device manager and 
 kubelet-model-ci: ## a few hundred of them, for the default version of Kubernetes
 	$(call kubelet_model,-sequences 300)
 
+.PHONY: dropin
+dropin: ## configurations and chart values of NVIDIA's device plugin, loaded by its own package and by Tandem (CONFIGURATIONS=60000 SEED=7)
+	go test -count=1 -v ./test/dropin -configurations $(or $(CONFIGURATIONS),5000) -seed $(or $(SEED),0)
+
 .PHONY: bench
 bench: ## what Prepare, Allocate and start-up cost, against a real API server
 	$(call run,bench)

@@ -276,20 +276,27 @@ func TestCDIDirectoryWiped(t *testing.T) {
 	s.noDoubleOwners()
 }
 
-// TestWrongConfiguration: the agent reports the wrong key in an event, running pods continue, and the right
-// configuration is all it takes.
+// TestWrongConfiguration: helm refuses a wrong key. An agent that starts with one, from a ConfigMap that was edited by hand, says so, running
+// pods continue, and the right configuration is all it takes.
 func TestWrongConfiguration(t *testing.T) {
 	s := begin(t)
 	before := s.occupy()
-	values := append([]string{"config.version=v1", "config.flags.plugin.devicelistStrategy={cdi-cri}"}, installValues...)
-	if err := install.Tandem(s.ctx, theCluster, install.Options{Detached: true, Values: values}); err != nil {
-		t.Fatal(err)
+	values := append([]string{"config.version=v1"}, installValues...)
+	wrong := append([]string{"config.flags.plugin.devicelistStrategy={cdi-cri}"}, values...)
+	err := install.Tandem(s.ctx, theCluster, install.Options{Detached: true, Values: wrong})
+	if err == nil || !strings.Contains(err.Error(), "config.flags.plugin.devicelistStrategy: unknown key") {
+		t.Errorf("helm says %v", err)
 	}
 	t.Cleanup(func() {
 		if err := install.Tandem(s.ctx, theCluster, install.Options{Values: installValues}); err != nil {
 			t.Error(err)
 		}
 	})
+	if err := install.Tandem(s.ctx, theCluster, install.Options{Values: values}); err != nil {
+		t.Fatal(err)
+	}
+	s.kubectl("patch", "configmap", "-n", install.Namespace, install.Release, "--type=merge", `--patch={"data": {"config.yaml": "flags: {plugin: {devicelistStrategy: [cdi-cri]}}"}}`)
+	s.kubectl("delete", "pod", "-n", install.Namespace, "-l", agentLabel, "--wait=false")
 	s.await(soon, "an agent to say what is wrong", func() error {
 		list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{LabelSelector: agentLabel})
 		if err != nil {

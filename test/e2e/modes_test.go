@@ -21,12 +21,18 @@ const modeLabel = "tandem-gpu.dev/mode"
 // installed upgrades to values of examples/ and others above them; the story's end takes that back.
 func (s *story) installed(file string, values ...string) {
 	s.Helper()
+	s.installedFrom(filepath.Join("..", "..", "examples", file), values...)
+}
+
+// installedFrom is installed with a file from anywhere.
+func (s *story) installedFrom(file string, values ...string) {
+	s.Helper()
 	s.undo(func() error {
 		return install.Tandem(context.WithoutCancel(s.ctx), theCluster, install.Options{Values: installValues})
 	})
 	// Not every mode offers what the installation waits for.
 	err := install.Tandem(s.ctx, theCluster, install.Options{
-		Detached: true, ValuesFiles: []string{filepath.Join("..", "..", "examples", file)}, Values: append(values, installValues...),
+		Detached: true, ValuesFiles: []string{file}, Values: append(values, installValues...),
 	})
 	if err != nil {
 		s.Fatal(err)
