@@ -231,10 +231,10 @@ func namesDevices(c *nvidia.Config) bool {
 	return slices.ContainsFunc(c.Sharing.ReplicatedResources().Resources, func(r nvidia.ReplicatedResource) bool { return !r.Devices.All })
 }
 
-// moduleDir is where the module of NVIDIA's device plugin is.
+// moduleDir is where the module of NVIDIA's device plugin is. go list downloads the module of a package.
 func moduleDir(t *testing.T) string {
 	t.Helper()
-	dir, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", nvidiaModule).Output()
+	dir, err := exec.Command("go", "list", "-f", "{{.Module.Dir}}", nvidiaModule+"/api/config/v1").Output()
 	if err != nil {
 		t.Fatal(err)
 	}

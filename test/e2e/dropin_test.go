@@ -57,8 +57,8 @@ func TestConfigurationByLabel(t *testing.T) {
 
 // TestValuesOfNVIDIAsCharts: the values files of NVIDIA's charts, unchanged but for the image, install Tandem, and pods of both kinds run.
 func TestValuesOfNVIDIAsCharts(t *testing.T) {
-	const module = "github.com/NVIDIA/k8s-device-plugin"
-	dir, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", module).Output()
+	// go list downloads the module of a package.
+	dir, err := exec.Command("go", "list", "-f", "{{.Module.Dir}}", "github.com/NVIDIA/k8s-device-plugin/api/config/v1").Output()
 	if err != nil {
 		t.Fatal(err)
 	}
