@@ -153,6 +153,7 @@ func (k *kubelet) prepared(w *worker, batch []*claimInfo, answer map[string][]ku
 		now.devices = nil
 		if k.version >= 37 {
 			delete(k.host.cdi, info.uid) // earlier ones add to what they had
+			delete(k.host.mixed, info.uid)
 		}
 		earlier := len(k.host.cdi[info.uid])
 		for _, d := range answer[info.uid] {
@@ -163,7 +164,9 @@ func (k *kubelet) prepared(w *worker, batch []*claimInfo, answer map[string][]ku
 				}
 			}
 		}
-		k.host.mixed[info.uid] = earlier > 0 && len(k.host.cdi[info.uid]) > earlier
+		if earlier > 0 && len(k.host.cdi[info.uid]) > earlier {
+			k.host.mixed[info.uid] = true // also after the answer for the next pod, which adds nothing
+		}
 	}
 	for _, info := range batch {
 		k.claims[info.name].prepared = true
