@@ -104,7 +104,7 @@ func configsIn(dir string) (names []string, err error) {
 	return names, nil
 }
 
-// Chosen is a configuration with a file of ConfigDir, or with none.
+// Chosen is a configuration with the file of ConfigDir that was selected, or with none.
 type Chosen struct {
 	Config
 	// text is what the file had.

@@ -103,6 +103,10 @@ func TestRecordedChoice(t *testing.T) {
 	}
 	put("flags: {migStrategy: mixed}")
 	load(true, "", "none", "")
+	var says strings.Builder
+	if _, err := Load(append(args, "--mig-strategy=both"), environment{}.lookup, &says); err == nil || says.Len() > 0 {
+		t.Errorf("a wrong flag without a record: %v, and stderr has %q", err, &says)
+	}
 	chosen := choose("a")
 	load(false, "a", "mixed", "")
 	loaded, err := Load(args, environment{}.lookup, io.Discard)

@@ -333,10 +333,9 @@ func LoadChosen(args []string, lookupEnv func(string) (string, bool), name strin
 		if text, err = readFile(c.fileOf(name)); err != nil {
 			return Chosen{}, err
 		}
-		if err := l.file(c.fileOf(name), text); err != nil {
+		if err := l.selected(name, text); err != nil {
 			return Chosen{}, err
 		}
-		c.ConfigName = name
 	}
 	if err := l.finish(); err != nil {
 		return Chosen{}, err
@@ -359,38 +358,38 @@ func (l loader) load() error {
 	if err := l.flags(); err != nil {
 		return err
 	}
-	if l.into.ConfigDir != "" && l.into.ConfigFile == "" {
-		without := *l.into
-		err := l.recorded()
-		if err == nil {
-			err = l.check()
-		}
-		if err != nil {
-			*l.into = without
-			l.into.Unchosen = true
-			fmt.Fprintf(l.stderr, "kubelet-plugin: cannot use the recorded configuration: %v. No GPU is given to new pods until a valid "+
-				"configuration is selected\n", err)
-		}
+	if l.into.ConfigDir == "" || l.into.ConfigFile != "" {
+		return l.finish()
 	}
+	r, found, err := recorded(l.into.RunDir)
+	if found && r.Name == "" {
+		return l.finish()
+	}
+	if found {
+		without := *l.into
+		if err = l.selected(r.Name, r.Text); err == nil {
+			err = l.finish()
+		}
+		if err == nil {
+			return nil
+		}
+		*l.into = without
+	}
+	if err != nil {
+		fmt.Fprintf(l.stderr, "kubelet-plugin: cannot use the recorded configuration: %v. No GPU is given to new pods until a valid "+
+			"configuration is selected\n", err)
+	}
+	l.into.Unchosen = true
 	return l.finish()
 }
 
-// recorded applies the recorded file of ConfigDir. Without a record the result is Unchosen.
-func (l loader) recorded() error {
-	r, found, err := recorded(l.into.RunDir)
-	if err != nil {
+// selected applies the text of a file of ConfigDir.
+func (l loader) selected(name string, text []byte) error {
+	if err := l.file(l.into.fileOf(name), text); err != nil {
 		return err
 	}
-	if !found {
-		l.into.Unchosen = true
-		return nil
-	}
-	if r.Name == "" {
-		return nil
-	}
-	err = l.file(l.into.fileOf(r.Name), r.Text)
-	l.into.ConfigName = r.Name
-	return err
+	l.into.ConfigName = name
+	return nil
 }
 
 // finish adds the settings that only the environment has, and validates all.

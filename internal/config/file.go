@@ -68,25 +68,20 @@ type fileGFD struct {
 	MachineTypeFile *string   `json:"machineTypeFile"`
 }
 
-// interval is a duration: "60s", a number of nanoseconds, or "infinite".
-type interval time.Duration
+// interval is a duration: "60s", a number of nanoseconds, or "infinite". It is only checked.
+type interval struct{}
 
 // UnmarshalJSON implements json.Unmarshaler.
-func (i *interval) UnmarshalJSON(text []byte) error {
+func (*interval) UnmarshalJSON(text []byte) error {
 	var value any
 	if err := json.Unmarshal(text, &value); err != nil {
 		return err
 	}
 	switch v := value.(type) {
 	case float64:
-		*i = interval(v)
 		return nil
 	case string:
-		if v == "infinite" {
-			return nil
-		}
-		if length, err := time.ParseDuration(v); err == nil {
-			*i = interval(length)
+		if _, err := time.ParseDuration(v); err == nil || v == "infinite" {
 			return nil
 		}
 	}
@@ -206,10 +201,11 @@ func (c *Config) setStrategies(raw json.RawMessage) error {
 	}
 	var one string // null leaves it empty
 	var list []string
-	switch {
-	case json.Unmarshal(raw, &one) == nil && one != "":
-		list = split(one)
-	case one == "" && string(raw) != `""` && json.Unmarshal(raw, &list) != nil:
+	if json.Unmarshal(raw, &one) == nil {
+		if one != "" {
+			list = split(one)
+		}
+	} else if json.Unmarshal(raw, &list) != nil {
 		return errors.New("flags.plugin.deviceListStrategy: want a string or a list of strings")
 	}
 	if len(list) > 0 {

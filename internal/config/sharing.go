@@ -178,7 +178,7 @@ func (c *Config) replicated(section *fileReplicated, path string, strategy devic
 		at := fmt.Sprintf("%s.resources[%d]", path, i)
 		shared, err := c.sharedResource(r, section.RenameByDefault)
 		if err == nil && !(device.Resources{GPU: c.ResourceName}).Has(shared.Name) {
-			c.Unused = append(c.Unused, at+": "+"Tandem serves no resource "+shared.Name)
+			c.Unused = append(c.Unused, at+": Tandem serves no resource "+shared.Name)
 			continue
 		}
 		if r.Rename != "" && !isSharedName(r.Rename, shared.Name, section.RenameByDefault) {
@@ -265,7 +265,7 @@ func (s *SharedResource) setDevices(raw json.RawMessage) error {
 		switch index, err := strconv.ParseUint(text, 10, 31); {
 		case err == nil:
 			text = strconv.FormatUint(index, 10)
-		case isNumber, !isIndexOfPartition(text) && !strings.HasPrefix(text, "GPU-") && !strings.HasPrefix(text, "MIG-"):
+		case isNumber, !isPartition(text) && !strings.HasPrefix(text, "GPU-"):
 			return fmt.Errorf("devices[%d]: unsupported type for device in devices list: %q is neither an index (0, or 0:1 for a partition) nor a UUID", i, text)
 		}
 		s.Only = append(s.Only, text)
