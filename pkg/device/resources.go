@@ -102,7 +102,7 @@ func (r Resources) Offers(gpus []GPU) (offers []Offer, leftOut []LeftOut) {
 	}
 	parts := r.Strategy == MIGStrategySingle || r.Strategy == MIGStrategyMixed
 	for _, g := range gpus {
-		switch fixed := g.fixed(); {
+		switch fixed := g.Fixed(); {
 		case !g.MIGEnabled, !parts && !g.Dynamic:
 			add(Device{GPU: g})
 		case !parts:
@@ -142,7 +142,7 @@ const whole = ""
 func commonest(gpus []GPU) string {
 	votes := map[string]int{}
 	for _, g := range gpus {
-		parts := g.fixed()
+		parts := g.Fixed()
 		if !g.MIGEnabled || g.Dynamic && len(parts) == 0 {
 			votes[whole]++
 		}
@@ -163,7 +163,7 @@ func commonest(gpus []GPU) string {
 	return best
 }
 
-// fixed returns the static partitions.
-func (g GPU) fixed() []Partition {
+// Fixed returns the static partitions: those of the administrator that can be used.
+func (g GPU) Fixed() []Partition {
 	return slices.DeleteFunc(slices.Clone(g.Partitions), func(p Partition) bool { return p.Made || p.UUID == "" })
 }

@@ -65,8 +65,8 @@ func (s Sharing) Shared() bool { return s.MemoryShares || len(s.Replicas) > 0 }
 // resource.
 func (s Sharing) ReplicaCount() int { return max(1, s.Replicas[""].Count) }
 
-// replicas are those of the devices of a resource.
-func (s Sharing) replicas(resource string) Replicas {
+// ReplicasOf returns those of the devices of a resource.
+func (s Sharing) ReplicasOf(resource string) Replicas {
 	if r, named := s.Replicas[resource]; named {
 		return r
 	}
@@ -117,7 +117,7 @@ func (d Device) Sharing() Sharing {
 // claims share.
 func (r Resources) shared(resource string, d Device) (offers []Offer, leftOut string) {
 	sharing := d.Sharing()
-	replicas := sharing.replicas(resource)
+	replicas := sharing.ReplicasOf(resource)
 	share := Replica(d.MemoryBytes(), replicas.Count)
 	switch {
 	case replicas.Count >= 2:

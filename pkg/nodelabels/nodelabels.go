@@ -103,8 +103,8 @@ func partitioned(g device.GPU) bool { return g.MIGEnabled && !g.Dynamic }
 
 // fixed returns the administrator's partitions of a GPU.
 func fixed(g device.GPU) (devices []device.Device) {
-	for _, p := range g.Partitions {
-		if !p.Made && p.UUID != "" && p.Profile != "" {
+	for _, p := range g.Fixed() {
+		if p.Profile != "" {
 			devices = append(devices, device.Device{GPU: g, Partition: p})
 		}
 	}
@@ -161,10 +161,7 @@ func (l labels) gpus(gpus []device.GPU, r device.Resources) {
 // base has the labels that every resource has.
 func (l labels) base(key string, count int, d device.Device, resource string, parts ...string) {
 	sharing := d.Sharing()
-	replicas, named := sharing.Replicas[resource]
-	if !named {
-		replicas = sharing.Replicas[""]
-	}
+	replicas := sharing.ReplicasOf(resource)
 	strategy := "none"
 	if replicas.Count > 1 {
 		strategy = map[device.SharingStrategy]string{device.TimeSlicing: "time-slicing", device.MPS: "mps"}[sharing.Strategy]
