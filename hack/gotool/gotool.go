@@ -24,6 +24,15 @@ func Root(ctx context.Context) (string, error) {
 	return strings.TrimSpace(string(out)), nil
 }
 
+// ModuleDir returns the directory of the module that has a package. go list downloads the module where it is missing.
+func ModuleDir(ctx context.Context, pkg string) (string, error) {
+	out, err := exec.CommandContext(ctx, "go", "list", "-f", "{{.Module.Dir}}", pkg).Output()
+	if err != nil {
+		return "", fmt.Errorf("find the module of %s: %w", pkg, err)
+	}
+	return strings.TrimSpace(string(out)), nil
+}
+
 // Command is `go args...` with env (KEY=value) added to this process's environment. When ctx ends, it kills the go command
 // together with the compilers and linkers that it started: the go command does not end them (go 1.26). It also leaves its
 // temporary files behind, which is why they are below tmp, for the caller to remove.

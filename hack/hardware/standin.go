@@ -34,7 +34,7 @@ func StandIn(ctx context.Context, dir, profile, simulatedDriver string, rec *rec
 	}
 	root := filepath.Join(dir, simulated.DriverDir)
 	if rec == nil {
-		if rec, err = recordProfile(ctx, dir); err != nil {
+		if rec, err = RecordMachine(ctx, dir); err != nil {
 			return nil, err
 		}
 	}
@@ -55,12 +55,17 @@ func StandIn(ctx context.Context, dir, profile, simulatedDriver string, rec *rec
 	}, nil
 }
 
-// recordProfile records what the simulation of the machine in dir answers.
-func recordProfile(ctx context.Context, dir string) (*recording.Recording, error) {
-	report := nvml.Inspect(ctx, simnode.Options(nvml.Options{
+// MachineOptions are those with which package nvml finds the simulated machine in a directory.
+func MachineOptions(dir string) nvml.Options {
+	return simnode.Options(nvml.Options{
 		Library:    simnode.Library + filepath.Join(dir, simulated.ProfileFile),
 		DriverRoot: filepath.Join(dir, simulated.DriverDir), SysfsRoot: filepath.Join(dir, simulated.SysfsDir),
-	}, ""))
+	}, "")
+}
+
+// RecordMachine records what the driver of the simulated machine in a directory answers.
+func RecordMachine(ctx context.Context, dir string) (*recording.Recording, error) {
+	report := nvml.Inspect(ctx, MachineOptions(dir))
 	data, err := json.Marshal(report)
 	if err = errors.Join(err, report.Err()); err != nil {
 		return nil, err

@@ -10,7 +10,6 @@ import (
 	"maps"
 	"math/rand/v2"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -23,6 +22,7 @@ import (
 
 	nvidia "github.com/NVIDIA/k8s-device-plugin/api/config/v1"
 
+	"github.com/tandem-gpu/tandem/hack/gotool"
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
@@ -31,8 +31,6 @@ var (
 	seed           = flag.Uint64("seed", 0, "of the random configurations; 0 draws one")
 	configurations = flag.Int("configurations", 5000, "how many random configurations")
 )
-
-const nvidiaModule = "github.com/NVIDIA/k8s-device-plugin"
 
 // theirs loads a configuration file by the package that NVIDIA's device plugin loads it with.
 func theirs(file string) (loaded *nvidia.Config, err error) {
@@ -231,19 +229,19 @@ func namesDevices(c *nvidia.Config) bool {
 	return slices.ContainsFunc(c.Sharing.ReplicatedResources().Resources, func(r nvidia.ReplicatedResource) bool { return !r.Devices.All })
 }
 
-// moduleDir is where the module of NVIDIA's device plugin is. go list downloads the module of a package.
-func moduleDir(t *testing.T) string {
+// nvidiaDir is the directory of the module of NVIDIA's device plugin.
+func nvidiaDir(t *testing.T) string {
 	t.Helper()
-	dir, err := exec.Command("go", "list", "-f", "{{.Module.Dir}}", nvidiaModule+"/api/config/v1").Output()
+	dir, err := gotool.ModuleDir(t.Context(), "github.com/NVIDIA/k8s-device-plugin/api/config/v1")
 	if err != nil {
 		t.Fatal(err)
 	}
-	return strings.TrimSpace(string(dir))
+	return dir
 }
 
 // Every configuration in the README of NVIDIA's device plugin loads and does the same.
 func TestConfigurationsOfTheREADME(t *testing.T) {
-	readme, err := os.ReadFile(filepath.Join(moduleDir(t), "README.md"))
+	readme, err := os.ReadFile(filepath.Join(nvidiaDir(t), "README.md"))
 	if err != nil {
 		t.Fatal(err)
 	}

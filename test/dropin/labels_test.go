@@ -18,13 +18,13 @@ import (
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/tandem-gpu/tandem/hack/hardware"
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/nodelabels"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 	"github.com/tandem-gpu/tandem/simulated"
 	"github.com/tandem-gpu/tandem/simulated/recording"
-	"github.com/tandem-gpu/tandem/simulated/simnode"
 )
 
 const machine = "ACME DGX (rev. 2)"
@@ -34,7 +34,7 @@ func gfd(t *testing.T) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "gpu-feature-discovery")
 	build := exec.CommandContext(t.Context(), "go", "build", "-mod=readonly", "-o", path, "./cmd/gpu-feature-discovery")
-	build.Dir, build.Env = moduleDir(t), append(os.Environ(), "GOWORK=off")
+	build.Dir, build.Env = nvidiaDir(t), append(os.Environ(), "GOWORK=off")
 	out, err := build.CombinedOutput()
 	if bytes.Contains(out, []byte("dial tcp")) || bytes.Contains(out, []byte("server response")) {
 		t.Skipf("the modules of GPU Feature Discovery cannot be downloaded:\n%s", out)
@@ -60,28 +60,20 @@ func newMachine(ctx context.Context, dir, profile string) (machineRoot, error) {
 	if err := simulated.Materialize(dir, p, simulated.MaterializeOptions{}); err != nil {
 		return machineRoot{}, err
 	}
-	m := machineRoot{dir: dir, options: simnode.Options(nvml.Options{
-		Library:    simnode.Library + filepath.Join(dir, simulated.ProfileFile),
-		DriverRoot: filepath.Join(dir, simulated.DriverDir), SysfsRoot: filepath.Join(dir, simulated.SysfsDir),
-	}, "")}
-	report := nvml.Inspect(ctx, m.options)
-	data, err := json.Marshal(report)
-	if err = errors.Join(err, report.Err()); err != nil {
-		return machineRoot{}, err
-	}
-	rec, err := recording.Read(bytes.NewReader(data))
+	m := machineRoot{dir: dir, options: hardware.MachineOptions(dir)}
+	rec, err := hardware.RecordMachine(ctx, dir)
 	if err != nil {
 		return machineRoot{}, err
 	}
 	library, err := m.options.OpenLibrary()
 	if err == nil {
-		err = addMIGCalls(&rec, library)
+		err = addMIGCalls(rec, library)
 	}
 	if err != nil {
 		return machineRoot{}, err
 	}
 	m.libraries = filepath.Join(dir, "libraries")
-	_, err = recording.Library{Version: p.Driver.Version}.Build(ctx, m.libraries, rec)
+	_, err = recording.Library{Version: p.Driver.Version}.Build(ctx, m.libraries, *rec)
 	return m, err
 }
 

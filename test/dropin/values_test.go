@@ -3,6 +3,7 @@
 package dropin
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -20,6 +21,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"sigs.k8s.io/yaml"
 
+	"github.com/tandem-gpu/tandem/hack/binaries"
 	"github.com/tandem-gpu/tandem/internal/config"
 )
 
@@ -27,8 +29,7 @@ const chart = "../../deployments/helm/tandem"
 
 // helm is the program's path.
 var helm = sync.OnceValues(func() (string, error) {
-	path, err := exec.Command("go", "-C", "../../hack", "run", "./cmd/helm").Output()
-	return strings.TrimSpace(string(path)), err
+	return binaries.Helm().Ensure(context.Background(), os.Stderr)
 })
 
 // render renders a template of the chart.
@@ -143,7 +144,7 @@ func agentOf(t *testing.T, args ...string) (appsv1.DaemonSet, config.Config) {
 // theirValues is the values file of NVIDIA's device plugin, from its module.
 func theirValues(t *testing.T) string {
 	t.Helper()
-	return filepath.Join(moduleDir(t), "deployments/helm/nvidia-device-plugin/values.yaml")
+	return filepath.Join(nvidiaDir(t), "deployments/helm/nvidia-device-plugin/values.yaml")
 }
 
 // The values files of both charts of NVIDIA work unchanged, apart from the image.

@@ -4,10 +4,10 @@ package e2e
 
 import (
 	"context"
-	"os/exec"
 	"path/filepath"
-	"strings"
 	"testing"
+
+	"github.com/tandem-gpu/tandem/hack/gotool"
 )
 
 // label sets a label of the node until the story ends.
@@ -57,15 +57,14 @@ func TestConfigurationByLabel(t *testing.T) {
 
 // TestValuesOfNVIDIAsCharts: the values files of NVIDIA's charts, unchanged but for the image, install Tandem, and pods of both kinds run.
 func TestValuesOfNVIDIAsCharts(t *testing.T) {
-	// go list downloads the module of a package.
-	dir, err := exec.Command("go", "list", "-f", "{{.Module.Dir}}", "github.com/NVIDIA/k8s-device-plugin/api/config/v1").Output()
+	s := begin(t)
+	dir, err := gotool.ModuleDir(s.ctx, "github.com/NVIDIA/k8s-device-plugin/api/config/v1")
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := begin(t)
 	s.label("nvidia.com/gpu.present", "true") // the files' affinity
 	for _, file := range []string{
-		filepath.Join(strings.TrimSpace(string(dir)), "deployments/helm/nvidia-device-plugin/values.yaml"),
+		filepath.Join(dir, "deployments/helm/nvidia-device-plugin/values.yaml"),
 		filepath.Join("..", "dropin/testdata/dra-driver.values.yaml"),
 	} {
 		s.installedFrom(file)
