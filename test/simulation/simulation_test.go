@@ -238,6 +238,9 @@ func (s *simulation) quiet() {
 		s.idle(150 * time.Second)
 	}
 	s.idle(110 * time.Second)
+	for end := time.Now().Add(2 * time.Minute); s.fault == "" && s.awaitsPod() && time.Now().Before(end); {
+		s.idle(time.Second)
+	}
 	// A device that has just become free is no failure, nor one that pods take in turn: a pod that needs a GPU by each API takes the only
 	// free one by its limit, is evicted because of its claim, and is replaced.
 	stuck := s.stuck()
@@ -272,6 +275,15 @@ func (s *simulation) agentProcess() *process {
 		return newProcess("no process")
 	}
 	return s.agent.process
+}
+
+// awaitsPod says whether the agent still looks for the pod of an Allocate that kubelet has forgotten: where another process lists pod
+// resources in between, kubelet drops what it is about to record. The agent gives such a hold back by its second check, 30 s after one
+// that comes every minute.
+func (s *simulation) awaitsPod() bool {
+	return s.agent != nil && slices.ContainsFunc(s.agent.book.Holds(), func(h ledger.Hold) bool {
+		return h.Holder.Kind == ledger.KindPod && len(h.Pods) == 0 && time.Since(h.Since) < 100*time.Second
+	})
 }
 
 func (s *simulation) idle(length time.Duration) {
