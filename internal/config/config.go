@@ -90,6 +90,9 @@ type Config struct {
 	AllocationPolicy string
 	// Sharing applies to the GPUs that no rule of Devices matches.
 	Sharing NodeSharing
+	// ConsumableShares is how claims share the GPUs that no rule of Devices matches, with the values of NVIDIA's DRA driver: empty or
+	// disabled, memory, unlimited, or a number of equal shares.
+	ConsumableShares string
 	// FailRequestsGreaterThanOne refuses containers that request more than one replica.
 	FailRequestsGreaterThanOne bool
 
@@ -225,6 +228,8 @@ func (c *Config) define(flags *flag.FlagSet) {
 	text(&c.CDIAnnotationPrefix, "cdi-annotation-prefix", "annotation `prefix` for cdi-annotations")
 	text(&c.AllocationPolicy, "shared-devices-allocation-policy",
 		"`policy` by which the device plugin selects partitions: distributed over the GPUs, or packed")
+	text(&c.ConsumableShares, "consumable-shares",
+		"how claims share the GPUs that no rule matches: disabled, memory, unlimited, or a `number` of equal shares")
 	flags.Func("device-discovery-strategy", "how to find GPUs: `strategy` auto or nvml, which are the same", func(s string) error {
 		return checkDiscovery("--device-discovery-strategy", s)
 	})
@@ -548,6 +553,7 @@ func (c *Config) validate() error {
 	}
 	oneOf(&p, "--device-id-strategy", c.DeviceIDStrategy, "uuid", "index")
 	oneOf(&p, "--shared-devices-allocation-policy", c.AllocationPolicy, "distributed", "packed")
+	c.checkConsumableShares(&p)
 	return errors.Join(p...)
 }
 

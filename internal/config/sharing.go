@@ -4,6 +4,7 @@ package config
 
 import (
 	"bytes"
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -27,6 +28,10 @@ type SharingRule struct {
 	Replicas int `json:"replicas,omitempty"`
 	// MemoryShares lets claims request a part of the memory (capacity.requests.memory).
 	MemoryShares bool `json:"memoryShares,omitempty"`
+	// Shares is the number of equal shares that claims get one of each, or more (capacity.requests.shares).
+	Shares int `json:"shares,omitempty"`
+	// Unlimited lets any number of claims share the GPU.
+	Unlimited bool `json:"unlimited,omitempty"`
 	// Namespaces are those that may be clients of the daemon (strategy MPS). Without the key, all may.
 	Namespaces namespaceList `json:"namespaces,omitempty"`
 }
@@ -59,13 +64,23 @@ const notShared device.SharingStrategy = "None"
 func (r SharingRule) check(p *problems, at string) {
 	if r.Strategy == notShared {
 		if r != (SharingRule{Strategy: notShared}) {
-			p.add(at, "strategy None excludes sharing: remove interval, replicas, memoryShares and namespaces")
+			p.add(at, "strategy None excludes sharing: remove all other keys")
 		}
 		return
 	}
 	oneOf(p, at+".strategy", r.Strategy, device.TimeSlicing, device.MPS, notShared)
-	if r.Replicas == 0 && !r.MemoryShares {
-		p.add(at, "has no effect: set replicas (for limits), memoryShares (for claims) or both")
+	claims := r.claims()
+	if r.Replicas == 0 && len(claims) == 0 {
+		p.add(at, "has no effect: set replicas (for limits), or one of memoryShares, shares and unlimited (for claims), or both")
+	}
+	if len(claims) > 1 {
+		p.add(at, "claims share a GPU in one way: set only one of memoryShares, shares and unlimited")
+	}
+	if r.Shares < 0 || r.Shares > maxShares {
+		p.add(at+".shares", "must be 1 to %d", maxShares)
+	}
+	if r.Strategy == device.MPS && (r.Shares != 0 || r.Unlimited) {
+		p.add(at, "shares and unlimited are for strategy %s: with %s set memoryShares", device.TimeSlicing, device.MPS)
 	}
 	if r.Interval != "" {
 		oneOf(p, at+".interval", r.Interval, device.Intervals...)
@@ -84,6 +99,45 @@ func (r SharingRule) check(p *problems, at string) {
 	}
 }
 
+// maxShares bounds the equal shares of a GPU.
+const maxShares = 1024
+
+// claims returns the ways in which the rule lets claims share a GPU.
+func (r SharingRule) claims() (ways []device.ClaimShares) {
+	if r.MemoryShares {
+		ways = append(ways, device.ByMemory)
+	}
+	if r.Shares != 0 {
+		ways = append(ways, device.ByCount)
+	}
+	if r.Unlimited {
+		ways = append(ways, device.Unlimited)
+	}
+	return ways
+}
+
+// claimShares returns ConsumableShares as a policy. ok is false if it has no such value.
+func (c Config) claimShares() (claims device.ClaimShares, shares int, ok bool) {
+	switch c.ConsumableShares {
+	case "", "disabled":
+		return "", 0, true
+	case string(device.ByMemory), string(device.Unlimited):
+		return device.ClaimShares(c.ConsumableShares), 0, true
+	}
+	shares, err := strconv.Atoi(c.ConsumableShares)
+	return device.ByCount, shares, err == nil && shares >= 1 && shares <= maxShares
+}
+
+func (c Config) checkConsumableShares(p *problems) {
+	claims, _, ok := c.claimShares()
+	switch {
+	case !ok:
+		p.add("--consumable-shares", "%q is not disabled, memory, unlimited or a number from 1 to %d", c.ConsumableShares, maxShares)
+	case c.Sharing.Strategy == device.MPS && (claims == device.ByCount || claims == device.Unlimited):
+		p.add("--consumable-shares", "%s is for time-slicing, but sharing.mps is set: choose memory, or remove sharing.mps", c.ConsumableShares)
+	}
+}
+
 const tooFew = "number of replicas must be >= 2"
 
 var tooManyClients = fmt.Sprintf("maximum allowed replicas is %d with MPS, the most clients that a daemon serves", device.MPSClients)
@@ -93,7 +147,10 @@ func (r SharingRule) policy() device.Sharing {
 	if r.Strategy == notShared {
 		return device.Sharing{}
 	}
-	s := device.Sharing{Strategy: r.Strategy, Interval: r.Interval, MemoryShares: r.MemoryShares}
+	s := device.Sharing{Strategy: r.Strategy, Interval: r.Interval, Shares: r.Shares}
+	for _, way := range r.claims() {
+		s.Claims = way
+	}
 	if r.Namespaces != "" {
 		s.Namespaces = strings.Split(string(r.Namespaces), ",")
 	}
@@ -338,6 +395,10 @@ func (c Config) SharingOf(gpu device.GPU) device.Sharing {
 		return rule.policy()
 	}
 	s := device.Sharing{Strategy: c.Sharing.Strategy}
+	if claims, shares, _ := c.claimShares(); claims != "" {
+		s.Claims, s.Shares = claims, shares
+		s.Strategy = cmp.Or(s.Strategy, device.TimeSlicing)
+	}
 	replicas := map[string]device.Replicas{}
 	for _, r := range c.Sharing.Resources {
 		name := r.Name

@@ -11,9 +11,9 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-func loadFile(t *testing.T, content string) (Config, error) {
+func loadFile(t *testing.T, content string, more ...string) (Config, error) {
 	t.Helper()
-	return Load([]string{"--config", write(t, content), "--node-name=n"}, environment{}.lookup, io.Discard)
+	return Load(append([]string{"--config", write(t, content), "--node-name=n"}, more...), environment{}.lookup, io.Discard)
 }
 
 var sharedGPUs = []device.GPU{
@@ -65,17 +65,22 @@ func TestSharing(t *testing.T) {
 		},
 		`{sharing: {timeSlicing: {resources: [{name: mig-1g.6gb, replicas: 2}]}}, tandem: {devices: [
 			{match: {index: 0}, sharing: {strategy: None}}, {match: {uuid: GPU-b}, sharing: {strategy: TimeSlicing, interval: Short, memoryShares: true, replicas: 3}}]}}`: {
-			none, {Strategy: device.TimeSlicing, Interval: "Short", MemoryShares: true, Replicas: map[string]device.Replicas{"": {Count: 3}}},
+			none, {Strategy: device.TimeSlicing, Interval: "Short", Claims: device.ByMemory, Replicas: map[string]device.Replicas{"": {Count: 3}}},
 			replicas("nvidia.com/mig-1g.6gb", 2, false), replicas("nvidia.com/mig-1g.6gb", 2, false),
 		},
 		"tandem: {devices: [{match: {model: NVIDIA L4}, sharing: {strategy: TimeSlicing, memoryShares: true}}]}": {
-			{Strategy: device.TimeSlicing, MemoryShares: true}, {Strategy: device.TimeSlicing, MemoryShares: true}, none, none,
+			{Strategy: device.TimeSlicing, Claims: device.ByMemory}, {Strategy: device.TimeSlicing, Claims: device.ByMemory}, none, none,
 		},
 		`{sharing: {timeSlicing: {resources: []}, mps: {renameByDefault: true, failRequestsGreaterThanOne: true, resources: [{name: nvidia.com/gpu, replicas: 4, devices: [0]}]}}, tandem: {devices: [
 			{match: {index: 1}, sharing: {strategy: MPS, replicas: 2, memoryShares: true, namespaces: [b, a, b]}}, {match: {uuid: GPU-c}, sharing: {strategy: MPS, memoryShares: true}}]}}`: {
 			{Strategy: device.MPS, Replicas: map[string]device.Replicas{"": {Count: 4, Renamed: true}}},
-			{Strategy: device.MPS, MemoryShares: true, Replicas: map[string]device.Replicas{"": {Count: 2}}, Namespaces: []string{"a", "b"}},
-			{Strategy: device.MPS, MemoryShares: true}, none,
+			{Strategy: device.MPS, Claims: device.ByMemory, Replicas: map[string]device.Replicas{"": {Count: 2}}, Namespaces: []string{"a", "b"}},
+			{Strategy: device.MPS, Claims: device.ByMemory}, none,
+		},
+		`{sharing: {timeSlicing: {resources: [{name: gpu, replicas: 2, devices: [3]}]}}, tandem: {devices: [
+			{match: {index: 0}, sharing: {strategy: TimeSlicing, shares: 4, replicas: 2}}, {match: {index: 1}, sharing: {strategy: TimeSlicing, unlimited: true}}]}}`: {
+			{Strategy: device.TimeSlicing, Claims: device.ByCount, Shares: 4, Replicas: map[string]device.Replicas{"": {Count: 2}}},
+			{Strategy: device.TimeSlicing, Claims: device.Unlimited}, none, replicas(gpu, 2, false),
 		},
 	} {
 		c, err := loadFile(t, content)
@@ -130,6 +135,11 @@ func TestSharingErrors(t *testing.T) {
 		rule("strategy: TimeSlicing"):                                    "tandem.devices[0].sharing: has no effect",
 		rule("strategy: TimeSlicing, replicas: 1"):                       "tandem.devices[0].sharing.replicas: number of replicas must be >= 2",
 		rule("strategy: TimeSlicing, replicas: 2, interval: Slow"):       `tandem.devices[0].sharing.interval: "Slow" is not one of Default, Short, Medium, Long`,
+		rule("strategy: TimeSlicing, shares: -1"):                        "tandem.devices[0].sharing.shares: must be 1 to 1024",
+		rule("strategy: TimeSlicing, shares: 1025"):                      "tandem.devices[0].sharing.shares: must be 1 to 1024",
+		rule("strategy: TimeSlicing, shares: 4, memoryShares: true"):     "tandem.devices[0].sharing: claims share a GPU in one way",
+		rule("strategy: MPS, shares: 4"):                                 "tandem.devices[0].sharing: shares and unlimited are for strategy TimeSlicing",
+		rule("strategy: MPS, unlimited: true"):                           "tandem.devices[0].sharing: shares and unlimited are for strategy TimeSlicing",
 		rule("strategy: None, replicas: 2"):                              "tandem.devices[0].sharing: strategy None excludes sharing",
 		"tandem: {devices: [{match: {index: 2}, mig: dynamic, sharing: {strategy: TimeSlicing, memoryShares: true}}]}": "tandem.devices[0].sharing: conflicts with mig: dynamic",
 	} {
@@ -205,5 +215,46 @@ func TestSharingOfARenamedResource(t *testing.T) {
 	}
 	if got := c.SharingOf(sharedGPUs[0]).Replicas["example.com/gpu"].Count; got != 2 {
 		t.Errorf("%d replicas, want 2", got)
+	}
+}
+
+// --consumable-shares applies to the GPUs that no rule matches, with the values of NVIDIA's DRA driver.
+func TestConsumableShares(t *testing.T) {
+	content := "sharing: {timeSlicing: {resources: [{name: gpu, replicas: 2, devices: [1]}]}}\n" +
+		"tandem: {devices: [{match: {index: 0}, sharing: {strategy: None}}]}"
+	for value, want := range map[string]device.Sharing{
+		"": {}, "disabled": {},
+		"memory":    {Strategy: device.TimeSlicing, Claims: device.ByMemory},
+		"unlimited": {Strategy: device.TimeSlicing, Claims: device.Unlimited},
+		"4":         {Strategy: device.TimeSlicing, Claims: device.ByCount, Shares: 4},
+	} {
+		c, err := loadFile(t, content, "--consumable-shares="+value)
+		if err != nil {
+			t.Errorf("%q: %v", value, err)
+			continue
+		}
+		if got := c.SharingOf(sharedGPUs[0]); got.Shared() {
+			t.Errorf("%q: a GPU with a rule is shared: %+v", value, got)
+		}
+		if got := c.SharingOf(sharedGPUs[2]); !reflect.DeepEqual(got, want) {
+			t.Errorf("%q: a GPU without a rule is shared %+v, want %+v", value, got, want)
+		}
+		want.Strategy, want.Replicas = device.TimeSlicing, map[string]device.Replicas{"nvidia.com/gpu": {Count: 2}}
+		if got := c.SharingOf(sharedGPUs[1]); !reflect.DeepEqual(got, want) {
+			t.Errorf("%q: a GPU with replicas is shared %+v, want %+v", value, got, want)
+		}
+	}
+	for value, want := range map[string]string{
+		"some": `--consumable-shares: "some" is not disabled, memory, unlimited or a number from 1 to 1024`,
+		"0":    `"0" is not`,
+		"2000": `"2000" is not`,
+	} {
+		if _, err := loadFile(t, content, "--consumable-shares="+value); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%q: %v, want %s", value, err, want)
+		}
+	}
+	mps := "sharing: {mps: {resources: [{name: gpu, replicas: 2}]}}"
+	if _, err := loadFile(t, mps, "--consumable-shares=4"); err == nil || !strings.Contains(err.Error(), "sharing.mps is set") {
+		t.Errorf("beside MPS: %v", err)
 	}
 }

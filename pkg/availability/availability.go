@@ -70,34 +70,34 @@ func (u Use[D]) Use() Use[D] { return u }
 // User is a record of a use, such as a hold of the ledger.
 type User[D Hardware[D]] interface{ Use() Use[D] }
 
-// Shares reports whether both uses are parts of the same device, with the same total memory. Such uses exclude each other only
-// if their sum exceeds that memory.
+// Shares reports whether both uses are shares of the same device that can be added up. Such uses exclude each other only if their sum
+// is more than the device has.
 func (u Use[D]) Shares(other Use[D]) bool {
-	return u.Device == other.Device && !u.Share.Whole() && u.Share.Of == other.Share.Of
+	return u.Device == other.Device && u.Share.SameWhole(other.Share)
 }
 
-// Excludes reports whether two holders cannot have both uses, whatever memory is left.
+// Excludes reports whether two holders cannot have both uses, whatever is left of the device.
 func (u Use[D]) Excludes(other Use[D]) bool {
 	return u.Device.Overlaps(other.Device) && !u.Shares(other)
 }
 
 // Conflicts returns the uses of other holders that prevent the request: those that exclude it, and the other shares of the device
-// if the memory does not suffice for all. None means that the request can be granted if the device is healthy.
+// if it does not have enough for all. None means that the request can be granted if the device is healthy.
 func Conflicts[D Hardware[D], U User[D]](request Use[D], uses iter.Seq[U]) []U {
 	var conflicts, sharers []U
-	used := request.Share.Bytes
+	used := request.Share
 	for user := range uses {
 		use := user.Use()
 		switch {
 		case use.Holder == request.Holder && use.Holder != Holder{}:
 		case request.Shares(use):
 			sharers = append(sharers, user)
-			used += use.Share.Bytes
+			used = used.Plus(use.Share)
 		case request.Excludes(use):
 			conflicts = append(conflicts, user)
 		}
 	}
-	if used > request.Share.Of {
+	if !used.Fits() {
 		return append(conflicts, sharers...)
 	}
 	return conflicts
@@ -121,17 +121,18 @@ func Check[D Hardware[D], U User[D]](healthy bool, request Use[D], uses iter.Seq
 	return Available
 }
 
-// MemoryLeft returns how many of memory bytes of a device no use takes. A use of the whole device, or of other hardware that
-// overlaps it, takes all.
-func MemoryLeft[D Hardware[D], U User[D]](d D, memory uint64, uses iter.Seq[U]) uint64 {
-	left := memory
+// Left returns the share of a device that no use takes, of a whole with so much memory (Of) and so many equal shares (OfCount). A use of
+// the whole device, or of other hardware that overlaps it, takes all.
+func Left[D Hardware[D], U User[D]](d D, whole device.Share, uses iter.Seq[U]) device.Share {
+	left := device.Share{Bytes: whole.Of, Of: whole.Of, Count: whole.OfCount, OfCount: whole.OfCount}
 	for user := range uses {
 		switch use := user.Use(); {
 		case !use.Device.Overlaps(d):
 		case use.Device != d, use.Share.Whole():
-			return 0
+			left.Bytes, left.Count = 0, 0
 		default:
-			left -= min(left, use.Share.Bytes)
+			left.Bytes -= min(left.Bytes, use.Share.Bytes)
+			left.Count -= min(left.Count, use.Share.Count)
 		}
 	}
 	return left

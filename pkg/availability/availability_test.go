@@ -25,6 +25,11 @@ var (
 
 func share(bytes uint64) device.Share { return device.Share{Bytes: bytes, Of: 100} }
 
+// counted is a share of a device with four equal shares.
+func counted(bytes, count uint64) device.Share {
+	return device.Share{Bytes: bytes, Of: 100, Count: count, OfCount: 4}
+}
+
 func TestCheck(t *testing.T) {
 	for _, c := range []struct {
 		name      string
@@ -55,6 +60,18 @@ func TestCheck(t *testing.T) {
 			uses: []use{{Holder: other, Device: gpu, Share: share(60), Reason: availability.HeldByClaim}}},
 		{name: "shares exceed the memory", request: use{Holder: claim, Device: gpu, Share: share(41)},
 			uses: []use{{Holder: other, Device: gpu, Share: share(60), Reason: availability.HeldByClaim}}, want: availability.HeldByClaim, conflicts: 1},
+		{name: "equal shares fit", request: use{Holder: claim, Device: gpu, Share: counted(0, 2)},
+			uses: []use{{Holder: other, Device: gpu, Share: counted(0, 2), Reason: availability.HeldByClaim}}},
+		{name: "more equal shares than there are", request: use{Holder: claim, Device: gpu, Share: counted(0, 2)},
+			uses: []use{{Holder: other, Device: gpu, Share: counted(0, 3), Reason: availability.HeldByClaim}}, want: availability.HeldByClaim, conflicts: 1},
+		{name: "equal shares that exceed the memory", request: use{Holder: claim, Device: gpu, Share: counted(50, 1)},
+			uses: []use{{Holder: other, Device: gpu, Share: counted(51, 1), Reason: availability.HeldByPod}}, want: availability.HeldByPod, conflicts: 1},
+		{name: "shares without memory", request: use{Holder: claim, Device: gpu, Share: share(0)},
+			uses: []use{{Holder: other, Device: gpu, Share: share(100), Reason: availability.HeldByClaim}}},
+		{name: "the whole device beside a share without memory", request: use{Holder: claim, Device: gpu},
+			uses: []use{{Holder: other, Device: gpu, Share: share(0), Reason: availability.HeldByClaim}}, want: availability.HeldByClaim, conflicts: 1},
+		{name: "an equal share beside a share of memory", request: use{Holder: claim, Device: gpu, Share: counted(0, 1)},
+			uses: []use{{Holder: other, Device: gpu, Share: share(1), Reason: availability.HeldByClaim}}, want: availability.HeldByClaim, conflicts: 1},
 		{name: "shares of different totals", request: use{Holder: claim, Device: gpu, Share: share(10)},
 			uses: []use{{Holder: other, Device: gpu, Share: device.Share{Bytes: 1, Of: 99}, Reason: availability.HeldByClaim}},
 			want: availability.HeldByClaim, conflicts: 1},
@@ -74,25 +91,35 @@ func TestCheck(t *testing.T) {
 	}
 }
 
-func TestMemoryLeft(t *testing.T) {
+func TestLeft(t *testing.T) {
 	for _, c := range []struct {
-		name string
-		uses []use
-		want uint64
+		name          string
+		uses          []use
+		memory, count uint64
 	}{
-		{"free", nil, 100},
-		{"two shares", []use{{Device: gpu, Share: share(30)}, {Device: gpu, Share: share(30)}}, 40},
-		{"more shares than memory", []use{{Device: gpu, Share: share(80)}, {Device: gpu, Share: share(80)}}, 0},
-		{"the whole device", []use{{Device: gpu}}, 0},
-		{"a partition of it", []use{{Device: left, Share: share(1)}}, 0},
-		{"another GPU", []use{{Device: otherGPU}}, 100},
+		{"free", nil, 100, 4},
+		{"two shares", []use{{Device: gpu, Share: share(30)}, {Device: gpu, Share: counted(20, 1)}}, 50, 3},
+		{"more shares than memory", []use{{Device: gpu, Share: share(80)}, {Device: gpu, Share: share(80)}}, 0, 4},
+		{"more shares than there are", []use{{Device: gpu, Share: counted(0, 3)}, {Device: gpu, Share: counted(0, 3)}}, 100, 0},
+		{"the whole device", []use{{Device: gpu}}, 0, 0},
+		{"a partition of it", []use{{Device: left, Share: share(1)}}, 0, 0},
+		{"another GPU", []use{{Device: otherGPU}}, 100, 4},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			if got := availability.MemoryLeft(gpu, 100, slices.Values(c.uses)); got != c.want {
-				t.Errorf("MemoryLeft is %d, want %d", got, c.want)
+			got := availability.Left(gpu, device.Share{Of: 100, OfCount: 4}, slices.Values(c.uses))
+			if got.Bytes != c.memory || got.Count != c.count {
+				t.Errorf("left are %d bytes and %d shares, want %d and %d", got.Bytes, got.Count, c.memory, c.count)
 			}
 		})
 	}
+}
+
+// asks is a claim that the scheduler allocated so much memory of a device, or all of it for zero.
+func asks(name string, memory int64) (claim v1alpha1.AllocatedClaim) {
+	if memory > 0 {
+		claim.Shares = []v1alpha1.AllocatedShare{{Device: name, Memory: memory}}
+	}
+	return claim
 }
 
 func TestNode(t *testing.T) {
@@ -132,7 +159,7 @@ func TestNode(t *testing.T) {
 		{"gpu-3", claim, 80, availability.Available},
 	} {
 		request := availability.Use[availability.Name]{
-			Holder: c.holder, Device: availability.NameOf(c.device), Share: node.Share(c.device, c.memory),
+			Holder: c.holder, Device: availability.NameOf(c.device), Share: node.AllocatedShare(asks(c.device, c.memory), c.device),
 		}
 		if got := availability.Check(true, request, slices.Values(node.Held)); got != c.want {
 			t.Errorf("Check of %s (%d bytes) for %v is %q, want %q", c.device, c.memory, c.holder, got, c.want)

@@ -65,13 +65,13 @@ func NewNode(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim) No
 		holder := Holder{Claim, string(claim.UID)}
 		for _, published := range claim.Devices {
 			name := NameOf(published)
-			n.Allocated = append(n.Allocated, Use[Name]{Holder: holder, Device: name, Share: n.Share(published, claim.ShareOf(published)), Reason: Allocated})
+			n.Allocated = append(n.Allocated, Use[Name]{Holder: holder, Device: name, Share: n.AllocatedShare(claim, published), Reason: Allocated})
 			allocated[holder] = append(allocated[holder], name)
 		}
 	}
 	for _, d := range status.Devices {
 		for i, h := range d.Holders {
-			use := Use[Name]{Holder: Holder{Claim, string(h.UID)}, Device: StatusName(d), Share: n.Share(d.Name, h.Memory), Reason: HeldByClaim}
+			use := Use[Name]{Holder: Holder{Claim, string(h.UID)}, Device: StatusName(d), Share: n.heldShare(d.Name, h), Reason: HeldByClaim}
 			switch {
 			case h.Kind == v1alpha1.HolderPod:
 				// The status does not contain the device ID that identifies a pod in the ledger.
@@ -132,15 +132,28 @@ func (n Node) Status(published string) (status v1alpha1.DeviceStatus, known bool
 	return status, known
 }
 
-// Share returns the share of a device that has so many bytes; the whole device for zero. A device that does not report its memory
-// has room for every share.
-func (n Node) Share(published string, bytes int64) device.Share {
-	if bytes <= 0 {
+// AllocatedShare returns the share of a device that a claim was allocated.
+func (n Node) AllocatedShare(claim v1alpha1.AllocatedClaim, published string) device.Share {
+	share, shared := claim.ShareOf(published)
+	return n.share(published, shared, share.Memory, share.Shares)
+}
+
+func (n Node) heldShare(published string, h v1alpha1.DeviceHolder) device.Share {
+	return n.share(published, h.Shared || h.Memory > 0, h.Memory, h.Shares)
+}
+
+// share returns a share of a device. A device that does not report its memory has room for every share.
+func (n Node) share(published string, shared bool, memory, count int64) device.Share {
+	if !shared {
 		return device.Share{}
 	}
-	of := int64(0)
+	var of v1alpha1.DeviceSharing
 	if d := n.Devices[published]; d.Sharing != nil {
-		of = d.Sharing.Memory
+		of = *d.Sharing
 	}
-	return device.Share{Bytes: uint64(bytes), Of: cmp.Or(uint64(max(of, 0)), math.MaxUint64)}
+	share := device.Share{Bytes: uint64(max(memory, 0)), Of: cmp.Or(uint64(max(of.Memory, 0)), math.MaxUint64), Count: uint64(max(count, 0))}
+	if share.Count > 0 {
+		share.OfCount = max(uint64(max(of.Shares, 0)), share.Count)
+	}
+	return share
 }

@@ -84,10 +84,10 @@ func Allocatable(
 }
 
 // replicas returns how many of a device's replicas the scheduler may count: those that pods have, and as many more as fit beside
-// the memory that is allocated to claims.
-func replicas(device v1alpha1.DeviceStatus, node availability.Node) int64 {
-	sharing, held := device.Sharing, int64(0)
-	for _, h := range device.Holders {
+// what is allocated to claims.
+func replicas(d v1alpha1.DeviceStatus, node availability.Node) int64 {
+	sharing, held := d.Sharing, int64(0)
+	for _, h := range d.Holders {
 		if h.Kind == v1alpha1.HolderPod && h.State != v1alpha1.HoldDraining {
 			held++
 		}
@@ -98,8 +98,12 @@ func replicas(device v1alpha1.DeviceStatus, node availability.Node) int64 {
 			uses = append(uses, use)
 		}
 	}
-	room := availability.MemoryLeft(availability.StatusName(device), uint64(max(0, sharing.Memory)), slices.Values(uses))
-	return min(int64(sharing.Allocatable), held+int64(room)/max(1, sharing.ReplicaMemory))
+	whole := device.Share{Of: uint64(max(0, sharing.Memory)), OfCount: uint64(max(0, sharing.Shares))}
+	left := availability.Left(availability.StatusName(d), whole, slices.Values(uses))
+	if sharing.ReplicaShares > 0 {
+		return min(int64(sharing.Allocatable), held+int64(left.Count)/sharing.ReplicaShares)
+	}
+	return min(int64(sharing.Allocatable), held+int64(left.Bytes)/max(1, sharing.ReplicaMemory))
 }
 
 // served reports whether the agent serves a resource through the device plugin API, whatever kubelet reports.

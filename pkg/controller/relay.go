@@ -36,7 +36,7 @@ func Relay(claims []resourceapi.ResourceClaim, driver, node string) []v1alpha1.A
 	var relayed []v1alpha1.AllocatedClaim
 	for i := range claims {
 		here, devices, pools := false, []string{}, []string(nil)
-		memory := map[string]int64{} // a claim may have several shares of one device
+		consumed := map[string]device.Consumed{} // a claim may have several shares of one device
 		for result := range allocated(&claims[i], driver) {
 			if device.NodeOfPool(result.Pool) != node {
 				continue
@@ -44,8 +44,8 @@ func Relay(claims []resourceapi.ResourceClaim, driver, node string) []v1alpha1.A
 			here = true
 			if result.AdminAccess == nil || !*result.AdminAccess {
 				devices, pools = append(devices, result.Device), append(pools, result.Pool)
-				if bytes, shared := capacity.Share(&claims[i], result); shared {
-					memory[result.Device] += bytes
+				if c, shared := capacity.Consumed(&claims[i], result); shared {
+					consumed[result.Device] = consumed[result.Device].Plus(c)
 				}
 			}
 		}
@@ -55,8 +55,8 @@ func Relay(claims []resourceapi.ResourceClaim, driver, node string) []v1alpha1.A
 		slices.Sort(devices)
 		slices.Sort(pools)
 		var shares []v1alpha1.AllocatedShare
-		for _, name := range slices.Sorted(maps.Keys(memory)) {
-			shares = append(shares, v1alpha1.AllocatedShare{Device: name, Memory: memory[name]})
+		for _, name := range slices.Sorted(maps.Keys(consumed)) {
+			shares = append(shares, v1alpha1.AllocatedShare{Device: name, Memory: consumed[name].Memory, Shares: consumed[name].Shares})
 		}
 		relayed = append(relayed, v1alpha1.AllocatedClaim{
 			UID: claims[i].UID, Namespace: claims[i].Namespace, Name: claims[i].Name,

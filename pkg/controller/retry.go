@@ -109,7 +109,7 @@ func isAvailable(node availability.Node, claim v1alpha1.AllocatedClaim, uid type
 	device, known := node.Status(name)
 	request := availability.Use[availability.Name]{
 		Holder: availability.Holder{Kind: availability.Claim, ID: string(uid)}, Device: availability.NameOf(name),
-		Share: node.Share(name, claim.ShareOf(name)),
+		Share: node.AllocatedShare(claim, name),
 	}
 	return known && node.Check(device.UnhealthyReason == "", request) == availability.Available
 }

@@ -12,6 +12,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/availability"
 )
 
 const gib = int64(1) << 30
@@ -25,7 +26,7 @@ func sharedNode(holders ...v1alpha1.DeviceHolder) v1alpha1.GPUNode {
 		node.Status.Devices = append(node.Status.Devices, v1alpha1.DeviceStatus{
 			Name: name, ExtendedResource: testResource, ExtendedResourceState: v1alpha1.ExtendedResourceAllocatable,
 			Sharing: &v1alpha1.DeviceSharing{
-				Strategy: "TimeSlicing", MemoryShares: true, Memory: 24 * gib, Replicas: 4, ReplicaMemory: 6 * gib, Allocatable: 4,
+				Strategy: "TimeSlicing", Claims: "memory", Memory: 24 * gib, Replicas: 4, ReplicaMemory: 6 * gib, Allocatable: 4,
 			},
 		})
 	}
@@ -48,6 +49,25 @@ func allocatedShare(uid types.UID, memory int64) v1alpha1.AllocatedClaim {
 		claim.Shares = []v1alpha1.AllocatedShare{{Device: "gpu-0", Memory: memory}}
 	}
 	return claim
+}
+
+// Replicas of a GPU with equal shares count as long as there are shares for them.
+func TestAllocatableEqualShares(t *testing.T) {
+	node := sharedNode()
+	node.Status.Devices = node.Status.Devices[:1]
+	node.Status.Devices[0].Sharing = &v1alpha1.DeviceSharing{
+		Strategy: "TimeSlicing", Claims: "shares", Memory: 24 * gib, Shares: 8, Replicas: 4, ReplicaShares: 2, Allocatable: 4,
+	}
+	claim := v1alpha1.AllocatedClaim{UID: "a", Devices: []string{"gpu-0"}, Shares: []v1alpha1.AllocatedShare{{Device: "gpu-0", Shares: 3}}}
+	for name, c := range map[string]struct {
+		claims []v1alpha1.AllocatedClaim
+		want   int64
+	}{"free": {nil, 4}, "three shares are allocated": {[]v1alpha1.AllocatedClaim{claim}, 2}} {
+		node.Spec.Claims = c.claims
+		if got := replicas(node.Status.Devices[0], availability.NewNode(node.Status, c.claims)); got != c.want {
+			t.Errorf("%s: %d replicas, want %d", name, got, c.want)
+		}
+	}
 }
 
 // Replicas count as long as there is memory for them.

@@ -105,11 +105,14 @@ func HardwareUUID(id string) string {
 	return uuid
 }
 
-// Share is a part of a device that a holder has beside others: so much of its memory. The zero Share is the whole device. It is
-// comparable.
+// Share is a part of a device that a holder has beside others: so much of its memory, and so many of the equal shares that the
+// device is divided into. The zero Share is the whole device. It is comparable.
 type Share struct {
 	// Bytes of memory that the holder may use, of the Of bytes that the device has. Shares of different wholes cannot be added up.
 	Bytes, Of uint64
+	// Count of the OfCount equal shares. Both are zero where the device is divided by memory alone.
+	Count   uint64 `json:",omitempty"`
+	OfCount uint64 `json:",omitempty"`
 }
 
 // ShareUnit is the unit of memory shares: the smallest request, and what requests are rounded up to.
@@ -140,10 +143,33 @@ func Replica(memory uint64, n int) Share {
 // Whole reports whether it is all of the device.
 func (s Share) Whole() bool { return s == Share{} }
 
-// String is "10240Mi of 24564Mi", or "all".
+// SameWhole reports whether both are shares that can be added up: of as much memory, and of as many equal shares.
+func (s Share) SameWhole(other Share) bool {
+	return !s.Whole() && s.Of == other.Of && s.OfCount == other.OfCount
+}
+
+// Plus adds a share of the same whole.
+func (s Share) Plus(other Share) Share {
+	s.Bytes += other.Bytes
+	s.Count += other.Count
+	return s
+}
+
+// Fits reports whether it is no more than its whole.
+func (s Share) Fits() bool { return s.Bytes <= s.Of && s.Count <= s.OfCount }
+
+// String is "10240Mi of 24564Mi", "1 of 4 shares", "1 of 4 shares with 1024Mi of 24564Mi", or "all".
 func (s Share) String() string {
-	if s.Whole() {
+	memory := fmt.Sprintf("%dMi of %dMi", s.Bytes/ShareUnit, s.Of/ShareUnit)
+	counted := fmt.Sprintf("%d of %d shares", s.Count, s.OfCount)
+	switch {
+	case s.Whole():
 		return "all"
+	case s.OfCount == 0:
+		return memory
+	case s.Bytes == 0:
+		return counted
+	default:
+		return counted + " with " + memory
 	}
-	return fmt.Sprintf("%dMi of %dMi", s.Bytes/ShareUnit, s.Of/ShareUnit)
 }

@@ -34,11 +34,26 @@ type Sharing struct {
 	Interval string
 	// Replicas are what limits get in place of whole devices, by the resource that these would have; the key "" is any other.
 	Replicas map[string]Replicas
-	// MemoryShares lets claims ask for a part of the memory.
-	MemoryShares bool
+	// Claims is how claims share the device, or empty where they do not.
+	Claims ClaimShares
+	// Shares is the number of equal shares with Claims ByCount. A replica is one or more of them.
+	Shares int
 	// Namespaces are those that may be clients of the daemon; empty for all. They belong to MPS.
 	Namespaces []string
 }
+
+// ClaimShares is how claims share a device. The modes are those of NVIDIA's DRA driver
+// (dra-driver-nvidia-gpu, cmd/gpu-kubelet-plugin/consumable_shares.go).
+type ClaimShares string
+
+const (
+	// ByMemory gives a claim the memory that it asks for, and all of it to one that asks for none.
+	ByMemory ClaimShares = "memory"
+	// ByCount gives a claim one of so many equal shares, or as many as it asks for, and the memory that it asks for.
+	ByCount ClaimShares = "shares"
+	// Unlimited gives a claim the memory that it asks for, and none to one that asks for none: any number of claims fit.
+	Unlimited ClaimShares = "unlimited"
+)
 
 // Admits reports whether containers of a namespace may share the device.
 func (s Sharing) Admits(namespace string) bool {
@@ -59,7 +74,7 @@ type Replicas struct {
 const SharedSuffix = ".shared"
 
 // Shared reports whether any holder may have a part of a device.
-func (s Sharing) Shared() bool { return s.MemoryShares || len(s.Replicas) > 0 }
+func (s Sharing) Shared() bool { return s.Claims != "" || len(s.Replicas) > 0 }
 
 // ReplicaCount is as how many devices limits see a whole GPU that is shared by MPS: 1 where they do not see it. Its replicas have one
 // resource.
@@ -113,12 +128,39 @@ func (d Device) Sharing() Sharing {
 	return d.GPU.Sharing.forDevice(d.UUID())
 }
 
+// Consumed is what the scheduler allocated of a shared device to a claim, in bytes and in equal shares.
+type Consumed struct{ Memory, Shares int64 }
+
+// Plus adds another allocation of the same claim.
+func (c Consumed) Plus(other Consumed) Consumed {
+	return Consumed{Memory: c.Memory + other.Memory, Shares: c.Shares + other.Shares}
+}
+
+// Share returns the share of the device that a claim with such an allocation has. It is the whole device where claims share by memory and
+// the claim consumed all of it. The policy may be another one than when the scheduler allocated the share.
+func (d Device) Share(c Consumed) Share {
+	memory, policy := d.MemoryBytes(), d.Sharing()
+	share := Share{Bytes: min(uint64(max(c.Memory, 0)), memory), Of: memory, Count: uint64(max(c.Shares, 0))}
+	switch {
+	case share.Count > 0:
+		share.OfCount = max(uint64(policy.Shares), share.Count)
+		return share
+	case share.Bytes == 0, policy.Claims == Unlimited:
+		return share
+	default:
+		return ShareOf(share.Bytes, memory)
+	}
+}
+
 // shared are the offers of a device to limits: itself, or its replicas. There are none, for that reason, of a device that only
 // claims share.
 func (r Resources) shared(resource string, d Device) (offers []Offer, leftOut string) {
 	sharing := d.Sharing()
 	replicas := sharing.ReplicasOf(resource)
 	share := Replica(d.MemoryBytes(), replicas.Count)
+	if sharing.Claims == ByCount && replicas.Count >= 2 {
+		share = Share{Of: d.MemoryBytes(), Count: uint64(max(1, sharing.Shares/replicas.Count)), OfCount: uint64(sharing.Shares)}
+	}
 	switch {
 	case replicas.Count >= 2:
 	case sharing.Strategy == MPS:

@@ -13,10 +13,9 @@ import (
 	"k8s.io/dynamic-resource-allocation/deviceattribute"
 	"k8s.io/utils/ptr"
 
+	"github.com/tandem-gpu/tandem/internal/capacity"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
-
-const capacityMemory = "memory"
 
 // publishedDevice describes a device in the API's terms. It omits unknown values and those that the API would refuse: the API
 // refuses a whole slice for one value (TestUnusableGPUsAreExcluded). NVIDIA's DRA driver publishes the same names
@@ -45,7 +44,7 @@ func publishedDevice(d device.Device) resourceapi.Device {
 		a.text("fabricClique", g.FabricClique)
 		// The memory only, as in NVIDIA's driver: NVML does not report the engines of a GPU.
 		if g.MemoryBytes > 0 {
-			c.amount(capacityMemory, int64(g.MemoryBytes))
+			c.amount(capacity.Memory, int64(g.MemoryBytes))
 		}
 		return resourceapi.Device{Name: d.Name(), Attributes: a, Capacity: c}
 	}
@@ -56,7 +55,7 @@ func publishedDevice(d device.Device) resourceapi.Device {
 	if !p.Made {
 		a.text("uuid", p.UUID)
 	}
-	c.amount(capacityMemory, int64(p.Capacity.MemoryBytes))
+	c.amount(capacity.Memory, int64(p.Capacity.MemoryBytes))
 	c.amount("multiprocessors", int64(p.Capacity.Multiprocessors))
 	c.amount("copyEngines", int64(p.Capacity.CopyEngines))
 	c.amount("decoders", int64(p.Capacity.Decoders))

@@ -82,7 +82,7 @@ func conditionsOf(g *sharedGroup, d device.Device, share device.Share) []metav1.
 		applied.Message = fmt.Sprintf("processes take turns, time slice %s", cmp.Or(string(g.sharing.Interval), "of the device"))
 		limit.Reason, limit.Message = "Advisory", "processes that take turns share the memory without a limit"
 		if !share.Whole() {
-			limit.Message = fmt.Sprintf("time-slicing does not enforce the claim's %d MiB, nor the shares of other holders", share.Bytes/device.ShareUnit)
+			limit.Message = fmt.Sprintf("time-slicing does not enforce the claim's share (%s), nor the shares of other holders", share)
 		}
 	case g.share:
 		applied.Message = "processes are clients of the GPU's MPS daemon, together with those of other holders"

@@ -12,6 +12,7 @@ import (
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 	"k8s.io/utils/ptr"
 
+	"github.com/tandem-gpu/tandem/internal/capacity"
 	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/mig"
@@ -59,9 +60,9 @@ type nodeDevice struct {
 type nodeDeviceFacts struct {
 	device device.Device
 	kept   Capabilities
-	// shared means that claims may have a part of the device: it is published with the memory that is left without what is taken.
+	// shared means that claims may have a share of the device: it is published with what is left of it.
 	shared bool
-	taken  uint64
+	left   device.Share
 	// taints withdraw the device.
 	taints []resourceapi.DeviceTaint
 }
@@ -118,10 +119,11 @@ const maxTaints = 4
 
 func factsOf(d device.Device, withdrawn []withdrawal, a allocated, kept Capabilities) nodeDeviceFacts {
 	facts, request := nodeDeviceFacts{device: d, kept: kept}, use{Device: d.Ref()}
-	if kept.Shares && d.Sharing().MemoryShares {
-		taken := memoryTaken(d.Ref(), withdrawn, a)
-		if facts.shared = shareable(d.MemoryBytes(), taken); facts.shared {
-			facts.taken, request.Share.Of = taken, d.MemoryBytes()
+	if policy := d.Sharing(); kept.Shares && policy.Claims != "" {
+		whole := device.Share{Of: d.MemoryBytes(), OfCount: uint64(policy.Shares)}
+		left := leftOf(d.Ref(), whole, withdrawn, a)
+		if facts.shared = shareable(policy.Claims, left); facts.shared {
+			facts.left, request.Share = left, whole
 		}
 	}
 	var reasons []withdrawal
@@ -130,9 +132,9 @@ func factsOf(d device.Device, withdrawn []withdrawal, a allocated, kept Capabili
 			reasons = append(reasons, w)
 		}
 	}
-	// The scheduler does not count the parts that claims still have of a device that is no longer shared.
-	unshared := !facts.shared && a.shared[d.Ref()]
-	if a.blocks(d.Ref()) || unshared {
+	// The scheduler does not know that shares of another policy block the device.
+	others := slices.ContainsFunc(a.shared[d.Ref()], func(s device.Share) bool { return !facts.shared || !s.Whole() && !s.SameWhole(request.Share) })
+	if a.blocks(d.Ref()) || others {
 		reasons = append(reasons, withdrawal{use: use{Reason: availability.HeldByClaim}})
 	}
 	slices.SortFunc(reasons, withdrawal.compareReason)
@@ -148,7 +150,7 @@ func factsOf(d device.Device, withdrawn []withdrawal, a allocated, kept Capabili
 func (f nodeDeviceFacts) publish() resourceapi.Device {
 	published := publishedDevice(f.device)
 	if f.shared {
-		shareOut(published, f.device.MemoryBytes(), f.taken)
+		shareOut(published, f.device.Sharing().Claims, f.left)
 		published.AllowMultipleAllocations = ptr.To(true)
 	}
 	published.Taints = f.taints
@@ -158,37 +160,77 @@ func (f nodeDeviceFacts) publish() resourceapi.Device {
 	return published
 }
 
-// shareable reports whether enough of a device's memory is left to share it. The API requires a range of at least two steps.
-func shareable(memory, taken uint64) bool {
-	return int64(memory) > 0 && memory >= taken+2*device.ShareUnit
+// shareable reports whether enough of a device is left to share it. For memory the API requires a range of at least two steps.
+func shareable(claims device.ClaimShares, left device.Share) bool {
+	switch {
+	case int64(left.Of) <= 0: // unknown, or more than the API can express
+		return false
+	case claims == device.ByMemory:
+		return left.Bytes >= 2*device.ShareUnit
+	case claims == device.ByCount:
+		return left.Count > 0
+	default:
+		return true
+	}
 }
 
-// shareOut makes a device's capacities consumable (KEP-5075): its memory without what is taken. A claim that requests no memory needs
-// all of it, and so a device without other holders. Of other capacities a claim consumes what it requests.
-func shareOut(d resourceapi.Device, memory, taken uint64) {
-	unit := resource.NewQuantity(device.ShareUnit, resource.BinarySI)
+// shareOut makes a device's capacities consumable (KEP-5075), with what is left of them. With ByMemory, a claim that requests no memory
+// needs all of it, and so a device without other holders. Otherwise it consumes none, and with ByCount one of the equal shares. Of other
+// capacities a claim consumes what it requests.
+func shareOut(d resourceapi.Device, claims device.ClaimShares, left device.Share) {
 	for name, of := range d.Capacity {
-		policy := &resourceapi.CapacityRequestPolicy{Default: resource.NewQuantity(0, resource.BinarySI)}
-		if name == capacityMemory {
-			of.Value = *resource.NewQuantity(int64(memory-taken), resource.BinarySI)
-			policy.Default = resource.NewQuantity(int64(memory/device.ShareUnit*device.ShareUnit), resource.BinarySI)
-			policy.ValidRange = &resourceapi.CapacityRequestPolicyRange{Min: unit, Step: ptr.To(unit.DeepCopy())}
-		}
-		of.RequestPolicy = policy
+		of.RequestPolicy = &resourceapi.CapacityRequestPolicy{Default: resource.NewQuantity(0, resource.BinarySI)}
 		d.Capacity[name] = of
 	}
+	memory := resourceapi.DeviceCapacity{Value: *resource.NewQuantity(int64(left.Bytes), resource.BinarySI)}
+	unit := resource.NewQuantity(device.ShareUnit, resource.BinarySI)
+	if claims == device.ByMemory {
+		all := resource.NewQuantity(int64(left.Of/device.ShareUnit*device.ShareUnit), resource.BinarySI)
+		memory.RequestPolicy = requestPolicy(memory.Value, all, unit, unit)
+	} else {
+		none := resource.NewQuantity(0, resource.BinarySI)
+		memory.RequestPolicy = requestPolicy(memory.Value, none, none, unit)
+	}
+	d.Capacity[capacity.Memory] = memory
+	if claims == device.ByCount {
+		one := resource.NewQuantity(1, resource.DecimalSI)
+		shares := resourceapi.DeviceCapacity{Value: *resource.NewQuantity(int64(left.Count), resource.DecimalSI)}
+		shares.RequestPolicy = requestPolicy(shares.Value, one, one, one)
+		d.Capacity[capacity.Shares] = shares
+	}
 }
 
-// memoryTaken returns how much memory of the device holders have beyond what the scheduler counts. A draining claim is still
-// allocated, or is allocated again, where kubelet unprepares a claim that another pod uses (TestDrainingShares).
-func memoryTaken(ref device.Ref, withdrawn []withdrawal, a allocated) (taken uint64) {
-	for _, w := range withdrawn {
-		if w.Device == ref {
-			taken += w.Share.Bytes - min(w.Share.Bytes, a.counted[holding{ref, w.Holder}])
-		}
+// requestPolicy omits a step that the API refuses because the capacity has no room for it.
+func requestPolicy(value resource.Quantity, byDefault, least, step *resource.Quantity) *resourceapi.CapacityRequestPolicy {
+	policy := &resourceapi.CapacityRequestPolicy{
+		Default: ptr.To(byDefault.DeepCopy()), ValidRange: &resourceapi.CapacityRequestPolicyRange{Min: ptr.To(least.DeepCopy())},
 	}
-	return taken
+	next := least.DeepCopy()
+	next.Add(*step)
+	if next.Cmp(value) <= 0 {
+		policy.ValidRange.Step = ptr.To(step.DeepCopy())
+	}
+	return policy
 }
+
+// leftOf returns what is left of a device without what its holders have beyond what the scheduler counts. A draining claim is still
+// allocated, or is allocated again, where kubelet unprepares a claim that another pod uses (TestDrainingShares).
+func leftOf(ref device.Ref, whole device.Share, withdrawn []withdrawal, a allocated) device.Share {
+	left := whole
+	left.Bytes, left.Count = whole.Of, whole.OfCount
+	for _, w := range withdrawn {
+		if w.Device != ref {
+			continue
+		}
+		counted := a.counted[holding{ref, w.Holder}]
+		left.Bytes -= min(left.Bytes, beyond(w.Share.Bytes, counted.Memory))
+		left.Count -= min(left.Count, beyond(w.Share.Count, counted.Shares))
+	}
+	return left
+}
+
+// beyond returns how much more than counted has.
+func beyond(has uint64, counted int64) uint64 { return has - min(has, uint64(max(counted, 0))) }
 
 // publishable returns the GPUs that can be published, ascending by minor number. The API server refuses a whole pool for one
 // duplicate name, so an unusable GPU is excluded.

@@ -213,10 +213,10 @@ type allocated struct {
 	profiles map[device.Ref]int
 	// from has the pools of each device. The scheduler cannot count a device in a pool from which it did not allocate it.
 	from map[device.Ref]sourcePools
-	// shared are the devices of which claims have a part.
-	shared map[device.Ref]bool
-	// counted is the memory that the scheduler counts for a claim.
-	counted map[holding]uint64
+	// shared are the shares that claims have of devices.
+	shared map[device.Ref][]device.Share
+	// counted is what the scheduler counts for a claim.
+	counted map[holding]device.Consumed
 }
 
 // holding identifies what one holder has of a device.
@@ -227,7 +227,7 @@ type holding struct {
 
 func (o *Offer) allocated(g device.GPU, holds []ledger.Hold, claims []v1alpha1.AllocatedClaim) allocated {
 	a := allocated{
-		profiles: map[device.Ref]int{}, from: map[device.Ref]sourcePools{}, shared: map[device.Ref]bool{}, counted: map[holding]uint64{},
+		profiles: map[device.Ref]int{}, from: map[device.Ref]sourcePools{}, shared: map[device.Ref][]device.Share{}, counted: map[holding]device.Consumed{},
 	}
 	for _, h := range holds {
 		if h.Holder.Kind != ledger.KindClaim || h.Device.GPU != g.UUID {
@@ -241,7 +241,9 @@ func (o *Offer) allocated(g device.GPU, holds []ledger.Hold, claims []v1alpha1.A
 		a.inUse, a.pools = true, a.pools|from
 		if h.Use().Reason == availability.HeldByClaim {
 			a.add(h.Device, noProfile, from)
-			a.shared[h.Device] = a.shared[h.Device] || !h.Share.Whole()
+			if !h.Share.Whole() {
+				a.shared[h.Device] = append(a.shared[h.Device], h.Share)
+			}
 		}
 	}
 	deserted := map[types.UID]bool{}
@@ -271,11 +273,11 @@ func (o *Offer) allocated(g device.GPU, holds []ledger.Hold, claims []v1alpha1.A
 				continue
 			}
 			a.add(d.Ref(), d.Partition.ProfileID, from)
-			for _, share := range c.Shares {
-				if share.Device == name {
-					a.shared[d.Ref()] = true
-					a.counted[holding{d.Ref(), availability.Holder{Kind: availability.Claim, ID: string(c.UID)}}] = uint64(max(share.Memory, 0))
-				}
+			if share, shared := c.ShareOf(name); shared {
+				consumed := device.Consumed{Memory: share.Memory, Shares: share.Shares}
+				holder := availability.Holder{Kind: availability.Claim, ID: string(c.UID)}
+				a.shared[d.Ref()] = append(a.shared[d.Ref()], d.Share(consumed))
+				a.counted[holding{d.Ref(), holder}] = consumed
 			}
 		}
 	}

@@ -184,8 +184,8 @@ func (d *Driver) resolve(
 
 // shareOf returns the share that a result allocates.
 func shareOf(claim *resourceapi.ResourceClaim, result resourceapi.DeviceRequestAllocationResult, d device.Device) device.Share {
-	if bytes, shared := capacity.Share(claim, result); shared {
-		return device.ShareOf(uint64(bytes), d.MemoryBytes())
+	if consumed, shared := capacity.Consumed(claim, result); shared {
+		return d.Share(consumed)
 	}
 	return device.Share{}
 }
@@ -193,10 +193,11 @@ func shareOf(claim *resourceapi.ResourceClaim, result resourceapi.DeviceRequestA
 // addDevice adds a device, or a further share of it, to the request.
 func (p *preparation) addDevice(ref device.Ref, name string, share device.Share) {
 	if slices.Contains(p.request.Devices, ref) {
-		if before := p.request.Shares[ref]; before.Whole() || share.Whole() {
+		switch before := p.request.Shares[ref]; {
+		case before.Whole(), share.Whole():
 			share = device.Share{}
-		} else {
-			share = device.ShareOf(before.Bytes+share.Bytes, before.Of)
+		default:
+			share = before.Plus(share)
 		}
 	} else {
 		p.request.Devices = append(p.request.Devices, ref)

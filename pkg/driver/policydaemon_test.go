@@ -127,7 +127,7 @@ func TestPrepareByPolicy(t *testing.T) {
 			claim: r.partsClaim("a", "10Gi", []string{"gpu-1"}, []string{"one"}), cdi: []string{""}, joins: []string{"team-a/a joins gpu-1 with 10240Mi of 24576Mi"},
 			said: []string{
 				"gpu-1/share-0 SharingApplied=True(TimeSlicing): processes take turns, time slice of the device",
-				"gpu-1/share-0 MemoryLimit=False(Advisory): time-slicing does not enforce the claim's 10240 MiB, nor the shares of other holders",
+				"gpu-1/share-0 MemoryLimit=False(Advisory): time-slicing does not enforce the claim's share (10240Mi of 24576Mi), nor the shares of other holders",
 			},
 		},
 		"all of a GPU that is shared by MPS": {

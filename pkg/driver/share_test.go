@@ -27,12 +27,16 @@ import (
 
 const gib = uint64(1) << 30
 
-// sharedMachine has L4 GPUs that pods and claims share. The memory of one is not a multiple of a MiB.
-func sharedMachine(n int) device.Inventory {
+// sharedMachine has L4 GPUs that pods and claims share, claims by memory. The memory of one is not a multiple of a MiB.
+func sharedMachine(n int) device.Inventory { return dividedMachine(n, device.ByMemory) }
+
+// dividedMachine is sharedMachine where claims share in that way.
+func dividedMachine(n int, claims device.ClaimShares) device.Inventory {
 	return machine(n, func(g *device.GPU) {
 		g.MIGCapable, g.MemoryBytes = false, 24*gib+uint64(g.Minor)*12345
-		g.Sharing = device.Sharing{
-			Strategy: device.TimeSlicing, MemoryShares: true, Replicas: map[string]device.Replicas{"": {Count: 4}},
+		g.Sharing = device.Sharing{Strategy: device.TimeSlicing, Claims: claims, Replicas: map[string]device.Replicas{"": {Count: 4}}}
+		if claims == device.ByCount {
+			g.Sharing.Shares = 8
 		}
 	})
 }
@@ -50,20 +54,31 @@ type market struct {
 	serial int
 }
 
-func newMarket(t *testing.T, gpus int) *market {
+func newMarket(t *testing.T, gpus int) *market { return newDividedMarket(t, gpus, device.ByMemory) }
+
+func newDividedMarket(t *testing.T, gpus int, claims device.ClaimShares) *market {
 	l, err := ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", PodStates: &fakePodStates{}})
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = l.Close() })
 	return &market{
-		T: t, inv: sharedMachine(gpus), ledger: l, allocated: map[string]resourceapi.DeviceRequestAllocationResult{},
+		T: t, inv: dividedMachine(gpus, claims), ledger: l, allocated: map[string]resourceapi.DeviceRequestAllocationResult{},
 		cache: cel.NewCache(100, cel.Features{}),
 	}
 }
 
-// schedule allocates a claim for some memory, or for all of a GPU.
+// schedule allocates a claim for some memory, or for what a GPU gives by default.
 func (m *market) schedule(memory *resource.Quantity) (resourceapi.DeviceRequestAllocationResult, bool) {
+	m.Helper()
+	asked := map[resourceapi.QualifiedName]resource.Quantity{}
+	if memory != nil {
+		asked["memory"] = *memory
+	}
+	return m.scheduleAmounts(asked)
+}
+
+func (m *market) scheduleAmounts(asked map[resourceapi.QualifiedName]resource.Quantity) (resourceapi.DeviceRequestAllocationResult, bool) {
 	m.Helper()
 	pools, _ := (&Offer{NodeName: testNode}).Pools(Facts{
 		Inventory: m.inv, Holds: m.ledger.Holds(), Kept: Capabilities{Taints: true, Shares: true}, Now: time.Now(),
@@ -94,8 +109,8 @@ func (m *market) schedule(memory *resource.Quantity) (resourceapi.DeviceRequestA
 	m.serial++
 	claim := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Name: "c", Namespace: "team-a", UID: types.UID(fmt.Sprintf("claim-%d", m.serial))}}
 	request := &resourceapi.ExactDeviceRequest{DeviceClassName: "gpu.nvidia.com", AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: 1}
-	if memory != nil {
-		request.Capacity = &resourceapi.CapacityRequirements{Requests: map[resourceapi.QualifiedName]resource.Quantity{"memory": *memory}}
+	if len(asked) > 0 {
+		request.Capacity = &resourceapi.CapacityRequirements{Requests: asked}
 	}
 	claim.Spec.Devices.Requests = []resourceapi.DeviceRequest{{Name: "gpu", Exactly: request}}
 	m.claim = claim
@@ -123,20 +138,32 @@ func (m *market) prepare(result resourceapi.DeviceRequestAllocationResult) error
 	return err
 }
 
-// fits reports whether some GPU has room, by the ledger.
-func (m *market) fits(memory uint64) bool {
+// fits reports whether some GPU has room for so many bytes and equal shares, by the ledger. A claim that asks for neither gets the default.
+func (m *market) fits(memory, shares uint64) bool {
 	for _, g := range m.inv.GPUs {
-		used := uint64(0)
+		holders, whole := 0, false
+		used := device.Share{}
 		for _, h := range m.ledger.Holds() {
-			switch {
-			case h.Device != g.Ref():
-			case h.Share.Whole():
-				used = g.MemoryBytes
-			default:
-				used += h.Share.Bytes
+			if h.Device == g.Ref() {
+				holders, whole, used = holders+1, whole || h.Share.Whole(), used.Plus(h.Share)
 			}
 		}
-		if memory == 0 && used == 0 || memory > 0 && used+memory <= g.MemoryBytes && g.MemoryBytes-used >= 2*device.ShareUnit {
+		left := g.MemoryBytes - used.Bytes
+		switch claims := g.Sharing.Claims; {
+		case whole:
+		case claims == device.ByMemory && memory == 0:
+			if shares == 0 && holders == 0 {
+				return true
+			}
+		case claims == device.ByMemory:
+			if shares == 0 && memory <= left && left >= 2*device.ShareUnit {
+				return true
+			}
+		case claims == device.Unlimited:
+			if shares == 0 && memory <= left {
+				return true
+			}
+		case memory <= left && max(1, shares)+used.Count <= uint64(g.Sharing.Shares):
 			return true
 		}
 	}
@@ -145,54 +172,67 @@ func (m *market) fits(memory uint64) bool {
 
 // The scheduler allocates exactly what the ledger then grants, while pods take replicas of the same GPUs.
 func TestSchedulerAndLedgerAgreeOnShares(t *testing.T) {
-	for seed := range uint64(6) {
-		random := rand.New(rand.NewPCG(seed, 11))
-		m := newMarket(t, 2)
-		offers, _ := (device.Resources{GPU: "nvidia.com/gpu"}).Offers(m.inv.GPUs)
-		placed, refused := 0, 0
-		for range 250 {
-			switch operation := random.IntN(10); {
-			case operation < 5:
-				var memory *resource.Quantity
-				bytes := uint64(0)
-				if random.IntN(4) > 0 {
-					memory = resource.NewQuantity(1+random.Int64N(14)*int64(gib)+random.Int64N(3), resource.BinarySI)
-					bytes = (uint64(memory.Value()) + device.ShareUnit - 1) / device.ShareUnit * device.ShareUnit
-				}
-				fits := m.fits(bytes)
-				result, ok := m.schedule(memory)
-				if ok != fits {
-					t.Fatalf("seed %d: the scheduler places a claim of %v: %v; the ledger has room: %v\n%v", seed, memory, ok, fits, m.ledger.Holds())
-				}
-				if !ok {
-					refused++
-					continue
-				}
-				placed++
-				if err := m.prepare(result); err != nil {
-					t.Fatalf("seed %d: %v", seed, err)
-				}
-			case operation < 8:
-				o := offers[random.IntN(len(offers))]
-				err := m.ledger.ReservePod([]ledger.PodRequest{{ID: o.ID(), Resource: o.Resource, Device: o.Device.Ref(), Share: o.Share}})
-				if err != nil && !strings.Contains(err.Error(), "held by") {
-					t.Fatal(err)
-				}
-			default:
-				holds := m.ledger.Holds()
-				if len(holds) == 0 {
-					continue
-				}
-				h := holds[random.IntN(len(holds))]
-				if err := m.ledger.Release(h); err != nil {
-					t.Fatal(err)
-				}
-				delete(m.allocated, h.Holder.ID)
+	for _, claims := range []device.ClaimShares{device.ByMemory, device.ByCount, device.Unlimited} {
+		t.Run(string(claims), func(t *testing.T) {
+			for seed := range uint64(6) {
+				compareShares(t, claims, seed)
 			}
+		})
+	}
+}
+
+func compareShares(t *testing.T, claims device.ClaimShares, seed uint64) {
+	random := rand.New(rand.NewPCG(seed, 11))
+	m := newDividedMarket(t, 2, claims)
+	offers, _ := (device.Resources{GPU: "nvidia.com/gpu"}).Offers(m.inv.GPUs)
+	placed, refused := 0, 0
+	for range 250 {
+		switch operation := random.IntN(10); {
+		case operation < 5:
+			asked, bytes, shares := map[resourceapi.QualifiedName]resource.Quantity{}, uint64(0), uint64(0)
+			if random.IntN(4) > 0 {
+				memory := resource.NewQuantity(1+random.Int64N(14)*int64(gib)+random.Int64N(3), resource.BinarySI)
+				bytes = (uint64(memory.Value()) + device.ShareUnit - 1) / device.ShareUnit * device.ShareUnit
+				asked["memory"] = *memory
+			}
+			if random.IntN(3) == 0 {
+				shares = uint64(1 + random.IntN(5))
+				asked["shares"] = *resource.NewQuantity(int64(shares), resource.DecimalSI)
+			}
+			fits := m.fits(bytes, shares)
+			result, ok := m.scheduleAmounts(asked)
+			if ok != fits {
+				t.Fatalf("seed %d: the scheduler places a claim of %d bytes and %d shares: %v; the ledger has room: %v\n%v",
+					seed, bytes, shares, ok, fits, m.ledger.Holds())
+			}
+			if !ok {
+				refused++
+				continue
+			}
+			placed++
+			if err := m.prepare(result); err != nil {
+				t.Fatalf("seed %d: %v", seed, err)
+			}
+		case operation < 8:
+			o := offers[random.IntN(len(offers))]
+			err := m.ledger.ReservePod([]ledger.PodRequest{{ID: o.ID(), Resource: o.Resource, Device: o.Device.Ref(), Share: o.Share}})
+			if err != nil && !strings.Contains(err.Error(), "held by") {
+				t.Fatal(err)
+			}
+		default:
+			holds := m.ledger.Holds()
+			if len(holds) == 0 {
+				continue
+			}
+			h := holds[random.IntN(len(holds))]
+			if err := m.ledger.Release(h); err != nil {
+				t.Fatal(err)
+			}
+			delete(m.allocated, h.Holder.ID)
 		}
-		if placed < 20 || refused < 20 {
-			t.Errorf("seed %d: %d placed, %d refused", seed, placed, refused)
-		}
+	}
+	if placed < 20 || refused < 20 {
+		t.Errorf("seed %d: %d placed, %d refused", seed, placed, refused)
 	}
 }
 
@@ -225,6 +265,45 @@ func TestExclusiveAmongShares(t *testing.T) {
 	}
 	if got, want := names(nil, 1), []string{"-"}; !slices.Equal(got, want) {
 		t.Errorf("a whole GPU is %v, want %v", got, want)
+	}
+}
+
+// Four claims that ask for nothing share a GPU with four equal shares, and a pod with a replica takes one of them.
+func TestEqualShares(t *testing.T) {
+	m := newDividedMarket(t, 1, device.ByCount)
+	m.inv.GPUs[0].Sharing.Shares = 4
+	offers, _ := (device.Resources{GPU: "nvidia.com/gpu"}).Offers(m.inv.GPUs)
+	o := offers[0]
+	if err := m.ledger.ReservePod([]ledger.PodRequest{{ID: o.ID(), Resource: o.Resource, Device: o.Device.Ref(), Share: o.Share}}); err != nil {
+		t.Fatal(err)
+	}
+	for i := range 4 {
+		result, ok := m.schedule(nil)
+		if want := i < 3; ok != want {
+			t.Fatalf("claim %d is placed: %v, want %v", i, ok, want)
+		}
+		if ok {
+			if err := m.prepare(result); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	if got := fmt.Sprint(m.ledger.Holds()[0].Share); got != "1 of 4 shares" {
+		t.Errorf("the first holder has %s", got)
+	}
+}
+
+// A claim keeps its share when the policy changes between its allocation and its preparation, and blocks shares of the new kind.
+func TestPolicyOfSharesChanges(t *testing.T) {
+	m := newDividedMarket(t, 1, device.ByCount)
+	first, _ := m.schedule(nil)
+	m.inv.GPUs[0].Sharing.Claims, m.inv.GPUs[0].Sharing.Shares = device.ByMemory, 0
+	if err := m.prepare(first); err != nil {
+		t.Fatal(err)
+	}
+	part := resource.MustParse("1Gi")
+	if second, ok := m.schedule(&part); ok {
+		t.Errorf("a claim is placed beside it on %s", second.Device)
 	}
 }
 

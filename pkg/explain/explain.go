@@ -47,7 +47,8 @@ func MayRun(pod *corev1.Pod) func(*corev1.Node) bool {
 // Explain returns why none of the nodes that a pod may run on can satisfy its request. It returns the empty string if a node can,
 // so that the pod waits for another reason, and if no node has such devices.
 func Explain(nodes []v1alpha1.GPUNode, asked Request) string {
-	if asked.Memory > 0 {
+	byClaim := asked.Limits == "" && asked.Resource == ""
+	if asked.Memory > 0 || asked.Shares > 0 || byClaim && slices.ContainsFunc(nodes, dividesForClaims) {
 		return explainShare(nodes, asked)
 	}
 	if !slices.ContainsFunc(nodes, func(n v1alpha1.GPUNode) bool { return asked.mixes(n.Status) }) {
@@ -94,28 +95,33 @@ func Explain(nodes []v1alpha1.GPUNode, asked Request) string {
 	}))
 }
 
-// explainShare is Explain for a request of GPU memory. A free GPU that is not shared satisfies such a request as a whole.
+// explainShare is Explain for a request of shares of GPUs. A free GPU that is not shared satisfies a request of memory as a whole.
 func explainShare(nodes []v1alpha1.GPUNode, asked Request) string {
 	type counted struct {
 		name string
-		// left is the largest amount of free memory on one device.
-		left int64
+		// memory and shares are the most that is left on one device.
+		memory, shares int64
 	}
 	var with []counted
 	for _, node := range nodes {
-		fitting, most, shared := int64(0), int64(0), false
+		fitting, shared := int64(0), false
+		most := counted{name: node.Name}
 		uses := availability.NewNode(node.Status, nil).Held
 		for _, d := range node.Status.Devices {
-			switch {
-			case d.Excluded || d.UnhealthyReason != "":
-			case d.Sharing != nil && d.Sharing.MemoryShares:
-				shared = true
-				left := int64(availability.MemoryLeft(availability.StatusName(d), uint64(max(0, d.Sharing.Memory)), slices.Values(uses)))
-				most = max(most, left)
-				if left >= asked.Memory {
+			if d.Excluded || d.UnhealthyReason != "" {
+				continue
+			}
+			if d.Sharing == nil || d.Sharing.Claims == "" {
+				if d.Parent == "" && len(d.Holders) == 0 && asked.Shares == 0 {
 					fitting++
 				}
-			case d.Parent == "" && len(d.Holders) == 0:
+				continue
+			}
+			shared = true
+			whole := device.Share{Of: uint64(max(0, d.Sharing.Memory)), OfCount: uint64(max(0, d.Sharing.Shares))}
+			left := availability.Left(availability.StatusName(d), whole, slices.Values(uses))
+			most.memory, most.shares = max(most.memory, int64(left.Bytes)), max(most.shares, int64(left.Count))
+			if asked.fits(d, left) {
 				fitting++
 			}
 		}
@@ -123,16 +129,58 @@ func explainShare(nodes []v1alpha1.GPUNode, asked Request) string {
 			return ""
 		}
 		if shared {
-			with = append(with, counted{node.Name, most})
+			with = append(with, most)
 		}
 	}
-	if len(with) == 0 {
+	byShares := asked.Memory == 0
+	switch {
+	case len(with) == 0 && byShares:
+		return fmt.Sprintf("no node divides its GPUs into shares; the pod requests %s of one", equalShares(max(1, asked.Shares)))
+	case len(with) == 0:
 		return fmt.Sprintf("no node shares the memory of its GPUs; the pod requests %s of one", mebibytes(asked.Memory))
 	}
-	slices.SortFunc(with, func(a, b counted) int { return cmp.Or(cmp.Compare(b.left, a.left), cmp.Compare(a.name, b.name)) })
-	return fmt.Sprintf("no node has %s left on %s: %s", mebibytes(asked.Memory), asked.noun(asked.Devices), list(with, func(n counted) string {
-		return fmt.Sprintf("%s has %s at most", n.name, mebibytes(n.left))
+	slices.SortFunc(with, func(a, b counted) int {
+		return cmp.Or(cmp.Compare(b.shares, a.shares), cmp.Compare(b.memory, a.memory), cmp.Compare(a.name, b.name))
+	})
+	amount := mebibytes(asked.Memory)
+	if byShares {
+		amount = equalShares(max(1, asked.Shares))
+	}
+	return fmt.Sprintf("no node has %s left on %s: %s", amount, asked.noun(asked.Devices), list(with, func(n counted) string {
+		if byShares {
+			return fmt.Sprintf("%s has %d at most", n.name, n.shares)
+		}
+		return fmt.Sprintf("%s has %s at most", n.name, mebibytes(n.memory))
 	}))
+}
+
+// fits reports whether a shared device of which so much is left satisfies the request.
+func (r Request) fits(d v1alpha1.DeviceStatus, left device.Share) bool {
+	held := slices.ContainsFunc(d.Holders, func(h v1alpha1.DeviceHolder) bool { return !h.Shared && h.Memory == 0 })
+	switch {
+	case held || int64(left.Bytes) < r.Memory || r.Shares > int64(left.Count):
+		return false
+	case r.Memory > 0:
+		return true
+	case d.Sharing.Claims == v1alpha1.ClaimSharing(device.ByMemory): // all of the memory by default
+		return len(d.Holders) == 0
+	default:
+		return d.Sharing.Claims == v1alpha1.ClaimSharing(device.Unlimited) || left.Count > 0
+	}
+}
+
+// dividesForClaims reports whether claims get a share of a device of the node without requesting an amount.
+func dividesForClaims(n v1alpha1.GPUNode) bool {
+	return slices.ContainsFunc(n.Status.Devices, func(d v1alpha1.DeviceStatus) bool {
+		return d.Sharing != nil && d.Sharing.Claims != "" && d.Sharing.Claims != v1alpha1.ClaimSharing(device.ByMemory)
+	})
+}
+
+func equalShares(n int64) string {
+	if n == 1 {
+		return "1 share"
+	}
+	return fmt.Sprintf("%d shares", n)
 }
 
 func mebibytes(bytes int64) string { return fmt.Sprintf("%d MiB", bytes>>20) }
@@ -140,8 +188,9 @@ func mebibytes(bytes int64) string { return fmt.Sprintf("%d MiB", bytes>>20) }
 // Request is what a pod waits for.
 type Request struct {
 	Devices int64
-	// Memory is the number of bytes requested of each device; zero requests all.
-	Memory int64
+	// Memory is the number of bytes requested of each device, and Shares that of equal shares. If both are zero, the request is for what a
+	// device gives by default: all of it, unless the node divides it for claims.
+	Memory, Shares int64
 	// Resource is the extended resource of partitions; empty for GPUs.
 	Resource string
 	// Limits is the extended resource of GPUs if the pod requests GPUs by it alone. On a partitioned node it may name partitions.
@@ -265,7 +314,7 @@ func (o Names) Request(pod *corev1.Pod, claim func(name string) *resourceapi.Res
 		quantity := limits[name]
 		return quantity.Value()
 	}
-	asked, memory := int64(0), int64(0)
+	asked, most := int64(0), device.Consumed{}
 	for name := range o.Resources {
 		asked += count(name)
 	}
@@ -277,14 +326,14 @@ func (o Names) Request(pod *corev1.Pod, claim func(name string) *resourceapi.Res
 		}
 		if c := claim(*name); c != nil && c.Status.Allocation == nil {
 			n, each := o.requests(c)
-			asked, memory = asked+n, max(memory, each)
+			asked, most = asked+n, larger(most, each)
 		}
 	}
 	switch {
 	case asked > 0 && asked == count(corev1.ResourceName(o.Limits.GPU)):
 		return Request{Devices: asked, Limits: o.Limits.GPU}
 	case asked > 0:
-		return Request{Devices: asked, Memory: memory}
+		return Request{Devices: asked, Memory: most.Memory, Shares: most.Shares}
 	}
 	for _, name := range slices.Sorted(maps.Keys(limits)) {
 		if n := count(name); n > 0 && o.Limits.Has(string(name)) {
@@ -294,25 +343,29 @@ func (o Names) Request(pod *corev1.Pod, claim func(name string) *resourceapi.Res
 	return Request{}
 }
 
-// requests returns how many GPUs a claim requests, and the largest amount of memory that it requests of one.
-func (o Names) requests(claim *resourceapi.ResourceClaim) (n, each int64) {
-	most := func(of *resourceapi.CapacityRequirements) int64 {
+// requests returns how many GPUs a claim requests, and the most that it requests of one.
+func (o Names) requests(claim *resourceapi.ResourceClaim) (n int64, each device.Consumed) {
+	amounts := func(of *resourceapi.CapacityRequirements) device.Consumed {
 		if of == nil {
-			return 0
+			return device.Consumed{}
 		}
-		amount := of.Requests[capacity.Memory]
-		return amount.Value()
+		memory, shares := of.Requests[capacity.Memory], of.Requests[capacity.Shares]
+		return device.Consumed{Memory: memory.Value(), Shares: shares.Value()}
 	}
 	for _, r := range claim.Spec.Devices.Requests {
 		if r.Exactly != nil && o.Classes[r.Exactly.DeviceClassName] {
-			n, each = n+max(1, r.Exactly.Count), max(each, most(r.Exactly.Capacity))
+			n, each = n+max(1, r.Exactly.Count), larger(each, amounts(r.Exactly.Capacity))
 		}
 		for _, s := range r.FirstAvailable {
 			if o.Classes[s.DeviceClassName] {
-				n, each = n+max(1, s.Count), max(each, most(s.Capacity))
+				n, each = n+max(1, s.Count), larger(each, amounts(s.Capacity))
 				break
 			}
 		}
 	}
 	return n, each
+}
+
+func larger(a, b device.Consumed) device.Consumed {
+	return device.Consumed{Memory: max(a.Memory, b.Memory), Shares: max(a.Shares, b.Shares)}
 }

@@ -290,7 +290,7 @@ func sharedNode(holders ...v1alpha1.DeviceHolder) v1alpha1.GPUNode {
 	node := v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{Name: "node-1"}}
 	for _, name := range []string{"gpu-0", "gpu-1"} {
 		node.Status.Devices = append(node.Status.Devices, v1alpha1.DeviceStatus{
-			Name: name, Sharing: &v1alpha1.DeviceSharing{MemoryShares: true, Memory: 24 * gib},
+			Name: name, Sharing: &v1alpha1.DeviceSharing{Claims: "memory", Memory: 24 * gib},
 		})
 	}
 	node.Status.Devices[0].Holders = holders
@@ -306,6 +306,15 @@ func TestExplainShares(t *testing.T) {
 	full.Status.Devices[1].Holders = []v1alpha1.DeviceHolder{{Kind: v1alpha1.HolderPod, State: v1alpha1.HoldHeld, Memory: 6 * gib}, claimShare("c", 10*gib)}
 	whole := sharedNode(claimShare("a", 0))
 	whole.Name, whole.Status.Devices = "node-2", whole.Status.Devices[:1]
+	counted := func(uid types.UID, shares int64) v1alpha1.DeviceHolder {
+		return v1alpha1.DeviceHolder{Kind: v1alpha1.HolderClaim, UID: uid, State: v1alpha1.HoldHeld, Shared: true, Shares: shares}
+	}
+	divided := sharedNode(counted("a", 1), counted("b", 3))
+	divided.Name, divided.Status.Devices = "node-3", divided.Status.Devices[:1]
+	divided.Status.Devices[0].Sharing = &v1alpha1.DeviceSharing{Claims: "shares", Memory: 24 * gib, Shares: 4}
+	unlimited := sharedNode(counted("a", 0), claimShare("b", 10*gib))
+	unlimited.Name, unlimited.Status.Devices = "node-4", unlimited.Status.Devices[:1]
+	unlimited.Status.Devices[0].Sharing = &v1alpha1.DeviceSharing{Claims: "unlimited", Memory: 24 * gib}
 	plain := v1alpha1.GPUNode{Status: v1alpha1.GPUNodeStatus{Devices: []v1alpha1.DeviceStatus{{Name: "gpu-0"}}}}
 	for _, c := range []struct {
 		nodes []v1alpha1.GPUNode
@@ -316,6 +325,12 @@ func TestExplainShares(t *testing.T) {
 		{[]v1alpha1.GPUNode{full, whole}, Request{Devices: 1, Memory: 8 * gib}, ""},
 		{[]v1alpha1.GPUNode{full}, Request{Devices: 2, Memory: 8 * gib}, "no node has 8192 MiB left on 2 GPUs: node-1 has 8192 MiB at most"},
 		{[]v1alpha1.GPUNode{full, plain}, Request{Devices: 1, Memory: 10 * gib}, ""},
+		{[]v1alpha1.GPUNode{divided}, Request{Devices: 1}, "no node has 1 share left on 1 GPU: node-3 has 0 at most"},
+		{[]v1alpha1.GPUNode{divided}, Request{Devices: 1, Shares: 2}, "no node has 2 shares left on 1 GPU: node-3 has 0 at most"},
+		{[]v1alpha1.GPUNode{divided, unlimited}, Request{Devices: 1}, ""},
+		{[]v1alpha1.GPUNode{unlimited}, Request{Devices: 1, Memory: 20 * gib}, "no node has 20480 MiB left on 1 GPU: node-4 has 14336 MiB at most"},
+		{[]v1alpha1.GPUNode{unlimited}, Request{Devices: 1, Shares: 1}, "no node has 1 share left on 1 GPU: node-4 has 0 at most"},
+		{[]v1alpha1.GPUNode{plain}, Request{Devices: 1, Shares: 1}, "no node divides its GPUs into shares; the pod requests 1 share of one"},
 		{nil, Request{Devices: 1, Memory: gib}, "no node shares the memory of its GPUs; the pod requests 1024 MiB of one"},
 	} {
 		if got := Explain(c.nodes, c.asked); got != c.want {

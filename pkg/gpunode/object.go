@@ -141,8 +141,8 @@ func (o *Object) Allocated() []ledger.Hold {
 				continue
 			}
 			h := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: string(claim.UID)}, Device: d.Ref()}
-			if bytes := claim.ShareOf(name); bytes > 0 {
-				h.Share = device.ShareOf(uint64(bytes), d.MemoryBytes())
+			if share, shared := claim.ShareOf(name); shared {
+				h.Share = d.Share(device.Consumed{Memory: share.Memory, Shares: share.Shares})
 			}
 			holds = append(holds, h)
 		}

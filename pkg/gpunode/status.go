@@ -225,7 +225,7 @@ func (f Facts) state(d v1alpha1.DeviceStatus, listed bool) v1alpha1.ExtendedReso
 func (f Facts) sharing(of device.Device, offered []device.Share, listed int32) *v1alpha1.DeviceSharing {
 	policy := of.Sharing()
 	s := &v1alpha1.DeviceSharing{
-		Strategy: string(policy.Strategy), MemoryShares: policy.MemoryShares, Memory: int64(of.MemoryBytes()),
+		Strategy: string(policy.Strategy), Claims: v1alpha1.ClaimSharing(policy.Claims), Memory: int64(of.MemoryBytes()), Shares: int64(policy.Shares),
 		Replicas: int32(len(offered)), Allocatable: listed,
 	}
 	if s.Replicas == 0 && listed > 0 {
@@ -237,7 +237,7 @@ func (f Facts) sharing(of device.Device, offered []device.Share, listed int32) *
 		}
 	}
 	for _, share := range offered {
-		s.Memory, s.ReplicaMemory = int64(share.Of), int64(share.Bytes)
+		s.Memory, s.ReplicaMemory, s.ReplicaShares = int64(share.Of), int64(share.Bytes), int64(share.Count)
 	}
 	if !policy.Shared() && s.Replicas == 0 {
 		return nil
@@ -286,7 +286,8 @@ func holdersByDevice(devices []device.Device, holds []ledger.Hold) map[device.Re
 
 func holder(h ledger.Hold) v1alpha1.DeviceHolder {
 	entry := v1alpha1.DeviceHolder{
-		Kind: v1alpha1.HolderPod, State: v1alpha1.HoldHeld, Memory: int64(h.Share.Bytes), Namespace: h.Namespace, Name: h.Name,
+		Kind: v1alpha1.HolderPod, State: v1alpha1.HoldHeld, Namespace: h.Namespace, Name: h.Name,
+		Shared: !h.Share.Whole(), Memory: int64(h.Share.Bytes), Shares: int64(h.Share.Count),
 	}
 	if h.Holder.Kind == ledger.KindClaim {
 		entry.Kind, entry.UID = v1alpha1.HolderClaim, types.UID(h.Holder.ID)

@@ -307,7 +307,7 @@ func TestStatusOfSharedDevices(t *testing.T) {
 		inv.GPUs[i].MemoryBytes = 24 * gib
 	}
 	inv.GPUs[0].Sharing = device.Sharing{
-		Strategy: device.TimeSlicing, MemoryShares: true, Replicas: map[string]device.Replicas{"": {Count: 4, Renamed: true}},
+		Strategy: device.TimeSlicing, Claims: "memory", Replicas: map[string]device.Replicas{"": {Count: 4, Renamed: true}},
 	}
 	limit := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindPod, ID: "GPU-0::1"}, Device: device.Ref{GPU: "GPU-0"}, Share: device.Replica(24*gib, 4), State: ledger.StateHeld}
 	draining := limit
@@ -318,7 +318,7 @@ func TestStatusOfSharedDevices(t *testing.T) {
 		Excluded:    func(g device.GPU) bool { return g.Minor == 2 },
 	})
 	first := status.Devices[0]
-	want := v1alpha1.DeviceSharing{Strategy: "TimeSlicing", MemoryShares: true, Memory: 24 << 30, Replicas: 4, ReplicaMemory: 6 << 30, Allocatable: 3}
+	want := v1alpha1.DeviceSharing{Strategy: "TimeSlicing", Claims: "memory", Memory: 24 << 30, Replicas: 4, ReplicaMemory: 6 << 30, Allocatable: 3}
 	if first.Sharing == nil || *first.Sharing != want || first.ExtendedResourceState != v1alpha1.ExtendedResourceAllocatable || first.ExtendedResource != "nvidia.com/gpu.shared" {
 		t.Errorf("gpu-0 is told as %+v, sharing %+v", first, first.Sharing)
 	}

@@ -462,8 +462,8 @@ func checkRecord(k key, h Hold) error {
 	if k.holder.Kind != KindClaim && k.holder.Kind != KindPod {
 		return fmt.Errorf("unknown kind %q", k.holder.Kind)
 	}
-	if h.Share.Bytes > h.Share.Of {
-		return fmt.Errorf("share of %d of %d bytes", h.Share.Bytes, h.Share.Of)
+	if !h.Share.Fits() {
+		return fmt.Errorf("share of %d of %d bytes and %d of %d shares", h.Share.Bytes, h.Share.Of, h.Share.Count, h.Share.OfCount)
 	}
 	switch h.State {
 	case StateRestored, StateHeld, StateDraining:

@@ -380,7 +380,7 @@ func (u usage) availability(resource string, i item, others uses) (mine, conflic
 	mine, conflict = u.ownHold(resource, i)
 	request := i.use()
 	if mine {
-		request.Share.Bytes = 0 // its memory is counted in its hold
+		request.Share.Bytes, request.Share.Count = 0, 0 // its share is counted in its hold
 	}
 	return mine, conflict || others.exclude(request)
 }

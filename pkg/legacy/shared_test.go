@@ -26,7 +26,7 @@ func shared(gpus, first int, replicas device.Replicas) device.Inventory {
 		inv.GPUs[i].MemoryBytes = 24 * gib
 		if i < first {
 			inv.GPUs[i].Sharing = device.Sharing{
-				Strategy: device.TimeSlicing, MemoryShares: true, Replicas: map[string]device.Replicas{"": replicas},
+				Strategy: device.TimeSlicing, Claims: "memory", Replicas: map[string]device.Replicas{"": replicas},
 			}
 		}
 	}

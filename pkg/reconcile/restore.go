@@ -231,10 +231,10 @@ func (r *Reconciler) restoreClaim(ctx context.Context, claim podstate.KubeletCla
 			Holder: ledger.Holder{Kind: ledger.KindClaim, ID: claim.UID}, Device: d.Ref(),
 			Namespace: claim.Namespace, Name: claim.Name,
 		}
-		if bytes := consumed[named]; bytes > 0 {
-			h.Share = device.ShareOf(uint64(bytes), d.MemoryBytes())
+		if c, shared := consumed[named]; shared {
+			h.Share = d.Share(c)
 		}
-		unknown = unknown || !asked && d.Sharing().MemoryShares
+		unknown = unknown || !asked && d.Sharing().Claims != ""
 		for _, uid := range claim.PodUIDs {
 			h.Pods = append(h.Pods, r.Pods.Name(uid))
 		}
@@ -251,9 +251,9 @@ func (r *Reconciler) restoreClaim(ctx context.Context, claim podstate.KubeletCla
 // devicesOf returns the claim's devices from kubelet's claim state: a claim that kubelet has only begun to prepare has none. Only
 // the API server knows which devices are for admin access and hold nothing. While it is away kubelet's list counts: no Prepare
 // can come before it is back. A device that is no longer allocated to the claim stays held while a pod of the claim has a cgroup.
-// For shared devices it returns the claim's memory if the API server could be asked.
+// For shared devices it returns what the claim consumed if the API server could be asked.
 func (r *Reconciler) devicesOf(ctx context.Context, claim podstate.KubeletClaim,
-) (devices []podstate.PoolDevice, consumed map[podstate.PoolDevice]int64, asked bool) {
+) (devices []podstate.PoolDevice, consumed map[podstate.PoolDevice]device.Consumed, asked bool) {
 	if len(claim.Devices) == 0 {
 		return nil, nil, true
 	}
@@ -290,12 +290,12 @@ func (r *Reconciler) mayLive(ctx context.Context, claim podstate.KubeletClaim) b
 // uses are the devices of a claim's allocation: to hold, or for admin access.
 type uses struct {
 	held, admin []podstate.PoolDevice
-	// consumed is the claim's share of a shared device's memory.
-	consumed map[podstate.PoolDevice]int64
+	// consumed is what the claim has of shared devices.
+	consumed map[podstate.PoolDevice]device.Consumed
 }
 
 func (r *Reconciler) usesOf(claim *resourceapi.ResourceClaim) uses {
-	u := uses{consumed: map[podstate.PoolDevice]int64{}}
+	u := uses{consumed: map[podstate.PoolDevice]device.Consumed{}}
 	if claim.Status.Allocation == nil {
 		return u
 	}
@@ -307,8 +307,8 @@ func (r *Reconciler) usesOf(claim *resourceapi.ResourceClaim) uses {
 			u.admin = append(u.admin, d)
 		default:
 			u.held = append(u.held, d)
-			if bytes, shared := capacity.Share(claim, result); shared {
-				u.consumed[d] += bytes
+			if c, shared := capacity.Consumed(claim, result); shared {
+				u.consumed[d] = u.consumed[d].Plus(c)
 			}
 		}
 	}

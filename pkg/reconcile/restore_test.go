@@ -169,7 +169,7 @@ func TestRestoreOfParts(t *testing.T) {
 	g := newRig(t, "GPU-0", "GPU-1")
 	g.change(func() {
 		for i := range g.gpus {
-			g.gpus[i].MemoryBytes, g.gpus[i].Sharing = 24*gib, device.Sharing{Strategy: device.TimeSlicing, MemoryShares: true}
+			g.gpus[i].MemoryBytes, g.gpus[i].Sharing = 24*gib, device.Sharing{Strategy: device.TimeSlicing, Claims: "memory"}
 		}
 		g.away = true
 	})

@@ -98,7 +98,7 @@ func policyGroup(d device.Device) Group {
 	case policy.Strategy == device.MPS:
 		// Pods of several users share the GPU.
 		daemon := &parametersv1beta1.MPS{MultiUser: true}
-		if n := policy.ReplicaCount(); !policy.MemoryShares {
+		if n := policy.ReplicaCount(); policy.Claims != device.ByMemory {
 			// All clients have equal shares, so that the daemon can limit them.
 			daemon.ActiveThreadPercentage = ptr.To(100 / n)
 			if share := device.Replica(d.MemoryBytes(), n); d.MemoryBytes() > 0 {
@@ -525,7 +525,7 @@ func (p *Policy) Client(d device.Device, share device.Share) (*Client, error) {
 		return nil, fmt.Errorf("device %s: MPS daemon %s is not ready", d.Name(), daemon)
 	}
 	l := p.manager.policyLimit(d.GPU.UUID, share)
-	if policy := d.Sharing(); policy.MemoryShares {
+	if policy := d.Sharing(); policy.Claims == device.ByMemory {
 		l.threads = 100 / policy.ReplicaCount()
 	}
 	c := p.manager.client(daemon, l)

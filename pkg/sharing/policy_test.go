@@ -24,7 +24,7 @@ func (n node) Inventory() device.Inventory {
 	for _, uuid := range []string{"GPU-0", "GPU-1"} {
 		d := gpuNamed(uuid)
 		if interval, shared := n[uuid]; shared {
-			d.GPU.Sharing = device.Sharing{Strategy: device.TimeSlicing, Interval: interval, MemoryShares: true}
+			d.GPU.Sharing = device.Sharing{Strategy: device.TimeSlicing, Interval: interval, Claims: "memory"}
 		}
 		inv.GPUs = append(inv.GPUs, d.GPU)
 	}

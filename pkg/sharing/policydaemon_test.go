@@ -129,7 +129,10 @@ func (w *town) awaitState(want string) {
 }
 
 func byMPS(replicas int, memoryShares bool) device.Sharing {
-	s := device.Sharing{Strategy: device.MPS, MemoryShares: memoryShares}
+	s := device.Sharing{Strategy: device.MPS}
+	if memoryShares {
+		s.Claims = device.ByMemory
+	}
 	if replicas > 0 {
 		s.Replicas = map[string]device.Replicas{"": {Count: replicas}}
 	}
@@ -347,7 +350,7 @@ func TestPolicyAndAnExclusiveClaim(t *testing.T) {
 
 // A claim whose pods run shares the GPU as they do, whatever policy says by then: a later pod of it ends no daemon and begins none.
 func TestPolicyAndALaterPod(t *testing.T) {
-	byTime := device.Sharing{Strategy: device.TimeSlicing, MemoryShares: true}
+	byTime := device.Sharing{Strategy: device.TimeSlicing, Claims: "memory"}
 	for name, policies := range map[string][2]device.Sharing{"ends": {byMPS(0, true), byTime}, "begins": {byTime, byMPS(0, true)}} {
 		t.Run(name, func(t *testing.T) {
 			w := newTown(t, policies[0])
@@ -758,7 +761,7 @@ func TestPolicyLives(t *testing.T) {
 			w := newTown(t, device.Sharing{})
 			stop := w.agent()
 			policies := []device.Sharing{
-				{}, byMPS(2, false), byMPS(4, true), byMPS(0, true), {Strategy: device.TimeSlicing, Interval: "Long", MemoryShares: true},
+				{}, byMPS(2, false), byMPS(4, true), byMPS(0, true), {Strategy: device.TimeSlicing, Interval: "Long", Claims: "memory"},
 			}
 			// daemons of those that have a part, empty for those without one.
 			daemons := map[string]string{}

@@ -397,6 +397,8 @@ func (g generator) tandemSection() map[string]any {
 		g.some(shared, "interval", "Default", "Long", "Slow")
 		g.some(shared, "replicas", 2, 48, 60, 1, 0, -1)
 		g.some(shared, "memoryShares", true, true, false)
+		g.some(shared, "shares", 4, 1, 0, -1, 1025)
+		g.some(shared, "unlimited", true, false)
 		g.some(shared, "namespaces", []string{"a", "team-b"}, []string{}, []string{"A"})
 		g.some(rule, "sharing", shared, shared)
 		rules = append(rules, rule)

@@ -21,12 +21,21 @@ import (
 // sharing makes each node a machine of four L4s, shared as the example says, until the story ends.
 func (s *story) sharing(values ...string) {
 	s.Helper()
+	s.l4s("sharing.values.yaml", values...)
+}
+
+// l4s makes each node a machine of four L4s with the values of an example, or none, until the story ends.
+func (s *story) l4s(example string, values ...string) {
+	s.Helper()
+	var files []string
+	if example != "" {
+		files = append(files, filepath.Join("..", "..", "examples", example))
+	}
 	s.undo(func() error {
 		return install.Tandem(context.WithoutCancel(s.ctx), theCluster, install.Options{Values: installValues})
 	})
 	err := install.Tandem(s.ctx, theCluster, install.Options{
-		Profile: "l4x4", Detached: true, Values: append(values, installValues...),
-		ValuesFiles: []string{filepath.Join("..", "..", "examples", "sharing.values.yaml")},
+		Profile: "l4x4", Detached: true, Values: append(values, installValues...), ValuesFiles: files,
 	})
 	if err != nil {
 		s.Fatal(err)
@@ -113,6 +122,59 @@ func TestMemoryShares(t *testing.T) {
 	containers := s.containers()
 	s.kubectl("scale", "-n", s.namespace, "deployment/memory-shares", "--replicas=5")
 	s.running(soon, 6, 0)
+	for name, container := range s.containers() {
+		if containers[name] != container {
+			t.Errorf("the container of %s was %s and is %s", name, containers[name], container)
+		}
+	}
+}
+
+// TestSharesOfClaims: claims share a GPU by equal shares, of which pods with limits have some, and without a limit.
+func TestSharesOfClaims(t *testing.T) {
+	s := begin(t)
+	s.l4s("claim-shares.values.yaml")
+	// Four replicas, and three GPUs as a whole.
+	s.await(soon, "replicas and whole GPUs for limits", func() error { return s.offeredToPods(7) })
+	if !s.sharesKept() {
+		t.Skip("this API server drops consumable capacity (Kubernetes 1.36)")
+	}
+	s.example("equal-shares.yaml")
+	s.running(soon, 4, 2)
+	s.wantPerGPU("equal-shares", map[string]int{gpuNode + "/gpu-0": 4})
+	s.withinBudget(4)
+	for _, pod := range s.pods() {
+		if pod.Status.Phase == corev1.PodPending {
+			s.explains(pod, "1 share left on 1 GPU")
+		}
+	}
+	s.await(soon, "no replica left for limits", func() error { return s.offeredToPods(3) })
+
+	// A pod with limits takes the share that is left, and gives it back.
+	s.kubectl("scale", "-n", s.namespace, "deployment/equal-shares", "--replicas=3")
+	s.running(soon, 3, 0)
+	s.await(soon, "one replica for limits", func() error { return s.offeredToPods(4) })
+	for i := range 4 {
+		s.manifest(one("limits", fmt.Sprintf("limits-%d", i)))
+	}
+	s.running(soon, 7, 0)
+	s.kubectl("scale", "-n", s.namespace, "deployment/equal-shares", "--replicas=4")
+	s.running(soon, 7, 1)
+	s.withinBudget(7)
+	s.kubectl("delete", "pods", "-n", s.namespace, "limits-0", "limits-1", "limits-2", "limits-3")
+	s.running(soon, 4, 0)
+	s.kubectl("delete", "-n", s.namespace, "deployment/equal-shares")
+	s.running(soon, 0, 0)
+
+	// The value of NVIDIA's chart does it for every GPU.
+	s.l4s("", "consumableShares=unlimited")
+	s.example("unlimited-shares.yaml")
+	s.running(soon, 5, 0)
+	s.wantPerGPU("unlimited-shares", map[string]int{gpuNode + "/gpu-0": 5})
+	s.withinBudget(5)
+	s.await(soon, "the GPU to leave the limits", func() error { return s.offeredToPods(3) })
+	containers := s.containers()
+	s.killAgent()
+	s.await(soon, "the GPU to stay away from the limits", func() error { return s.offeredToPods(3) })
 	for name, container := range s.containers() {
 		if containers[name] != container {
 			t.Errorf("the container of %s was %s and is %s", name, containers[name], container)
@@ -216,14 +278,14 @@ func (s *story) withinBudget(holders int) {
 		return n == holders
 	})
 	for _, d := range object.Status.Devices {
-		used, whole := int64(0), 0
+		memory, shares, whole := int64(0), int64(0), 0
 		for _, h := range d.Holders {
-			used += h.Memory
-			if h.Memory == 0 {
+			memory, shares = memory+h.Memory, shares+h.Shares
+			if !h.Shared {
 				whole++
 			}
 		}
-		if whole > 0 && len(d.Holders) > 1 || d.Sharing != nil && used > d.Sharing.Memory {
+		if whole > 0 && len(d.Holders) > 1 || d.Sharing != nil && (memory > d.Sharing.Memory || shares > d.Sharing.Shares) {
 			s.Errorf("%s has holders %+v", d.Name, d.Holders)
 		}
 	}

@@ -215,7 +215,8 @@ func allocates(claim resourceapi.ResourceClaim, node string, device Device) (all
 		allocated, adminAccess = true, false
 		consumed, counted := result.ConsumedCapacity[memoryCapacity]
 		whole = whole || result.ShareID == nil || !counted
-		share += consumed.Value()
+		// Equal and unlimited shares need no memory of their own.
+		share += max(1, consumed.Value())
 	}
 	if whole {
 		share = 0

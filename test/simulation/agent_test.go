@@ -418,10 +418,8 @@ func (a *agent) Allocated() []ledger.Hold {
 		for _, name := range claim.Devices {
 			if found, ok := a.inventory.ByName(name); ok {
 				h := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: string(claim.UID)}, Device: found.Ref()}
-				for _, share := range claim.Shares {
-					if share.Device == name {
-						h.Share = device.ShareOf(uint64(share.Memory), found.MemoryBytes())
-					}
+				if share, shared := claim.ShareOf(name); shared {
+					h.Share = found.Share(device.Consumed{Memory: share.Memory, Shares: share.Shares})
 				}
 				holds = append(holds, h)
 			}

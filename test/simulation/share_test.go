@@ -34,7 +34,10 @@ func (s *simulation) shareGPUs() {
 		if replicas == 0 && !shares {
 			continue
 		}
-		gpu.Sharing = device.Sharing{Strategy: device.TimeSlicing, MemoryShares: shares}
+		gpu.Sharing = device.Sharing{Strategy: device.TimeSlicing}
+		if shares {
+			gpu.Sharing.Claims = device.ByMemory
+		}
 		if s.profile.mps {
 			gpu.Sharing.Strategy, gpu.ComputeCapability = device.MPS, "9.0"
 		}

@@ -121,14 +121,14 @@ type AllocatedClaim struct {
 	Shares []AllocatedShare `json:"shares,omitempty"`
 }
 
-// ShareOf returns how many bytes of a device the claim was allocated; zero for the whole device.
-func (c AllocatedClaim) ShareOf(device string) int64 {
+// ShareOf returns the share of a device that the claim was allocated. shared is false for the whole device.
+func (c AllocatedClaim) ShareOf(device string) (share AllocatedShare, shared bool) {
 	for _, share := range c.Shares {
 		if share.Device == device {
-			return share.Memory
+			return share, true
 		}
 	}
-	return 0
+	return AllocatedShare{}, false
 }
 
 // AllocatedShare is the part of a shared device that the scheduler allocated to a claim.
@@ -137,8 +137,10 @@ type AllocatedShare struct {
 	//
 	// +kubebuilder:validation:MaxLength=128
 	Device string `json:"device"`
-	// Memory in bytes (consumed capacity "memory").
+	// Memory in bytes (consumed capacity "memory"). It may be 0.
 	Memory int64 `json:"memory"`
+	// Shares is the number of equal shares (consumed capacity "shares"); absent if the device has none.
+	Shares int64 `json:"shares,omitempty"`
 }
 
 // GPUNodeStatus is what the node's agent reports, at most once a second on average.
@@ -303,17 +305,27 @@ type DeviceSharing struct {
 	//
 	// +kubebuilder:validation:MaxLength=63
 	Strategy string `json:"strategy"`
-	// MemoryShares is set if claims can request a part of the memory.
-	MemoryShares bool `json:"memoryShares,omitempty"`
+	// Claims is how claims share the device: by the memory that they request, by equal shares, or without a limit. It is absent if they
+	// get the whole device.
+	Claims ClaimSharing `json:"claims,omitempty"`
 	// Memory of the device in bytes, which all shares together cannot exceed.
 	Memory int64 `json:"memory"`
+	// Shares is the number of equal shares, if claims share the device by them.
+	Shares int64 `json:"shares,omitempty"`
 	// Replicas that the extended resource offers of the device; absent if it offers the whole device.
 	Replicas int32 `json:"replicas,omitempty"`
-	// ReplicaMemory is the memory of each replica in bytes.
+	// ReplicaMemory is the memory of each replica in bytes; absent if a replica is one or more equal shares.
 	ReplicaMemory int64 `json:"replicaMemory,omitempty"`
+	// ReplicaShares is the number of equal shares of each replica.
+	ReplicaShares int64 `json:"replicaShares,omitempty"`
 	// Allocatable is how many replicas kubelet's device manager reports as allocatable.
 	Allocatable int32 `json:"allocatable,omitempty"`
 }
+
+// ClaimSharing is how claims share a device.
+//
+// +kubebuilder:validation:Enum=memory;shares;unlimited
+type ClaimSharing string
 
 // ExtendedResourceState is whether kubelet's device manager allocates a device to pods, as kubelet itself reports it
 // (GetAllocatableResources). A list that the agent has sent may not be in use yet.
@@ -356,8 +368,12 @@ const (
 type DeviceHolder struct {
 	Kind  HolderKind `json:"kind"`
 	State HoldState  `json:"state"`
-	// Memory of the holder's share in bytes; absent for the whole device.
+	// Shared is set if the holder has a share of the device; absent for the whole device.
+	Shared bool `json:"shared,omitempty"`
+	// Memory of the holder's share in bytes; absent for the whole device, and for a share without memory of its own.
 	Memory int64 `json:"memory,omitempty"`
+	// Shares is the number of equal shares that the holder has.
+	Shares int64 `json:"shares,omitempty"`
 	// UID of the claim; empty for a pod.
 	//
 	// +kubebuilder:validation:Type=string
