@@ -606,6 +606,11 @@ func renderWith(t *testing.T, args ...string) []byte {
 // objects decodes what a case renders, apart from the Prometheus Operator's.
 func objects(t *testing.T, name string) []runtime.Object {
 	t.Helper()
+	return decode(t, render(t, name))
+}
+
+func decode(t *testing.T, manifest []byte) []runtime.Object {
+	t.Helper()
 	types := runtime.NewScheme()
 	for _, add := range []func(*runtime.Scheme) error{scheme.AddToScheme, apiextensionsv1.AddToScheme} {
 		if err := add(types); err != nil {
@@ -614,7 +619,7 @@ func objects(t *testing.T, name string) []runtime.Object {
 	}
 	decoder := serializer.NewCodecFactory(types, serializer.EnableStrict).UniversalDeserializer()
 	var found []runtime.Object
-	for r := yaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(render(t, name)))); ; {
+	for r := yaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(manifest))); ; {
 		doc, err := r.Read()
 		if err == io.EOF {
 			return found

@@ -215,6 +215,10 @@ func TestLimitsByClaims(t *testing.T) {
 	s.unlabelAtEnd()
 	s.served("ClaimsOnly", 0, gpusANode)
 	s.example("limits.yaml")
+	s.undo(func() error {
+		_, err := theCluster.Kubectl(context.WithoutCancel(s.ctx), "delete", "deviceclass", "whole-gpu", "--ignore-not-found")
+		return err
+	})
 	s.example("implicit-resource.yaml")
 	s.running(soon, 2, 0)
 	s.wantHolds(3, 0)

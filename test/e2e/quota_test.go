@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/tandem-gpu/tandem/hack/cluster"
+)
+
+// quotaUsed waits until the quota of the example counts so many GPUs.
+func (s *story) quotaUsed(want int64) {
+	s.Helper()
+	s.await(soon, fmt.Sprintf("the quota to count %d GPUs", want), func() error {
+		quota, err := theClient.CoreV1().ResourceQuotas(s.namespace).Get(s.ctx, "gpus", metav1.GetOptions{})
+		if err != nil {
+			return err
+		}
+		used := quota.Status.Used["requests.nvidia.com/gpu"]
+		if used.Value() != want {
+			return fmt.Errorf("it counts %s", used.String())
+		}
+		return nil
+	})
+}
+
+// TestQuota: a namespace gets as many GPUs as its quota says, by limits and claims together.
+func TestQuota(t *testing.T) {
+	s := begin(t)
+	if !s.extendedResources() {
+		t.Skip("quota counts claims as an extended resource from Kubernetes 1.36 on")
+	}
+	s.example("quota.yaml")
+	s.quotaUsed(0)
+	s.manifest(singleTemplate + one("claim", "claim-0"))
+	s.running(soon, 1, 0)
+	s.manifest(one("limit", "limit-0"))
+	s.running(soon, 2, 0)
+	s.quotaUsed(2)
+	s.wantHolds(1, 1)
+
+	if err := s.apply(one("limit", "limit-1")); err == nil || !strings.Contains(err.Error(), "exceeded quota: gpus") {
+		t.Errorf("a third pod with limits: %v", err)
+	}
+	s.manifest(one("claim", "claim-1"))
+	s.event("Pod", "claim-1", "FailedResourceClaimCreation", "exceeded quota: gpus")
+	s.running(soon, 2, 1)
+
+	// The pod that waits gets the GPU that limits give back.
+	s.kubectl("delete", "pod", "-n", s.namespace, "limit-0")
+	s.running(patient, 2, 0)
+	s.quotaUsed(2)
+	s.wantHolds(2, 0)
+	s.noDoubleOwners()
+}
+
+// TestLimitsStayWithTheDevicePlugin: on a node full of claims a pod with limits waits until the device plugin serves it. The scheduler makes
+// no claim for it, although quota counts claims as the resource of limits, also after it has started again.
+func TestLimitsStayWithTheDevicePlugin(t *testing.T) {
+	s := begin(t)
+	if !s.extendedResources() {
+		t.Skip("extended resources of device classes are off by default before Kubernetes 1.36")
+	}
+	pods := singleTemplate
+	for i := range gpusANode {
+		pods += one("claim", fmt.Sprintf("claim-%d", i))
+	}
+	s.manifest(pods)
+	s.running(soon, gpusANode, 0)
+	s.await(soon, "nothing to be allocatable", func() error { return s.offeredToPods(0) })
+	s.manifest(one("limit", "limit-0"))
+	s.running(soon, gpusANode, 1)
+	if err := theCluster.Component(cluster.Scheduler).Restart(s.ctx); err != nil {
+		t.Fatal(err)
+	}
+	s.kubectl("delete", "pod", "-n", s.namespace, "claim-0")
+	s.running(patient, gpusANode, 0)
+	s.wantHolds(gpusANode-1, 1)
+	claims, err := theClient.ResourceV1().ResourceClaims(s.namespace).List(s.ctx, metav1.ListOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, claim := range claims.Items {
+		if claim.Annotations[resourceapi.ExtendedResourceClaimAnnotation] != "" {
+			err = errors.Join(err, fmt.Errorf("the scheduler made claim %s for limits", claim.Name))
+		}
+	}
+	if err != nil {
+		t.Error(err)
+	}
+	s.noDoubleOwners()
+}
