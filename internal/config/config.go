@@ -9,11 +9,13 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"math"
 	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"k8s.io/apimachinery/pkg/util/validation"
 
@@ -96,6 +98,15 @@ type Config struct {
 	// FailRequestsGreaterThanOne refuses containers that request more than one replica.
 	FailRequestsGreaterThanOne bool
 
+	// NodeLabels makes the agent write the labels of GPU Feature Discovery to its node.
+	NodeLabels bool
+	// NoTimestamp leaves out the label with the time of the agent's start.
+	NoTimestamp bool
+	// LabelInterval is how often removed labels are restored, at least a second.
+	LabelInterval time.Duration
+	// MachineTypeFile has the machine's model; empty for the DMI's file below SysfsRoot.
+	MachineTypeFile string
+
 	HTTPEndpoint string
 	Verbosity    int
 }
@@ -131,6 +142,9 @@ func Defaults() Config {
 		DeviceIDStrategy:     "uuid",
 		CDIAnnotationPrefix:  "cdi.k8s.io/",
 		AllocationPolicy:     "distributed",
+		NodeLabels:           true,
+		NoTimestamp:          true,
+		LabelInterval:        time.Minute,
 		HTTPEndpoint:         ":8080",
 	}
 }
@@ -149,6 +163,24 @@ func (c *Config) setIMEXChannels(list string) error {
 		c.IMEXChannels = append(c.IMEXChannels, channel)
 	}
 	return nil
+}
+
+const (
+	// infinite is NVIDIA's name of an interval without end.
+	infinite = "infinite"
+	// shortestInterval bounds the requests of a node. NVIDIA's GPU Feature Discovery accepts any interval.
+	shortestInterval = time.Second
+)
+
+// setLabelInterval replaces the interval by a duration such as 60s, or infinite.
+func (c *Config) setLabelInterval(text string) error {
+	if text == infinite {
+		c.LabelInterval = math.MaxInt64
+		return nil
+	}
+	interval, err := time.ParseDuration(text)
+	c.LabelInterval = max(interval, shortestInterval)
+	return err
 }
 
 // split returns the values of a flag that are separated by commas.
@@ -233,6 +265,12 @@ func (c *Config) define(flags *flag.FlagSet) {
 	flags.Func("device-discovery-strategy", "how to find GPUs: `strategy` auto or nvml, which are the same", func(s string) error {
 		return checkDiscovery("--device-discovery-strategy", s)
 	})
+	flags.BoolVar(&c.NodeLabels, "node-labels", c.NodeLabels, "write the labels of GPU Feature Discovery to the node")
+	flags.BoolVar(&c.NoTimestamp, "no-timestamp", c.NoTimestamp, "leave out the label nvidia.com/gfd.timestamp")
+	flags.Func("sleep-interval", "how often removed labels are restored: `duration` of at least 1s, or infinite (default "+c.LabelInterval.String()+")",
+		func(s string) error { return c.setLabelInterval(s) })
+	text(&c.MachineTypeFile, "machine-type-file",
+		"`file` with the machine's model for the label nvidia.com/gpu.machine; empty for that of the DMI below --sysfs-root")
 	c.defineUnused(flags)
 	text(&c.HTTPEndpoint, "http-endpoint", "`address` of /healthz, /readyz and /metrics; empty for none")
 	flags.IntVar(&c.Verbosity, "v", c.Verbosity, "log verbosity `level`")
@@ -291,6 +329,7 @@ func (c *Config) defineUnused(flags *flag.FlagSet) {
 // moreVariables are further environment variables of some flags. Most are NVIDIA's.
 var moreVariables = map[string]string{
 	"config": "CONFIG_FILE", "config-dir": "CONFIG_FILE_SRCDIR", "driver-root": "NVIDIA_DRIVER_ROOT", "dev-root": "NVIDIA_DEV_ROOT", "cdi-hook": "NVIDIA_CDI_HOOK_PATH",
+	"no-timestamp": "GFD_NO_TIMESTAMP", "sleep-interval": "GFD_SLEEP_INTERVAL", "machine-type-file": "GFD_MACHINE_TYPE_FILE",
 }
 
 // aliases are other names of flags in NVIDIA's device plugin.

@@ -7,12 +7,14 @@ import (
 	"errors"
 	"flag"
 	"io"
+	"math"
 	"os"
 	"path/filepath"
 	"reflect"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
@@ -132,10 +134,12 @@ tandem: {mode: Dual, handover: {reset: true}}
 `, func(c *Config) {
 			c.ResetGPUs = true
 			c.Unused = []string{
-				"flags.failOnInitError: the agent waits for the driver and its GPUs", "flags.gfd: it configures GPU Feature Discovery",
+				"flags.failOnInitError: the agent waits for the driver and its GPUs",
+				"flags.gfd.oneshot: the agent keeps the node's labels up to date", "flags.gfd.outputFile: the agent writes the labels to the Node object",
 				"flags.mpsRoot: MPS daemons keep their files below --run-dir",
 				"flags.plugin.containerDriverRoot: the agent finds the driver below --host-root", "flags.plugin.nvidiaCTKPath: --cdi-hook selects the hook",
 			}
+			c.NoTimestamp, c.MachineTypeFile = false, "/sys/class/dmi/id/product_name"
 			c.DriverRoot, c.DevRoot = "/run/nvidia/driver", "/"
 			c.DeviceListStrategies, c.DeviceIDStrategy, c.CDIAnnotationPrefix = []string{"envvar"}, "index", "cdi.k8s.io/x"
 		}},
@@ -165,8 +169,7 @@ func TestUnused(t *testing.T) {
 		{name: "null", file: "flags: {failOnInitError: null, mpsRoot: null, gfd: {oneshot: null}}"},
 		{name: "false", file: "flags: {failOnInitError: false, useNodeFeatureAPI: false}", want: []string{"flags.failOnInitError: ", "flags.useNodeFeatureAPI: "}},
 		{name: "IMEX without channels", file: "imex: {required: true}", want: []string{"imex.required: imex.channelIDs names no channel"}},
-		{name: "GFD", file: "flags: {gfd: {sleepInterval: infinite}}", want: []string{"flags.gfd: "}},
-		{name: "a number of nanoseconds", file: "flags: {gfd: {sleepInterval: 1000}}", want: []string{"flags.gfd: "}},
+		{name: "GFD", file: "flags: {gfd: {oneshot: true, sleepInterval: infinite}}", want: []string{"flags.gfd.oneshot: "}},
 		{name: "resources", file: "resources: {gpus: [{pattern: \"*\", name: gpu}], mig: [{pattern: \"*\", name: nvidia.com/mig}]}", want: []string{"resources: "}},
 		{name: "another name", file: "sharing: {timeSlicing: {resources: [{name: gpu, rename: vgpu, replicas: 2}]}}", want: []string{"sharing.timeSlicing.resources[0].rename: "}},
 		{
@@ -218,6 +221,40 @@ func TestUnused(t *testing.T) {
 				t.Error("unused settings make a difference")
 			}
 		})
+	}
+}
+
+func TestNodeLabels(t *testing.T) {
+	for name, test := range map[string]struct {
+		file string
+		env  environment
+		args []string
+		want func(c *Config)
+	}{
+		"defaults":                 {want: func(c *Config) { c.NodeLabels, c.NoTimestamp, c.LabelInterval = true, true, time.Minute }},
+		"file":                     {file: "flags: {gfd: {noTimestamp: false, sleepInterval: 5m}}", want: func(c *Config) { c.NoTimestamp, c.LabelInterval = false, 5*time.Minute }},
+		"a number of nanoseconds":  {file: "flags: {gfd: {sleepInterval: 3e9}}", want: func(c *Config) { c.LabelInterval = 3 * time.Second }},
+		"null":                     {file: "flags: {gfd: {noTimestamp: null, sleepInterval: null, machineTypeFile: null}}", want: func(*Config) {}},
+		"infinite":                 {file: "flags: {gfd: {sleepInterval: infinite}}", want: func(c *Config) { c.LabelInterval = math.MaxInt64 }},
+		"shorter than a second":    {file: "flags: {gfd: {sleepInterval: 1000}}", want: func(c *Config) { c.LabelInterval = time.Second }},
+		"negative":                 {file: "flags: {gfd: {sleepInterval: -1e30}}", want: func(c *Config) { c.LabelInterval = time.Second }},
+		"very long":                {file: "flags: {gfd: {sleepInterval: 1e30}}", want: func(c *Config) { c.LabelInterval = math.MaxInt32 * time.Second }},
+		"GFD's variables":          {file: "flags: {gfd: {sleepInterval: 5m}}", env: environment{"GFD_NO_TIMESTAMP": "false", "GFD_SLEEP_INTERVAL": "2m", "GFD_MACHINE_TYPE_FILE": "/m"}, want: func(c *Config) { c.NoTimestamp, c.LabelInterval, c.MachineTypeFile = false, 2*time.Minute, "/m" }},
+		"a flag over the variable": {env: environment{"GFD_SLEEP_INTERVAL": "2m"}, args: []string{"--sleep-interval=infinite", "--node-labels=false"}, want: func(c *Config) { c.NodeLabels, c.LabelInterval = false, math.MaxInt64 }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			path := write(t, test.file)
+			got, err := Load(append(test.args, "--config", path, "--node-name=n"), test.env.lookup, io.Discard)
+			want := Defaults()
+			want.NodeName, want.ConfigFile = "n", path
+			test.want(&want)
+			if err != nil || !reflect.DeepEqual(got, want) {
+				t.Errorf("got %+v, %v\nwant %+v", got, err, want)
+			}
+		})
+	}
+	if _, err := Load([]string{"--sleep-interval=often", "--node-name=n"}, environment{}.lookup, io.Discard); err == nil || !strings.Contains(err.Error(), "sleep-interval") {
+		t.Errorf("got %v", err)
 	}
 }
 

@@ -8,6 +8,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"math"
 	"os"
 	"slices"
 	"strings"
@@ -15,6 +16,7 @@ import (
 
 	goyaml "go.yaml.in/yaml/v2"
 	"k8s.io/apimachinery/pkg/util/validation"
+	"k8s.io/utils/ptr"
 	kjson "sigs.k8s.io/json"
 	"sigs.k8s.io/yaml"
 
@@ -59,29 +61,33 @@ type fileFlags struct {
 	GFD fileGFD `json:"gfd"`
 }
 
-// fileGFD configures GPU Feature Discovery, which may use the same file.
+// fileGFD has the keys of GPU Feature Discovery, which may use the same file.
 type fileGFD struct {
-	Oneshot         *bool     `json:"oneshot"`
-	NoTimestamp     *bool     `json:"noTimestamp"`
-	SleepInterval   *interval `json:"sleepInterval"`
-	OutputFile      *string   `json:"outputFile"`
-	MachineTypeFile *string   `json:"machineTypeFile"`
+	Oneshot         *bool    `json:"oneshot"`
+	NoTimestamp     *bool    `json:"noTimestamp"`
+	SleepInterval   interval `json:"sleepInterval"`
+	OutputFile      *string  `json:"outputFile"`
+	MachineTypeFile string   `json:"machineTypeFile"`
 }
 
-// interval is a duration: "60s", a number of nanoseconds, or "infinite". It is only checked.
-type interval struct{}
+// interval is "60s", a number of nanoseconds as such a text, or "infinite"; empty if it is not set.
+type interval string
 
 // UnmarshalJSON implements json.Unmarshaler.
-func (*interval) UnmarshalJSON(text []byte) error {
+func (i *interval) UnmarshalJSON(text []byte) error {
 	var value any
 	if err := json.Unmarshal(text, &value); err != nil {
 		return err
 	}
 	switch v := value.(type) {
+	case nil:
+		return nil
 	case float64:
+		*i = interval(time.Duration(max(0, min(v, math.MaxInt32*float64(time.Second)))).String())
 		return nil
 	case string:
-		if _, err := time.ParseDuration(v); err == nil || v == "infinite" {
+		if _, err := time.ParseDuration(v); err == nil || v == infinite {
+			*i = interval(v)
 			return nil
 		}
 	}
@@ -172,11 +178,18 @@ func (c *Config) parseFile(data []byte) error {
 	c.DeviceIDStrategy = cmp.Or(plugin.DeviceIDStrategy, c.DeviceIDStrategy)
 	c.CDIAnnotationPrefix = cmp.Or(plugin.CDIAnnotationPrefix, c.CDIAnnotationPrefix)
 	c.AllocationPolicy = cmp.Or(plugin.SharedDevicesAllocationPolicy, c.AllocationPolicy)
+	c.NoTimestamp = ptr.Deref(flags.GFD.NoTimestamp, c.NoTimestamp)
+	c.MachineTypeFile = cmp.Or(flags.GFD.MachineTypeFile, c.MachineTypeFile)
 	if f.Tandem.Mode != nil {
 		c.Mode = *f.Tandem.Mode
 	}
 	c.Devices, c.Strict, c.ResetGPUs = f.Tandem.Devices, f.Tandem.Strict, f.Tandem.Handover.Reset
 	c.Health = f.Tandem.Health
+	if interval := flags.GFD.SleepInterval; interval != "" {
+		if err := c.setLabelInterval(string(interval)); err != nil {
+			return fmt.Errorf("flags.gfd.sleepInterval: %w", err)
+		}
+	}
 	return errors.Join(c.setSharing(f.Sharing), c.setStrategies(plugin.DeviceListStrategy))
 }
 
@@ -264,7 +277,8 @@ func (f *file) unused() (unused []string) {
 	add(flags.UseNodeFeatureAPI != nil, "flags.useNodeFeatureAPI", whyUnused["use-node-feature-api"])
 	add(flags.Plugin.NVIDIACTKPath != nil, "flags.plugin.nvidiaCTKPath", whyUnused["nvidia-ctk-path"])
 	add(flags.Plugin.ContainerDriverRoot != nil, "flags.plugin.containerDriverRoot", whyUnused["container-driver-root"])
-	add(gfd != (fileGFD{}), "flags.gfd", "it configures GPU Feature Discovery")
+	add(gfd.Oneshot != nil, "flags.gfd.oneshot", "the agent keeps the node's labels up to date")
+	add(gfd.OutputFile != nil, "flags.gfd.outputFile", "the agent writes the labels to the Node object")
 	add(len(f.Resources.GPUs)+len(f.Resources.MIG) > 0, "resources",
 		"GPUs and MIG profiles have the resource names that migStrategy gives them, as with NVIDIA's device plugin")
 	return unused
@@ -274,7 +288,7 @@ func (f *file) unused() (unused []string) {
 var whyUnused = map[string]string{
 	"fail-on-init-error":    "the agent waits for the driver and its GPUs",
 	"mps-root":              "MPS daemons keep their files below --run-dir",
-	"use-node-feature-api":  "it configures GPU Feature Discovery",
+	"use-node-feature-api":  "the agent writes the labels to the Node object",
 	"nvidia-ctk-path":       "--cdi-hook selects the hook",
 	"container-driver-root": "the agent finds the driver below --host-root",
 	"driver-root-ctr-path":  "the agent finds the driver below --host-root",
