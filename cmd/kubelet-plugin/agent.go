@@ -278,7 +278,8 @@ func (a *agent) serveWithDriver(ctx context.Context, c components) error {
 			return a.driverless().serveDevices(ctx, c)
 		}
 		if c.node.Missing() != nil {
-			stop = a.reportWaiting(ctx, c, false)
+			stopReport, stopLabels := a.reportWaiting(ctx, c, false), a.labelWithoutGPU(ctx, c)
+			stop = func() { stopReport(); stopLabels() }
 		}
 		found := a.awaitGPU(ctx, c.node)
 		stop()

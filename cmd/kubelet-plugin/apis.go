@@ -43,6 +43,7 @@ func (a *agent) serveAPIs(ctx context.Context, c components) error {
 	}
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return object.Run(ctx) })
+	group.Go(func() error { return a.newLabels(ctx, c, c.devices, a.metrics).Run(ctx) })
 	if !c.pods.AwaitSync(ctx) || !a.awaitSpecs(ctx, c.specs) {
 		return group.Wait()
 	}

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package nodelabels computes the labels that NVIDIA's GPU Feature Discovery (GFD) gives to a node: keys, values and exceptions are those of
-// k8s-device-plugin, internal/lm and docs/gpu-feature-discovery. It does no I/O.
+// Package nodelabels computes and writes the labels that NVIDIA's GPU Feature Discovery (GFD) gives to a node: keys, values and exceptions are
+// those of k8s-device-plugin, internal/lm and docs/gpu-feature-discovery.
 package nodelabels
 
 import (
@@ -19,6 +19,9 @@ import (
 
 // Prefix begins the key of each label.
 const Prefix = "nvidia.com/"
+
+// timestamp is the label with the time of GPU Feature Discovery's start.
+const timestamp = "gfd.timestamp"
 
 // longest is the longest value that the API accepts.
 const longest = 63
@@ -49,7 +52,7 @@ func Of(inv device.Inventory, o Options) map[string]string {
 		l.set("gpu.clique", clique)
 	}
 	if !o.Timestamp.IsZero() {
-		l.set("gfd.timestamp", o.Timestamp.Unix())
+		l.set(timestamp, o.Timestamp.Unix())
 	}
 	l.gpus(inv.GPUs, o.Resources)
 	switch o.Resources.Strategy {

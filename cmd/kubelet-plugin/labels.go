@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"errors"
+	"io"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/pkg/nodelabels"
+	"github.com/tandem-gpu/tandem/pkg/nvml"
+)
+
+// newLabels returns the writer of the node's labels from an inventory: the node's before the configuration is known, and the one with
+// sharing afterwards.
+func (a *agent) newLabels(ctx context.Context, c components, devices inventory, registerer prometheus.Registerer) *nodelabels.Writer {
+	options := nodelabels.Options{Resources: a.config.Resources(), Machine: a.readMachine(ctx)}
+	if !a.config.NoTimestamp {
+		options.Timestamp = time.Now()
+	}
+	return nodelabels.NewWriter(nodelabels.Config{
+		Nodes: a.client.CoreV1().Nodes(), NodeName: a.config.NodeName,
+		Want: func() (map[string]string, bool) {
+			if !a.config.NodeLabels {
+				return nil, true
+			}
+			inv := devices.Inventory()
+			if len(inv.GPUs) == 0 && driverAway(c.node.Missing()) || a.config.Unchosen {
+				return nil, false
+			}
+			return nodelabels.Of(inv, options), true
+		},
+		Changed: devices.Changed, Seen: c.self.Labels, Interval: a.config.LabelInterval,
+		Recorder: a.recorder, Registerer: registerer,
+	})
+}
+
+// driverAway reports whether a node may have GPUs that no driver reports for now. Its labels stay: new pods may select them.
+func driverAway(missing error) bool {
+	noDriver, ok := errors.AsType[*nvml.NoDriverError](missing)
+	return errors.Is(missing, nvml.ErrNoDriver) && !(ok && noDriver.NoHardware)
+}
+
+// labelWithoutGPU removes the labels of a node that has lost its last GPU, until stop is called. stop waits for its end.
+func (a *agent) labelWithoutGPU(ctx context.Context, c components) (stop func()) {
+	ctx, cancel := context.WithCancel(ctx)
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		// The one with GPUs registers its metrics.
+		_ = a.newLabels(ctx, c, c.node, prometheus.NewRegistry()).Run(ctx) // it returns nil
+	}()
+	return func() {
+		cancel()
+		<-ended
+	}
+}
+
+// longestMachine bounds the file with the machine's model. A label has at most 63 characters of it.
+const longestMachine = 4096
+
+// readMachine returns the machine's model; empty if it is not known.
+func (a *agent) readMachine(ctx context.Context) string {
+	path := a.config.MachineTypeFile
+	if path == "" {
+		path = filepath.Join(a.config.SysfsRoot, "class/dmi/id/product_name")
+	}
+	file, err := os.Open(path)
+	var text []byte
+	if err == nil {
+		defer file.Close()
+		text, err = io.ReadAll(io.LimitReader(file, longestMachine))
+	}
+	if err != nil {
+		klog.FromContext(ctx).Info("The machine's model is unknown", "file", path, "reason", err.Error())
+	}
+	return string(text)
+}
