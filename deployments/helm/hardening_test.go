@@ -11,9 +11,12 @@ import (
 
 	admissionv1 "k8s.io/api/admissionregistration/v1"
 	appsv1 "k8s.io/api/apps/v1"
+	batchv1 "k8s.io/api/batch/v1"
 	corev1 "k8s.io/api/core/v1"
 	networkingv1 "k8s.io/api/networking/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/util/yaml"
 )
@@ -85,6 +88,48 @@ func TestDefinitionIsKept(t *testing.T) {
 		if definition.Annotations["helm.sh/resource-policy"] != "keep" {
 			t.Errorf("%s: annotations %v", name, definition.Annotations)
 		}
+	}
+}
+
+// The labels of nodes are removed after the agents and their rights: an agent would write them again.
+func TestLabelsAreRemoved(t *testing.T) {
+	const suffix = "-remove-labels"
+	for _, name := range cases {
+		job := findNamed[*batchv1.Job](t, name, suffix)
+		account := findNamed[*corev1.ServiceAccount](t, name, suffix)
+		binding := findNamed[*rbacv1.ClusterRoleBinding](t, name, suffix)
+		role := findNamed[*rbacv1.ClusterRole](t, name, suffix)
+		for _, o := range []metav1.Object{job, account, binding, role} {
+			hook := o.GetAnnotations()
+			if hook["helm.sh/hook"] != "post-delete" || (hook["helm.sh/hook-weight"] == "0") != (o == metav1.Object(job)) {
+				t.Errorf("%s: %T has annotations %v", name, o, hook)
+			}
+		}
+		pod := job.Spec.Template.Spec
+		if pod.ServiceAccountName != account.Name || binding.Subjects[0].Name != account.Name || binding.RoleRef.Name != role.Name ||
+			len(role.Rules) != 1 || !slices.Equal(role.Rules[0].Verbs, []string{"list", "patch"}) || !slices.Equal(role.Rules[0].Resources, []string{"nodes"}) {
+			t.Errorf("%s: role %+v, binding %+v", name, role.Rules, binding)
+		}
+		if s := pod.Containers[0].SecurityContext; !*pod.SecurityContext.RunAsNonRoot || *s.AllowPrivilegeEscalation || !*s.ReadOnlyRootFilesystem || len(pod.Volumes) > 0 {
+			t.Errorf("%s: %+v", name, pod)
+		}
+		if agents := daemonSet(t, name).Spec.Selector.MatchLabels; labels.SelectorFromSet(agents).Matches(labels.Set(job.Spec.Template.Labels)) {
+			t.Errorf("%s: the agents' selector takes the Job's pod", name)
+		}
+	}
+	for _, set := range []string{"gfd.enabled=false", "gfd=null"} {
+		want := set == "gfd=null"
+		if job := ask[batchv1.Job](t, "Job", suffix, set); (job != nil) != want {
+			t.Errorf("%s: Job %v", set, job)
+		}
+		agents := ask[appsv1.DaemonSet](t, "DaemonSet", "", set)
+		if slices.Contains(agents.Spec.Template.Spec.Containers[0].Args, "--node-labels=false") == want {
+			t.Errorf("%s: arguments %v", set, agents.Spec.Template.Spec.Containers[0].Args)
+		}
+	}
+	agents := ask[appsv1.DaemonSet](t, "DaemonSet", "", `gfd={"noTimestamp":false,"sleepInterval":"5m"}`)
+	if env := variables(agents.Spec.Template.Spec.Containers[0]); env["GFD_NO_TIMESTAMP"] != "false" || env["GFD_SLEEP_INTERVAL"] != "5m" {
+		t.Errorf("variables %v", env)
 	}
 }
 

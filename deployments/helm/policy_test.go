@@ -8,6 +8,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/google/cel-go/cel"
 	"github.com/google/cel-go/common/types"
@@ -26,6 +27,8 @@ import (
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/internal/driverroot"
 	"github.com/tandem-gpu/tandem/pkg/controller"
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/nodelabels"
 )
 
 type object map[string]any
@@ -111,7 +114,7 @@ func TestPoliciesMatchTheAccounts(t *testing.T) {
 // policies are the suffixes of the policies' names, each with the account that it restricts.
 func policies(agent, controller string) map[string]string {
 	return map[string]string{
-		"-resourceslices": agent, "-gpunode-status": agent, "-resourceclaims": agent, "-agent-events": agent,
+		"-resourceslices": agent, "-gpunode-status": agent, "-resourceclaims": agent, "-agent-events": agent, "-node-labels": agent,
 		"-controller-events": controller, "-controller-leases": controller, "-controller-protected": controller,
 		"-controller-secrets": controller, "-controller-gpunodes": controller, "-controller-pods": controller, "-controller-evictions": controller, "-controller-nodes": controller,
 		"-controller-daemons": controller, "-controller-webhook": controller,
@@ -160,6 +163,108 @@ func TestAgentsEventPolicy(t *testing.T) {
 		"of kubelet and tandem": {event("kubelet", "n", "tandem", "n"), itself},
 	} {
 		t.Run(name, func(t *testing.T) { judge(t, "-agent-events", request, nil, c.event, c.want) })
+	}
+}
+
+// The agent writes the labels of GPU Feature Discovery to its own node, and nothing else.
+func TestNodeLabelPolicy(t *testing.T) {
+	node := func(change func(metadata, spec object)) object {
+		metadata := object{
+			"name": "a", "labels": object{"zone": "z", "nvidia.com/gpu.count": "4", "nvidia.com/gpu.present": "true"},
+			"annotations": object{"k": "v"},
+		}
+		spec := object{"podCIDR": "10.0.0.0/24"}
+		change(metadata, spec)
+		return object{"metadata": metadata, "spec": spec, "status": object{}}
+	}
+	same := func(object, object) {}
+	set := func(key, value string) func(object, object) {
+		return func(metadata, _ object) { metadata["labels"].(object)[key] = value }
+	}
+	without := func(key string) func(object, object) {
+		return func(metadata, _ object) { delete(metadata["labels"].(object), key) }
+	}
+	const others = "no labels of a node but those of GPU Feature Discovery"
+	const nothing = "nothing of a node but labels"
+	for name, c := range map[string]struct {
+		extra  object
+		change func(metadata, spec object)
+		want   string
+	}{
+		"nothing":             {onNode("a"), same, ""},
+		"a value":             {onNode("a"), set("nvidia.com/gpu.count", "8"), ""},
+		"a new label":         {onNode("a"), set("nvidia.com/mig-1g.10gb.me.product", "x"), ""},
+		"removes its own":     {onNode("a"), without("nvidia.com/gpu.count"), ""},
+		"all labels":          {onNode("a"), func(m, _ object) { delete(m, "labels") }, others},
+		"another node":        {onNode("b"), set("nvidia.com/gpu.count", "8"), "node 'b' may write labels of that node only"},
+		"unbound token":       {nil, set("nvidia.com/gpu.count", "8"), "bound to its pod"},
+		"other labels":        {onNode("a"), set("zone", "y"), others},
+		"removes another's":   {onNode("a"), without("zone"), others},
+		"GPU Operator's":      {onNode("a"), without("nvidia.com/gpu.present"), others},
+		"pauses":              {onNode("a"), set("nvidia.com/gpu.deploy.driver", "false"), others},
+		"deploys":             {onNode("a"), set("nvidia.com/gpu.deploy.product", "true"), others},
+		"configuration":       {onNode("a"), set("nvidia.com/device-plugin.config", "x"), others},
+		"MIG manager's":       {onNode("a"), set("nvidia.com/mig.config", "all-disabled"), others},
+		"MIG manager's state": {onNode("a"), set("nvidia.com/mig.config.state", "success"), others},
+		"mode":                {onNode("a"), set("tandem-gpu.dev/mode", "Split"), others},
+		"another domain":      {onNode("a"), set("xnvidia.com/gpu.count", "8"), others},
+		"domain of machine":   {onNode("a"), set("xnvidia.com/gpu.machine", "x"), others},
+		"domain of CUDA":      {onNode("a"), set("xnvidia.com/cuda.driver.major", "1"), others},
+		"MIG's other labels":  {onNode("a"), set("nvidia.com/mig.strategy.x", "x"), others},
+		"CUDA's other labels": {onNode("a"), set("nvidia.com/cuda.driver.major.x", "x"), others},
+		"longer key":          {onNode("a"), set("nvidia.com/gpu.count.x", "8"), others},
+		"another character":   {onNode("a"), set("nvidia.com/gpuxcount", "8"), others},
+		"role":                {onNode("a"), set("node-role.kubernetes.io/control-plane", ""), others},
+		"taints":              {onNode("a"), func(_, s object) { s["taints"] = []any{} }, nothing},
+		"cordons":             {onNode("a"), func(_, s object) { s["unschedulable"] = true }, nothing},
+		"annotations":         {onNode("a"), func(m, _ object) { m["annotations"].(object)["k"] = "w" }, nothing},
+		"finalizers":          {onNode("a"), func(m, _ object) { m["finalizers"] = []any{"x.example/y"} }, nothing},
+		"owner":               {onNode("a"), func(m, _ object) { m["ownerReferences"] = []any{object{"name": "x"}} }, nothing},
+	} {
+		t.Run(name, func(t *testing.T) {
+			user := object{"username": "system:serviceaccount:tandem-system:tandem"}
+			if c.extra != nil {
+				user["extra"] = c.extra
+			}
+			judge(t, "-node-labels", object{"operation": "UPDATE", "userInfo": user}, node(same), node(c.change), c.want)
+		})
+	}
+	// Others are not restricted.
+	judge(t, "-node-labels", object{"operation": "UPDATE", "userInfo": object{"username": "system:node:a"}}, node(same), node(set("zone", "y")), "-")
+}
+
+// The policy allows each label that the agent writes.
+func TestNodeLabelPolicyAllowsAllLabels(t *testing.T) {
+	part := func(profile string) device.Partition {
+		return device.Partition{UUID: "MIG-" + profile, Profile: profile}
+	}
+	gpu := device.GPU{
+		UUID: "GPU-a", ProductName: "NVIDIA H100", MemoryBytes: 80 << 30, ComputeCapability: "9.0", CUDADriverVersion: "13.0", MIGCapable: true,
+		FabricClique: "c.1",
+	}
+	parted := gpu
+	parted.MIGEnabled, parted.Partitions = true, []device.Partition{part("1g.10gb"), part("1g.20gb+me"), part("2c.3g.40gb"), part("1g.24gb-me")}
+	one := parted
+	one.Partitions = parted.Partitions[:1]
+	request := object{"operation": "UPDATE", "userInfo": object{"username": "system:serviceaccount:tandem-system:tandem", "extra": onNode("a")}}
+	for strategy, gpus := range map[device.MIGStrategy][]device.GPU{
+		device.MIGStrategyNone: {gpu}, device.MIGStrategySingle: {one}, device.MIGStrategyMixed: {gpu, parted},
+	} {
+		labels := nodelabels.Of(device.Inventory{DriverVersion: "580.95.05", GPUs: gpus}, nodelabels.Options{
+			Resources: device.Resources{GPU: "example.com/card", Strategy: strategy}, Timestamp: time.Unix(1, 0),
+		})
+		if len(labels) < 20 {
+			t.Errorf("%s: only %d labels", strategy, len(labels))
+		}
+		for key, value := range labels {
+			before := object{"metadata": object{"name": "a"}}
+			after := object{"metadata": object{"name": "a", "labels": object{key: value}}}
+			judge(t, "-node-labels", request, before, after, "")
+			judge(t, "-node-labels", request, after, before, "")
+			if t.Failed() {
+				t.Fatalf("%s: %s", strategy, key)
+			}
+		}
 	}
 }
 

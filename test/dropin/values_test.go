@@ -16,6 +16,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -153,7 +154,7 @@ func TestValuesOfNVIDIAsCharts(t *testing.T) {
 	t.Run("nvidia-device-plugin", func(t *testing.T) {
 		set, c := agentOf(t, "-f", theirValues(t), "--set", image)
 		want := config.Defaults()
-		if !slices.Equal(c.DeviceListStrategies, want.DeviceListStrategies) || c.Mode != want.Mode || c.MIGStrategy != want.MIGStrategy || c.ConfigDir != "" {
+		if !slices.Equal(c.DeviceListStrategies, want.DeviceListStrategies) || c.Mode != want.Mode || c.MIGStrategy != want.MIGStrategy || c.ConfigDir != "" || c.NodeLabels {
 			t.Errorf("configured is %+v", c)
 		}
 		if terms := set.Spec.Template.Spec.Affinity.NodeAffinity.RequiredDuringSchedulingIgnoredDuringExecution; len(terms.NodeSelectorTerms) != 3 {
@@ -213,10 +214,14 @@ func TestKeysOfNVIDIAsCharts(t *testing.T) {
 		"{cdi: {nvidiaHookPath: /usr/bin/nvidia-ctk, featureFlags: enable-coherent-annotations}}": func(_ appsv1.DaemonSet, c config.Config) bool {
 			return c.CDIHook == "/usr/bin/nvidia-ctk" && slices.Equal(c.CDIFeatures, []string{"enable-coherent-annotations"})
 		},
-		"{nvidiaCDIHookPath: /usr/bin/nvidia-cdi-hook}":           func(_ appsv1.DaemonSet, c config.Config) bool { return c.CDIHook == "/usr/bin/nvidia-cdi-hook" },
-		"{devicePlugin: {enabled: false}}":                        func(_ appsv1.DaemonSet, c config.Config) bool { return c.Mode == config.ModeClaimsOnly },
-		"{resources: {gpus: {enabled: false}}}":                   func(_ appsv1.DaemonSet, c config.Config) bool { return c.Mode == config.ModeDevicePluginOnly },
-		"{migStrategy: mixed}":                                    func(_ appsv1.DaemonSet, c config.Config) bool { return c.MIGStrategy == "mixed" },
+		"{nvidiaCDIHookPath: /usr/bin/nvidia-cdi-hook}": func(_ appsv1.DaemonSet, c config.Config) bool { return c.CDIHook == "/usr/bin/nvidia-cdi-hook" },
+		"{devicePlugin: {enabled: false}}":              func(_ appsv1.DaemonSet, c config.Config) bool { return c.Mode == config.ModeClaimsOnly },
+		"{resources: {gpus: {enabled: false}}}":         func(_ appsv1.DaemonSet, c config.Config) bool { return c.Mode == config.ModeDevicePluginOnly },
+		"{migStrategy: mixed}":                          func(_ appsv1.DaemonSet, c config.Config) bool { return c.MIGStrategy == "mixed" },
+		"{gfd: {enabled: false}}":                       func(_ appsv1.DaemonSet, c config.Config) bool { return !c.NodeLabels },
+		"{gfd: {enabled: true, noTimestamp: false, sleepInterval: infinite}}": func(_ appsv1.DaemonSet, c config.Config) bool {
+			return c.NodeLabels && !c.NoTimestamp && c.LabelInterval > 24*time.Hour
+		},
 		"{namespaceOverride: gpu}":                                func(set appsv1.DaemonSet, _ config.Config) bool { return set.Namespace == "gpu" },
 		"{unknownConfigKeys: Warn, config: {flags: {old: true}}}": func(set appsv1.DaemonSet, c config.Config) bool { return c.UnknownKeys == "Warn" },
 		"{updateStrategy: {type: RollingUpdate, rollingUpdate: {maxUnavailable: 3}}}": func(set appsv1.DaemonSet, _ config.Config) bool {
@@ -292,7 +297,7 @@ func TestNotesNameKeysWithoutEffect(t *testing.T) {
 	if text := notes(valuesText(t, "{}")); strings.Contains(text, heading) {
 		t.Errorf("without any such key: %s", text)
 	}
-	if text := notes(valuesText(t, "{gfd: {enabled: true}, failOnInitError: true}")); !strings.Contains(text, "gfd.enabled: this chart sets no labels") || !strings.Contains(text, "failOnInitError: ") {
+	if text := notes(valuesText(t, "{gfd: {nameOverride: labels}, failOnInitError: true}")); !strings.Contains(text, "gfd (nameOverride): the agent writes the labels") || !strings.Contains(text, "failOnInitError: ") {
 		t.Errorf("notes %s", text)
 	}
 	text := notes("testdata/dra-driver.values.yaml")

@@ -17,12 +17,14 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
+	applycorev1 "k8s.io/client-go/applyconfigurations/core/v1"
 	"k8s.io/client-go/dynamic"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/pkg/nodelabels"
 )
 
 var dry = []string{metav1.DryRunAll}
@@ -173,6 +175,42 @@ func TestFinalizers(t *testing.T) {
 	if _, err := theClient.ResourceV1().ResourceSlices().Patch(t.Context(), slice.Name, types.MergePatchType, []byte(`{"metadata":{"finalizers":[]}}`), metav1.PatchOptions{}); err != nil {
 		t.Fatal(err)
 	}
+}
+
+// The agent labels its own node with the labels of GPU Feature Discovery, and writes nothing else of nodes.
+func TestNodeLabels(t *testing.T) {
+	agent := clientOf(t, as(t, agentAccount, agentPods[ownNode]))
+	patch := func(node, patch string) func() error {
+		return func() error {
+			_, err := agent.CoreV1().Nodes().Patch(t.Context(), node, types.MergePatchType, []byte(patch), metav1.PatchOptions{DryRun: dry})
+			return err
+		}
+	}
+	apply := func(node string) func() error {
+		return func() error {
+			labels := applycorev1.Node(node).WithLabels(map[string]string{"nvidia.com/gpu.count": "8"})
+			_, err := agent.CoreV1().Nodes().Apply(t.Context(), labels, metav1.ApplyOptions{FieldManager: nodelabels.Manager, DryRun: dry})
+			return err
+		}
+	}
+	const others = "no labels of a node but those of GPU Feature Discovery"
+	until(t, "apply its own", "", apply(ownNode))
+	until(t, "apply another's", "may write labels of that node only", apply(otherNode))
+	until(t, "create a node", `cannot create resource "nodes"`, apply("absent"))
+	for what, c := range map[string]struct{ patch, want string }{
+		"role":          {`{"metadata":{"labels":{"node-role.kubernetes.io/control-plane":""}}}`, others},
+		"MIG manager":   {`{"metadata":{"labels":{"nvidia.com/mig.config":"all-disabled"}}}`, others},
+		"GPU Operator":  {`{"metadata":{"labels":{"nvidia.com/gpu.deploy.driver":"false"}}}`, others},
+		"configuration": {`{"metadata":{"labels":{"nvidia.com/device-plugin.config":"x"}}}`, others},
+		"annotation":    {`{"metadata":{"annotations":{"a":"b"}}}`, "nothing of a node but labels"},
+		"taint":         {`{"spec":{"taints":[{"key":"a","effect":"NoExecute"}]}}`, "nothing of a node but labels"},
+	} {
+		until(t, what, c.want, patch(ownNode, c.patch))
+	}
+	until(t, "status", "forbidden", func() error {
+		_, err := agent.CoreV1().Nodes().Patch(t.Context(), ownNode, types.MergePatchType, []byte(`{"status":{"allocatable":{"nvidia.com/gpu":"0"}}}`), metav1.PatchOptions{DryRun: dry}, "status")
+		return err
+	})
 }
 
 // The controller makes its own Lease and no other: RBAC cannot restrict the creation to a name.

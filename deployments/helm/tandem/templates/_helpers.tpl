@@ -46,6 +46,18 @@ app.kubernetes.io/name: {{ include "tandem.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
+{{/* Whether the agents label their nodes. */}}
+{{- define "tandem.gfd" -}}
+{{- dig "enabled" true (default dict .Values.gfd) }}
+{{- end }}
+
+{{/* Annotations of what runs after `helm uninstall`, in the order of weights. A failed Job stays, for its log. */}}
+{{- define "tandem.afterUninstall" -}}
+helm.sh/hook: post-delete
+helm.sh/hook-weight: {{ . | quote }}
+helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
+{{- end }}
+
 {{- define "tandem.selectorLabels" -}}
 {{ include "tandem.instanceLabels" . }}
 app.kubernetes.io/component: kubelet-plugin

@@ -73,6 +73,7 @@ Keys of NVIDIA's charts (nvidia-device-plugin 0.19.3, dra-driver-nvidia-gpu) tha
   (list "DEVICE_LIST_STRATEGY" $v.deviceListStrategy) (list "DEVICE_ID_STRATEGY" $v.deviceIDStrategy)
   (list "GDRCOPY_ENABLED" $v.gdrcopyEnabled) (list "GDS_ENABLED" $v.gdsEnabled) (list "MOFED_ENABLED" $v.mofedEnabled)
   (list "DEVICE_DISCOVERY_STRATEGY" $v.deviceDiscoveryStrategy) (list "CDI_FEATURE_FLAGS" (dig "featureFlags" nil (default dict $v.cdi)))
+  (list "GFD_NO_TIMESTAMP" (dig "noTimestamp" nil (default dict $v.gfd))) (list "GFD_SLEEP_INTERVAL" (dig "sleepInterval" nil (default dict $v.gfd)))
   (list "MODE" (include "tandem.nvidia.mode" $)) }}
 {{- $value := index . 1 -}}
 {{- if kindIs "slice" $value -}}
@@ -146,7 +147,7 @@ Keys of NVIDIA's charts (nvidia-device-plugin 0.19.3, dra-driver-nvidia-gpu) tha
 {{- end -}}
 {{- end -}}
 {{- range list
-  (list "gfd.enabled" (dig "enabled" false (default dict $v.gfd)) "this chart sets no labels of GPU Feature Discovery")
+  (list "gfd" (omit (default dict $v.gfd) "enabled" "noTimestamp" "sleepInterval") "the agent writes the labels, so there is no DaemonSet for them")
   (list "failOnInitError" $v.failOnInitError "the agent waits for the driver") (list "allowDefaultNamespace" $v.allowDefaultNamespace "every namespace is allowed")
   (list "gpuResourcesEnabledOverride" $v.gpuResourcesEnabledOverride "Tandem serves claims for GPUs even if NVIDIA's driver serves ComputeDomains")
   (list "selectorLabelsOverride" $v.selectorLabelsOverride "") (list "podSecurityContext" $v.podSecurityContext "the value access determines it")
