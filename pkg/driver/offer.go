@@ -253,8 +253,9 @@ func (o *Offer) allocated(g device.GPU, holds []ledger.Hold, claims []v1alpha1.A
 		}
 	}
 	// A GPU that is no longer dynamic, or whose profiles cannot be read, may have an allocated partition that does not exist yet.
-	g.Dynamic, g.Profiles = true, slices.Concat(o.profiles[g.UUID], g.Profiles)
-	names := device.Inventory{GPUs: []device.GPU{g}}
+	named := g
+	named.Dynamic, named.Profiles = true, slices.Concat(o.profiles[g.UUID], g.Profiles)
+	names := device.Inventory{GPUs: []device.GPU{named}}
 	for _, c := range claims {
 		var from sourcePools
 		switch {
@@ -276,6 +277,7 @@ func (o *Offer) allocated(g device.GPU, holds []ledger.Hold, claims []v1alpha1.A
 			if share, shared := c.ShareOf(name); shared {
 				consumed := device.Consumed{Memory: share.Memory, Shares: share.Shares}
 				holder := availability.Holder{Kind: availability.Claim, ID: string(c.UID)}
+				d.GPU = g // with its sharing policy
 				a.shared[d.Ref()] = append(a.shared[d.Ref()], d.Share(consumed))
 				a.counted[holding{d.Ref(), holder}] = consumed
 			}

@@ -291,6 +291,14 @@ func TestEqualShares(t *testing.T) {
 	if got := fmt.Sprint(m.ledger.Holds()[0].Share); got != "1 of 4 shares" {
 		t.Errorf("the first holder has %s", got)
 	}
+	// What the controller reports of the allocations withdraws nothing.
+	allocated := v1alpha1.AllocatedClaim{UID: "claim-1", Devices: []string{"gpu-0"}, Pools: []string{testNode}, Shares: []v1alpha1.AllocatedShare{{Device: "gpu-0", Shares: 1}}}
+	pools, _ := (&Offer{NodeName: testNode}).Pools(Facts{
+		Inventory: m.inv, Claims: []v1alpha1.AllocatedClaim{allocated}, Kept: Capabilities{Taints: true, Shares: true}, Now: time.Now(),
+	})
+	if taints := pools[testNode].Slices[0].Devices[0].Taints; len(taints) > 0 {
+		t.Errorf("the GPU of an allocated share has taints %v", taints)
+	}
 }
 
 // A claim keeps its share when the policy changes between its allocation and its preparation, and blocks shares of the new kind.
