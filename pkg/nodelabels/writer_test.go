@@ -8,6 +8,7 @@ import (
 	"errors"
 	"maps"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -340,9 +341,10 @@ func TestRun(t *testing.T) {
 		synctest.Wait()
 		r.wantLabels("after the interval", map[string]string{count: "8"})
 
-		refused := true
+		var refused atomic.Bool
+		refused.Store(true)
 		r.client.PrependReactor("patch", "nodes", func(clienttesting.Action) (bool, runtime.Object, error) {
-			return refused, nil, errors.New("refused")
+			return refused.Load(), nil, errors.New("refused")
 		})
 		r.next = map[string]string{count: "2"}
 		r.changed.Notify()
@@ -356,7 +358,7 @@ func TestRun(t *testing.T) {
 		if got := testutil.ToFloat64(r.failures); got < 8 || got > 20 {
 			t.Errorf("%v failures within an hour", got)
 		}
-		refused = false
+		refused.Store(false)
 		time.Sleep(10 * time.Minute)
 		synctest.Wait()
 		r.wantLabels("after an error", map[string]string{count: "2"})
