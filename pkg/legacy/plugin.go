@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package legacy serves extended resources ("nvidia.com/gpu: 1" in a container's limits) through kubelet's DevicePlugin v1beta1 API: it
-// registers with kubelet, sends device lists and answers Allocate. The ledger decides who gets a device, and the inventory comes from
-// pkg/nvml.
+// registers with kubelet, sends device lists and answers Allocate. An Inventory finds the devices, and the ledger decides who gets one.
 package legacy
 
 import (
