@@ -36,7 +36,7 @@ func handle(t *testing.T, lib nvml.Interface, index int) nvml.Device {
 func TestNVLibVisitsEveryProfile(t *testing.T) {
 	counts := map[string]int{
 		"h100x8": 8, "h100x8-mig": 8, "a100x8": 8, "l4x4": 4, "mixed": 6, "bench256": 256, "a100x8-mig": 8, "a30x4": 4,
-		"h200x8": 8, "b200x8": 8, "gb200x4": 4, "l40sx4": 4, "rtxpro6000x4": 4, "t4x4": 4, "a10x4": 4,
+		"h200x8": 8, "b200x8": 8, "gb200x4": 4, "l40sx4": 4, "rtxpro6000x4": 4, "t4x4": 4, "a10x4": 4, "a100x8-40gb-mig": 8, "gh200x2": 2,
 	}
 	for _, name := range Names() {
 		t.Run(name, func(t *testing.T) {
