@@ -175,8 +175,12 @@ func theirEffect(c *nvidia.Config) effect {
 	return e
 }
 
-// compare loads a configuration by both. Ours must load what theirs loads, with the same effect, apart from differences that are known.
-func compare(t *testing.T, text string) (loaded bool) {
+// loadedBy counts the configurations that NVIDIA's device plugin loads and that could work, and those of them that Tandem loads.
+type loadedBy struct{ nvidia, tandem int }
+
+// compare loads a configuration by both, and reports whether NVIDIA's device plugin loads it. Ours must load what theirs loads, with the
+// same effect, apart from differences that are known.
+func (l *loadedBy) compare(t *testing.T, text string) (loaded bool) {
 	t.Helper()
 	file := filepath.Join(t.TempDir(), "config.yaml")
 	if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
@@ -190,10 +194,13 @@ func compare(t *testing.T, text string) (loaded bool) {
 	if err != nil {
 		isIn := func(text string) bool { return strings.Contains(err.Error(), text) }
 		if !slices.ContainsFunc(knownRefusals(their), isIn) {
+			l.nvidia++
 			t.Errorf("%s\nNVIDIA's device plugin loads it; Tandem: %v", text, err)
 		}
 		return true
 	}
+	l.nvidia++
+	l.tandem++
 	if namesDevices(their) {
 		return true // NVIDIA's plugin ignores devices, Tandem does not
 	}
@@ -245,7 +252,7 @@ func TestConfigurationsOfTheREADME(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	loaded := 0
+	var loaded loadedBy
 	for _, block := range regexp.MustCompile("(?s)```[a-z]*\n(.*?)```").FindAllStringSubmatch(string(readme), -1) {
 		_, text, found := strings.Cut(block[1], "version: v1")
 		if !found || strings.Contains(text, "<") {
@@ -253,15 +260,14 @@ func TestConfigurationsOfTheREADME(t *testing.T) {
 		}
 		text, _, _ = strings.Cut("version: v1"+text, "\nEOF")
 		text = regexp.MustCompile(`(?m)^\s*\.\.\.$`).ReplaceAllString(text, "")
-		if !compare(t, text) {
+		if !loaded.compare(t, text) {
 			t.Errorf("%s\nNVIDIA's device plugin does not load it", text)
 		}
-		loaded++
 	}
-	if loaded < 6 {
-		t.Errorf("only %d configurations in the README: does the search still find them?", loaded)
+	if loaded.nvidia < 6 {
+		t.Errorf("only %d configurations in the README: does the search still find them?", loaded.nvidia)
 	}
-	t.Logf("configurations=%d", loaded)
+	Report(t, "configurations=%d loaded=%d", loaded.nvidia, loaded.tandem)
 }
 
 // drawn returns a source of random numbers, and says how to have the same again.
@@ -278,23 +284,21 @@ func drawn(t *testing.T) *rand.Rand {
 // Random configurations, right and wrong ones.
 func TestRandomConfigurations(t *testing.T) {
 	g := generator{Rand: drawn(t)}
-	loaded := 0
+	var loaded loadedBy
 	for range *configurations {
 		text, err := json.Marshal(g.file())
 		if err != nil {
 			t.Fatal(err)
 		}
-		if compare(t, string(text)) {
-			loaded++
-		}
+		loaded.compare(t, string(text))
 		if t.Failed() {
 			return
 		}
 	}
-	if loaded < *configurations/10 {
-		t.Errorf("NVIDIA's device plugin loads only %d of %d: too few to compare", loaded, *configurations)
+	if loaded.nvidia < *configurations/10 {
+		t.Errorf("NVIDIA's device plugin loads only %d of %d: too few to compare", loaded.nvidia, *configurations)
 	}
-	t.Logf("configurations=%d loaded=%d", *configurations, loaded)
+	Report(t, "configurations=%d loaded=%d", loaded.nvidia, loaded.tandem)
 }
 
 // generator draws configurations. Most of its values are right.

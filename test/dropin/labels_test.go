@@ -220,5 +220,6 @@ func TestLabels(t *testing.T) {
 	if want := len(profiles)*len(configs) - 3; compared != want { // MPS on the three machines with MIG
 		t.Errorf("%d comparisons, want %d", compared, want)
 	}
-	t.Logf("labels: machines=%d compared=%d labels_differ=%d", len(profiles), compared, differ)
+	t.Logf("machines=%d compared=%d", len(profiles), compared)
+	Report(t, "labels_differ=%d", differ)
 }

@@ -12,6 +12,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/test/dropin"
 )
 
 // quotaUsed waits until the quota of the example counts so many GPUs.
@@ -58,6 +59,9 @@ func TestQuota(t *testing.T) {
 	s.quotaUsed(2)
 	s.wantHolds(2, 0)
 	s.noDoubleOwners()
+	if !t.Failed() {
+		dropin.Report(t, "quota=ok")
+	}
 }
 
 // TestLimitsStayWithTheDevicePlugin: on a node full of claims a pod with limits waits until the device plugin serves it. The scheduler makes

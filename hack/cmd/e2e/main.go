@@ -168,7 +168,7 @@ func list(ctx context.Context, binary, only string) ([]string, error) {
 // slow are the stories that take longer than most, in seconds, on two cores and with two other clusters beside them. What is wrong
 // here costs time only.
 var slow = map[string]int{
-	"TestPartitionsOnDemand": 400, "TestDeleteAndRecreate": 220, "TestInterruptedSharing": 150, "TestAgentKilledOnAFullNode": 150, "TestAgentAwayOnAFullNode": 130,
+	"TestPublishedManifests": 600, "TestPartitionsOnDemand": 400, "TestDeleteAndRecreate": 220, "TestInterruptedSharing": 150, "TestAgentKilledOnAFullNode": 150, "TestAgentAwayOnAFullNode": 130,
 	"TestMistakesThatSlipThrough": 120, "TestWritesAPod": 110, "TestMPSByPolicy": 95, "TestStaticPartitions": 85, "TestAgentAwayWhilePodsEnd": 80,
 	"TestKubeletForgetsRunningPods": 70, "TestModeChangesOnALiveNode": 60, "TestUpgradedAndBack": 60,
 }
