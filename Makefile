@@ -21,7 +21,7 @@ demo-down: ## remove the demo's cluster
 	$(call run,demo) down
 
 .PHONY: test
-test: deps verify unit simulation kubelet-model-ci e2e torture-ci ## all tests: verify, unit and contract, a simulation and a torture with fresh seeds, end to end
+test: deps dropin-begin verify unit simulation kubelet-model-ci e2e dropin-end torture-ci ## all tests: verify, unit and contract, a simulation and a torture with fresh seeds, end to end
 
 .PHONY: deps
 deps: ## install the Debian packages that building and testing need
@@ -77,9 +77,21 @@ kubelet-model: ## the same random sequences to kubelet's own device manager and 
 kubelet-model-ci: ## a few hundred of them, for the default version of Kubernetes
 	$(call kubelet_model,-sequences 300)
 
+# Where tests leave their results for dropin-end. In make test they run with all others, so that nothing runs twice.
+export DROPIN_RESULTS := $(CURDIR)/bin/dropin
+
 .PHONY: dropin
-dropin: ## configurations and chart values of NVIDIA's device plugin, loaded by its own package and by Tandem (CONFIGURATIONS=60000 SEED=7)
-	go test -count=1 -v ./test/dropin -configurations $(or $(CONFIGURATIONS),5000) -seed $(or $(SEED),0)
+dropin: dropin-begin ## configurations, labels, published manifests and quota, by NVIDIA's programs and by Tandem (CONFIGURATIONS=60000 SEED=7)
+	go test -count=1 -timeout 25m -v ./test/dropin -configurations $(or $(CONFIGURATIONS),5000) -seed $(or $(SEED),0)
+	$(call run,e2e) -run '^(TestPublishedManifests|TestQuota|TestValuesOfNVIDIAsCharts)$$'
+	@hack/dropin.sh
+
+.PHONY: dropin-begin dropin-end
+dropin-begin:
+	@rm -rf bin/dropin
+
+dropin-end:
+	@hack/dropin.sh
 
 .PHONY: bench
 bench: ## what Prepare, Allocate and start-up cost, against a real API server
