@@ -3,6 +3,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -14,11 +15,14 @@ import (
 	"strings"
 
 	"k8s.io/klog/v2"
+	"sigs.k8s.io/yaml"
 
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/internal/version"
 	"github.com/tandem-gpu/tandem/pkg/cdi"
+	"github.com/tandem-gpu/tandem/pkg/driver"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
+	"github.com/tandem-gpu/tandem/pkg/partition"
 )
 
 // inspect is the command "kubelet-plugin inspect". It prints what the agent would find on this node, without Kubernetes, and returns an
@@ -35,17 +39,46 @@ func inspect(ctx context.Context, args []string, stdout, stderr io.Writer) error
 	a := agent{config: c.Config}
 	report := nvml.Inspect(klog.NewContext(ctx, logger), a.nodeOptions())
 	report.Version = version.String()
-	if c.Output == "json" {
+	switch c.Output {
+	case "json":
 		encoder := json.NewEncoder(stdout)
 		encoder.SetIndent("", "  ")
 		err = encoder.Encode(report)
-	} else {
+	case "slices":
+		err = a.writeSlices(stdout, report)
+	default:
 		err = report.WriteText(stdout)
 	}
 	if err != nil {
 		return fmt.Errorf("write report: %w", err)
 	}
 	return errors.Join(report.Err(), writeSpec(c.SpecDir, report))
+}
+
+// anyNode is the node's name in slices that are printed where the agent has none.
+const anyNode = "node"
+
+// writeSlices writes the slices of a new node with the GPUs of the report.
+func (a *agent) writeSlices(out io.Writer, report nvml.Report) error {
+	if !a.config.Mode.Claims() {
+		return fmt.Errorf("mode %s publishes no slices: add --mode=Dual or --mode=ClaimsOnly", a.config.Mode)
+	}
+	if report.Err() != nil {
+		return nil // the caller reports it
+	}
+	policy := partition.Policy{Dynamic: a.config.Dynamic, Sharing: a.config.SharingOf}
+	template := driver.Template(a.config.DriverName, cmp.Or(a.config.NodeName, anyNode), policy.Apply(report.Devices()),
+		a.config.OfferedToClaims, a.config.Strict && a.config.Mode == config.ModeDual)
+	for _, slice := range template {
+		text, err := yaml.Marshal(slice)
+		if err != nil {
+			return err
+		}
+		if _, err := fmt.Fprintf(out, "---\n%s", text); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 const procDir = "/proc"

@@ -3,15 +3,20 @@
 package main
 
 import (
+	"bufio"
 	"bytes"
 	"encoding/json"
 	"io"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
 
+	resourceapi "k8s.io/api/resource/v1"
+	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
+	"sigs.k8s.io/yaml"
 	cdilib "tags.cncf.io/container-device-interface/pkg/cdi"
 
 	"github.com/tandem-gpu/tandem/pkg/cdi"
@@ -70,6 +75,44 @@ func TestInspect(t *testing.T) {
 	}
 }
 
+// The slices of a machine are those that its agent publishes, with the configuration that the agent has (TestTemplateIsWhatIsPublished).
+func TestInspectPrintsSlices(t *testing.T) {
+	_, flags := simulatedHost(t, "h100x8")
+	config := filepath.Join(t.TempDir(), "config.yaml")
+	text := "{version: v1, tandem: {devices: [{match: {index: 0}, use: none}, {match: {index: 7}, mig: dynamic}]}}"
+	if err := os.WriteFile(config, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	flags = append(flags, "--config="+config)
+	var out bytes.Buffer
+	if err := run(t.Context(), append([]string{"inspect", "-o", "slices"}, flags...), &out, io.Discard); err != nil {
+		t.Fatal(err)
+	}
+	devices := map[string]int{}
+	for reader := utilyaml.NewYAMLReader(bufio.NewReader(&out)); ; {
+		text, err := reader.Read()
+		if err == io.EOF {
+			break
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		var slice resourceapi.ResourceSlice
+		if err := yaml.UnmarshalStrict(text, &slice); err != nil {
+			t.Fatal(err)
+		}
+		devices[slice.Spec.Pool.Name] += len(slice.Spec.Devices)
+	}
+	if want := map[string]int{"node": 6, "node/gpu-07": 26}; !maps.Equal(devices, want) {
+		t.Errorf("devices by pool %v, want %v", devices, want)
+	}
+
+	err := run(t.Context(), append([]string{"inspect", "-o", "slices", "--mode=DevicePluginOnly"}, flags...), io.Discard, io.Discard)
+	if err == nil || !strings.Contains(err.Error(), "mode DevicePluginOnly publishes no slices") {
+		t.Errorf("error %v, want that the mode has none", err)
+	}
+}
+
 func TestInspectOfANodeWithoutDriver(t *testing.T) {
 	var out bytes.Buffer
 	args := []string{"inspect", "--host-root=" + t.TempDir(), "--sysfs-root=" + t.TempDir()}
@@ -85,7 +128,7 @@ func TestInspectOfANodeWithoutDriver(t *testing.T) {
 
 func TestInspectRefusesWrongFlags(t *testing.T) {
 	for name, test := range map[string]struct{ flag, want string }{
-		"output":    {"-o=yaml", `-o: "yaml" is not one of text, json`},
+		"output":    {"-o=yaml", `-o: "yaml" is not one of text, json, slices`},
 		"root":      {"--driver-root=driver", `--driver-root: "driver" is not an absolute path or auto`},
 		"directory": {"--cdi=specs", `--cdi: "specs" is not an absolute path`},
 	} {

@@ -11,7 +11,7 @@ import (
 // Inspect is the configuration of the command inspect: the agent's, of which it uses what says where the driver is.
 type Inspect struct {
 	Config
-	// Output is "text" or "json".
+	// Output is "text", "json" or "slices".
 	Output string
 	// SpecDir is the directory in which the CDI spec is written; empty for none.
 	SpecDir string
@@ -25,7 +25,7 @@ const (
 
 func (i *Inspect) define(flags *flag.FlagSet) {
 	i.Config.define(flags)
-	flags.StringVar(&i.Output, outputFlag, i.Output, "output `format`: text or json")
+	flags.StringVar(&i.Output, outputFlag, i.Output, "output `format`: text, json, or slices (the ResourceSlices of a new node with these GPUs)")
 	flags.StringVar(&i.SpecDir, specFlag, i.SpecDir, "also write the CDI spec into this `directory`")
 }
 
@@ -44,7 +44,7 @@ func (i *Inspect) check() error {
 	var p problems
 	i.checkDriver(&p)
 	p.path("--proc-root", i.ProcRoot)
-	oneOf(&p, "-"+outputFlag, i.Output, "text", "json")
+	oneOf(&p, "-"+outputFlag, i.Output, "text", "json", "slices")
 	if i.SpecDir != "" {
 		p.path("--"+specFlag, i.SpecDir)
 	}

@@ -283,19 +283,10 @@ func (w *sliceWriter) createMissing(ctx context.Context, owner types.UID, pools 
 		if slices.ContainsFunc(w.existing, func(s resourceapi.ResourceSlice) bool { return s.Spec.Pool.Name == name }) {
 			continue
 		}
-		for i, slice := range pools[name].Slices {
-			object := &resourceapi.ResourceSlice{
-				ObjectMeta: metav1.ObjectMeta{
-					GenerateName:    fmt.Sprintf("%05x-%s-%s-", i, w.DriverName, w.NodeName),
-					OwnerReferences: []metav1.OwnerReference{{APIVersion: "v1", Kind: "Node", Name: w.NodeName, UID: owner, Controller: ptr.To(true)}},
-				},
-				Spec: resourceapi.ResourceSliceSpec{
-					Driver: w.DriverName, NodeName: &w.NodeName, Devices: slice.Devices, SharedCounters: slice.SharedCounters,
-					Pool: resourceapi.ResourcePool{Name: name, Generation: 1, ResourceSliceCount: int64(len(pools[name].Slices))},
-				},
-			}
+		for _, object := range objectsOf(w.DriverName, w.NodeName, name, pools[name]) {
+			object.OwnerReferences = []metav1.OwnerReference{{APIVersion: "v1", Kind: "Node", Name: w.NodeName, UID: owner, Controller: ptr.To(true)}}
 			call, cancel := context.WithTimeout(ctx, requestTimeout)
-			_, err := w.KubeClient.ResourceV1().ResourceSlices().Create(call, object, metav1.CreateOptions{})
+			_, err := w.KubeClient.ResourceV1().ResourceSlices().Create(call, &object, metav1.CreateOptions{})
 			cancel()
 			if err != nil {
 				w.publishFailed(ctx, err, "create slices")
@@ -307,6 +298,20 @@ func (w *sliceWriter) createMissing(ctx context.Context, owner types.UID, pools 
 	if created > 0 && created == len(pools) {
 		w.setPublished()
 	}
+}
+
+// objectsOf returns the slices of a pool without their owner, with the names and numbers of resourceslice.Pool.Slices.
+func objectsOf(driverName, nodeName, name string, pool resourceslice.Pool) (objects []resourceapi.ResourceSlice) {
+	for i, slice := range pool.Slices {
+		objects = append(objects, resourceapi.ResourceSlice{
+			ObjectMeta: metav1.ObjectMeta{GenerateName: fmt.Sprintf("%05x-%s-%s-", i, driverName, nodeName)},
+			Spec: resourceapi.ResourceSliceSpec{
+				Driver: driverName, NodeName: &nodeName, Devices: slice.Devices, SharedCounters: slice.SharedCounters,
+				Pool: resourceapi.ResourcePool{Name: name, Generation: 1, ResourceSliceCount: int64(len(pool.Slices))},
+			},
+		})
+	}
+	return objects
 }
 
 // startController returns nil if ctx ends before the controller listed the existing slices.

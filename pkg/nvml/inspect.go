@@ -131,6 +131,9 @@ func Inspect(ctx context.Context, options Options) Report {
 	return r
 }
 
+// Devices returns what Inspect found. A report that was decoded has none. The command inspect makes the node's slices of them.
+func (r Report) Devices() gpu.Inventory { return r.inventory }
+
 // Err returns an error if there is no inventory.
 func (r Report) Err() error {
 	if r.Problem == "" {

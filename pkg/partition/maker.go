@@ -64,6 +64,17 @@ type Policy struct {
 	Sharing func(device.GPU) device.Sharing
 }
 
+// Apply returns a copy of the inventory with what the policy says. Pure.
+func (p Policy) Apply(inv device.Inventory) device.Inventory {
+	inv.GPUs = slices.Clone(inv.GPUs)
+	for i := range inv.GPUs {
+		gpu := &inv.GPUs[i]
+		gpu.Dynamic = gpu.MIGCapable && p.Dynamic(*gpu)
+		gpu.Sharing = p.Sharing(*gpu)
+	}
+	return inv
+}
+
 // NewMaker has no visible effect.
 func NewMaker(records *Records, hardware Hardware, policy Policy) *Maker {
 	return &Maker{Records: records, hardware: hardware, policy: policy}
@@ -74,12 +85,9 @@ func (m *Maker) Changed() <-chan struct{} { return m.hardware.Changed() }
 
 // Inventory is the driver's inventory, completed from the policy and the records.
 func (m *Maker) Inventory() device.Inventory {
-	inv := m.hardware.Inventory()
-	inv.GPUs = slices.Clone(inv.GPUs)
+	inv := m.policy.Apply(m.hardware.Inventory())
 	for i := range inv.GPUs {
 		gpu := &inv.GPUs[i]
-		gpu.Dynamic = gpu.MIGCapable && m.policy.Dynamic(*gpu)
-		gpu.Sharing = m.policy.Sharing(*gpu)
 		gpu.Partitions = slices.Clone(gpu.Partitions)
 		for j, p := range gpu.Partitions {
 			gpu.Partitions[j].Made = m.created(p)
