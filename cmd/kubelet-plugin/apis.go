@@ -160,6 +160,7 @@ func (a *agent) claimsConfig(c components, object *gpunode.Object) driver.Config
 		OfferedToClaims: a.config.OfferedToClaims, OfferedToPods: a.config.OfferedToPods, Limits: a.config.Resources(),
 		PublishNothing: !a.config.Mode.Claims(),
 		Allocations:    object, Strict: a.config.Strict && a.config.Mode == config.ModeDual,
+		PartitionUUIDs: a.config.PartitionUUIDs,
 	}
 }
 

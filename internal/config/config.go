@@ -76,6 +76,8 @@ type Config struct {
 	IMEXRequired        bool
 	// DeviceMetadata gives containers a file with the attributes of their claims' devices (KEP-5304).
 	DeviceMetadata bool
+	// PartitionUUIDs publishes the UUIDs of partitions that were created for claims.
+	PartitionUUIDs bool
 	// NVML is "auto", the path of a libnvidia-ml.so.1, or "simulated:<profile>".
 	NVML string
 	// CDIHook is "install", "none" or the absolute path of a nvidia-cdi-hook on the host.
@@ -244,6 +246,8 @@ func (c *Config) define(flags *flag.FlagSet) {
 		return c.setIMEXChannels(s)
 	})
 	flags.BoolVar(&c.IMEXRequired, "imex-required", c.IMEXRequired, "offer no GPU while the IMEX channel does not exist")
+	flags.BoolVar(&c.PartitionUUIDs, "partition-uuids", c.PartitionUUIDs,
+		"publish the UUID of a partition while it exists for a claim, for dcgm-exporter (two writes of a slice for each partition)")
 	flags.BoolVar(&c.DeviceMetadata, "device-metadata", c.DeviceMetadata,
 		"give containers a file with the attributes of their claims' devices (KEP-5304)")
 	text(&c.NVML, "nvml", "auto, the `path` of a libnvidia-ml.so.1, or simulated:<profile>")

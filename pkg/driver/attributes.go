@@ -48,13 +48,11 @@ func publishedDevice(d device.Device) resourceapi.Device {
 		}
 		return resourceapi.Device{Name: d.Name(), Attributes: a, Capacity: c}
 	}
-	// Partitions have no NVLink. The UUID of one that is created for a claim is not known before.
+	// Partitions have no NVLink. One that is created for a claim has a UUID while it exists.
 	a.text("type", "mig")
 	a.text("parentUUID", g.UUID)
 	a.text("profile", p.Profile)
-	if !p.Made {
-		a.text("uuid", p.UUID)
-	}
+	a.text("uuid", p.UUID)
 	c.amount(capacity.Memory, int64(p.Capacity.MemoryBytes))
 	c.amount("multiprocessors", int64(p.Capacity.Multiprocessors))
 	c.amount("copyEngines", int64(p.Capacity.CopyEngines))

@@ -38,6 +38,8 @@ type gpuPool struct {
 	unhealthy []withdrawal
 	// strict adds binding conditions to the devices.
 	strict bool
+	// uuids publishes those of partitions that were created for claims.
+	uuids bool
 }
 
 func newGPUPool(g device.GPU, geometry mig.Geometry, a allocated, withdrawn []withdrawal, kept Capabilities) gpuPool {
@@ -90,7 +92,7 @@ func (p gpuPool) slices() []resourceslice.Slice {
 			return q.ProfileID == instance.ProfileID && q.Ref.Placement == instance.Placement
 		})
 		if _, exists := p.unmanagedAt(possible[at].Ref, instance.ProfileID); !exists {
-			devices = append(devices, p.consuming(device.Device{GPU: p.gpu, Partition: possible[at]}))
+			devices = append(devices, p.consuming(device.Device{GPU: p.gpu, Partition: p.withUUID(possible[at])}))
 		}
 	}
 	if !p.gpu.MIGEnabled || mig.Switchable(p.gpu) || p.isAllocated(p.gpu.Ref()) {
@@ -102,6 +104,19 @@ func (p gpuPool) slices() []resourceslice.Slice {
 		built = append(built, resourceslice.Slice{Devices: chunk})
 	}
 	return built
+}
+
+// withUUID adds the UUID of a partition that exists because it was created for a claim.
+func (p gpuPool) withUUID(possible device.Partition) device.Partition {
+	if !p.uuids {
+		return possible
+	}
+	for _, q := range p.gpu.Partitions {
+		if q.Made && q.Ref == possible.Ref && q.ProfileID == possible.ProfileID {
+			possible.UUID, possible.Made = q.UUID, true
+		}
+	}
+	return possible
 }
 
 // counters returns what the hardware has less what is withdrawn, but at least what is allocated (TestCountersFollowHolds).

@@ -51,6 +51,8 @@ type Offer struct {
 	Offered func(device.GPU) bool
 	// Strict adds binding conditions, where the API server keeps them.
 	Strict bool
+	// PartitionUUIDs is as in Config.
+	PartitionUUIDs bool
 
 	debounce debounce
 	// orphanSince is when a created partition was first found without a hold.
@@ -141,6 +143,7 @@ func (o *Offer) build(f Facts) layout {
 		switch own := o.choosePool(g, a.pools, a.inUse || f.ClaimsLate, canPartition); {
 		case own && canPartition:
 			p := newGPUPool(g, geometry, a, withdrawn, kept)
+			p.uuids = o.PartitionUUIDs
 			b, known := builtBefore[g.UUID]
 			if !known || !reflect.DeepEqual(b.pool, p) {
 				b = builtPool{p, p.slices()}

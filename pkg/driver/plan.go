@@ -214,9 +214,7 @@ func (d *Driver) show(p *preparation, prepared *kubeletplugin.Device, shown devi
 		return
 	}
 	prepared.Metadata = &kubeletplugin.DeviceMetadata{Attributes: map[string]resourceapi.DeviceAttribute{}}
-	a := attributes(publishedDevice(shown).Attributes)
-	a.text("uuid", shown.UUID()) // slices lack that of a partition on demand
-	for name, value := range a {
+	for name, value := range publishedDevice(shown).Attributes {
 		prepared.Metadata.Attributes[string(name)] = value
 	}
 }

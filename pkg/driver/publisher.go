@@ -87,7 +87,7 @@ func (d *Driver) publish(ctx context.Context) error {
 			return err
 		})
 	}
-	offer := Offer{NodeName: d.NodeName, ReturnDelay: d.ReturnDelay, Offered: d.OfferedToClaims, Strict: d.Strict}
+	offer := Offer{NodeName: d.NodeName, ReturnDelay: d.ReturnDelay, Offered: d.OfferedToClaims, Strict: d.Strict, PartitionUUIDs: d.PartitionUUIDs}
 	offer.SetPublished(existing)
 	writer := sliceWriter{Driver: d, existing: existing}
 	defer writer.stop()

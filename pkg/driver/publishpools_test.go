@@ -5,6 +5,7 @@ package driver
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -66,6 +67,59 @@ func TestPublishPools(t *testing.T) {
 	r.awaitPools(all(8, 8))
 	if n := r.api.writeCount() - before; n != 2 {
 		t.Errorf("%d writes for a withdrawal and the return", n)
+	}
+}
+
+// With the option, a partition that was created for a claim has its UUID in the slices while it exists. That is one write in place: a pool of
+// another generation would be incomplete for a moment.
+func TestUUIDOfAMadePartition(t *testing.T) {
+	r := newRig(t, threeGPUs(), func(c *Config) { c.PartitionUUIDs = true })
+	r.run().ready()
+	uuids := func() (found []string) {
+		for _, slice := range r.api.slices() {
+			if slice.Spec.Pool.Generation != 1 {
+				t.Errorf("pool %s has generation %d", slice.Spec.Pool.Name, slice.Spec.Pool.Generation)
+			}
+			for _, d := range slice.Spec.Devices {
+				if uuid := d.Attributes["uuid"].StringValue; uuid != nil && *d.Attributes["type"].StringValue == "mig" {
+					found = append(found, d.Name+" "+*uuid)
+				}
+			}
+		}
+		return found
+	}
+	awaitUUIDs := func(want ...string) {
+		t.Helper()
+		eventually(t, "UUIDs of partitions", func() error {
+			if found := uuids(); !slices.Equal(found, want) {
+				return fmt.Errorf("the slices have %q, not %q", found, want)
+			}
+			return nil
+		})
+	}
+	inv := threeGPUs()
+	made := cut(&inv.GPUs[2], "3g.40gb", 4)
+	inv.GPUs[2].Partitions[0].Made = true
+	before := r.api.writeCount()
+	r.inventory.set(inv)
+	awaitUUIDs(made.Name() + " " + made.UUID)
+	r.inventory.set(threeGPUs())
+	awaitUUIDs()
+	if n := r.api.writeCount() - before; n != 2 {
+		t.Errorf("%d writes for a partition and its end", n)
+	}
+}
+
+// Without the option no slice is written for a partition.
+func TestMadePartitionsWriteNoSlice(t *testing.T) {
+	offer := Offer{NodeName: testNode}
+	pools, _ := offer.Pools(Facts{Inventory: threeGPUs(), Kept: everything})
+	inv := threeGPUs()
+	cut(&inv.GPUs[2], "3g.40gb", 4)
+	inv.GPUs[2].Partitions[0].Made = true
+	now, _ := offer.Pools(Facts{Inventory: inv, Kept: everything})
+	if diff := cmp.Diff(pools, now); diff != "" {
+		t.Error(diff)
 	}
 }
 
