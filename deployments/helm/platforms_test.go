@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package helm_test
+
+import (
+	"bytes"
+	"cmp"
+	"fmt"
+	"maps"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/yaml"
+
+	"github.com/tandem-gpu/tandem/internal/config"
+)
+
+// platform is what the agent's pod of a platform has; empty fields are the chart's defaults.
+type platform struct {
+	kubeletDir, driverRoot string
+	// selector is in the nodeSelector, required in the node affinity: "key=value", and "key operator values".
+	selector, required string
+	webhookPort        string
+	quota              bool
+}
+
+var platforms = map[string]platform{
+	"gke":          {driverRoot: "/home/kubernetes/bin/nvidia", required: "cloud.google.com/gke-accelerator Exists []", webhookPort: "10250", quota: true},
+	"eks":          {required: "eks.amazonaws.com/compute-type NotIn [fargate auto]"},
+	"aks":          {selector: "kubernetes.azure.com/accelerator=nvidia"},
+	"openshift":    {selector: "feature.node.kubernetes.io/pci-10de.present=true"},
+	"talos":        {},
+	"k0s":          {kubeletDir: "/var/lib/k0s/kubelet"},
+	"microk8s":     {kubeletDir: "/var/snap/microk8s/common/var/lib/kubelet"},
+	"rke2-k3s":     {},
+	"gpu-operator": {selector: "nvidia.com/gpu.present=true"},
+}
+
+// platformValues are the files that docs/user/platforms describes.
+func platformValues(name string) []string {
+	return []string{"-f", filepath.Join("values", name+".yaml"), "--set", "image.repository=registry.example.com/gpu/tandem"}
+}
+
+func platformAgents(t *testing.T, name string) (set appsv1.DaemonSet) {
+	t.Helper()
+	if err := yaml.UnmarshalStrict(renderWith(t, append(platformValues(name), "-s", "templates/daemonset.yaml")...), &set); err != nil {
+		t.Fatal(err)
+	}
+	return set
+}
+
+func TestPlatforms(t *testing.T) {
+	files, err := filepath.Glob("values/*.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, file := range files {
+		if name := strings.TrimSuffix(filepath.Base(file), ".yaml"); !slices.Contains(slices.Collect(maps.Keys(platforms)), name) {
+			t.Errorf("%s is not tested", file)
+		}
+	}
+	for name, want := range platforms {
+		t.Run(name, func(t *testing.T) {
+			if out, err := run(append([]string{"lint", "--strict", "tandem"}, platformValues(name)...)...); err != nil {
+				t.Errorf("%v\n%s", err, out)
+			}
+			pod := platformAgents(t, name).Spec.Template.Spec
+			agent := pod.Containers[0]
+			var stderr bytes.Buffer
+			c, err := config.Load(agent.Args, func(key string) (string, bool) { return "node-1", key == "NODE_NAME" }, &stderr)
+			if err != nil {
+				t.Fatalf("%v\n%s", err, &stderr)
+			}
+			if c.KubeletDir != cmp.Or(want.kubeletDir, "/var/lib/kubelet") || c.DriverRoot != cmp.Or(want.driverRoot, "auto") || c.CDIDir != "/var/run/cdi" {
+				t.Errorf("kubelet in %s, driver in %s, CDI specs in %s", c.KubeletDir, c.DriverRoot, c.CDIDir)
+			}
+			for _, dir := range []string{c.KubeletDir, c.KubeletDir + "/plugins_registry", c.KubeletDir + "/device-plugins", c.CDIDir} {
+				if !mountsHost(pod, dir) {
+					t.Errorf("%s of the host is not mounted", dir)
+				}
+			}
+			if mountsHost(pod, "/") != (want.driverRoot == "") || want.driverRoot != "" && !mountsHost(pod, want.driverRoot) {
+				t.Errorf("the driver's root is not what is mounted")
+			}
+			if !*agent.SecurityContext.Privileged || !slices.Contains(pod.Tolerations, corev1.Toleration{Operator: corev1.TolerationOpExists}) {
+				t.Errorf("not privileged, or only with tolerations %v", pod.Tolerations)
+			}
+			if want.selector == "" {
+				want.selector = "kubernetes.io/os=linux"
+			}
+			if key, value, _ := strings.Cut(want.selector, "="); pod.NodeSelector[key] != value {
+				t.Errorf("nodeSelector %v", pod.NodeSelector)
+			}
+			required := ""
+			if pod.Affinity != nil {
+				r := pod.Affinity.NodeAffinity.RequiredDuringSchedulingIgnoredDuringExecution.NodeSelectorTerms[0].MatchExpressions[0]
+				required = fmt.Sprint(r.Key, " ", r.Operator, " ", r.Values)
+			}
+			if required != want.required {
+				t.Errorf("node affinity %q, want %q", required, want.required)
+			}
+			text := string(renderWith(t, platformValues(name)...))
+			if strings.Contains(text, "kind: ResourceQuota") != want.quota {
+				t.Error("the quota for critical pods")
+			}
+			if port := "containerPort: " + cmp.Or(want.webhookPort, "9443"); !strings.Contains(text, port) {
+				t.Errorf("the webhook has no %s", port)
+			}
+			if !strings.Contains(string(renderWith(t, append(platformValues(name), "--api-versions", "security.openshift.io/v1")...)), "kind: SecurityContextConstraints") {
+				t.Error("no SecurityContextConstraints where OpenShift's API is served")
+			}
+		})
+	}
+}
+
+// TestAgentsOutliveAPause: GPU Operator's managers change the nodeSelector labels of their components, and wait up to five minutes for the end
+// of pods with their app labels (NVIDIA/mig-parted 0d08f4f0026e, pkg/mig/reconfigure/reconfigure.go, waitForPodsToBeDeleted;
+// NVIDIA/k8s-driver-manager 0c04c81075d6, cmd/driver-manager/main.go, waitForPodsToTerminate and WaitForPodsWithNodeSelector). The agents must
+// neither end then nor be waited for.
+func TestAgentsOutliveAPause(t *testing.T) {
+	for name := range platforms {
+		template := platformAgents(t, name).Spec.Template
+		if app, has := template.Labels["app"]; has {
+			t.Errorf("%s: the agents have the label app=%s", name, app)
+		}
+		for key := range template.Spec.NodeSelector {
+			if strings.HasPrefix(key, "nvidia.com/gpu.deploy.") {
+				t.Errorf("%s: the agents have the nodeSelector %s", name, key)
+			}
+		}
+	}
+}
