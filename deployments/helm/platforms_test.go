@@ -134,3 +134,26 @@ func TestAgentsOutliveAPause(t *testing.T) {
 		}
 	}
 }
+
+// TestDriverContainersRoot: a pod that mounts the root of a driver container keeps the old driver's after an upgrade.
+func TestDriverContainersRoot(t *testing.T) {
+	var set appsv1.DaemonSet
+	args := append(platformValues("gpu-operator"), "--set", "driverRoot=/run/nvidia/driver", "-s", "templates/daemonset.yaml")
+	if err := yaml.UnmarshalStrict(renderWith(t, args...), &set); err != nil {
+		t.Fatal(err)
+	}
+	pod := set.Spec.Template.Spec
+	if mountsHost(pod, "/run/nvidia/driver") || !mountsHost(pod, "/run/nvidia") {
+		t.Error("the driver container's root is mounted itself")
+	}
+	i := slices.IndexFunc(pod.Containers[0].VolumeMounts, func(m corev1.VolumeMount) bool { return m.MountPath == "/host/run/nvidia" })
+	if i < 0 {
+		t.Fatal("nothing is mounted at /host/run/nvidia")
+	}
+	if p := pod.Containers[0].VolumeMounts[i].MountPropagation; p == nil || *p != corev1.MountPropagationHostToContainer {
+		t.Errorf("mount propagation %v", p)
+	}
+	if !slices.Contains(pod.Containers[0].Args, "--driver-root=/run/nvidia/driver") {
+		t.Errorf("arguments %q", pod.Containers[0].Args)
+	}
+}
