@@ -20,11 +20,15 @@ import (
 // newLabels returns the writer of the node's labels from an inventory: the node's before the configuration is known, and the one with
 // sharing afterwards.
 func (a *agent) newLabels(ctx context.Context, c components, devices inventory, registerer prometheus.Registerer) *nodelabels.Writer {
+	return nodelabels.NewWriter(a.labelConfig(ctx, c, devices, registerer))
+}
+
+func (a *agent) labelConfig(ctx context.Context, c components, devices inventory, registerer prometheus.Registerer) nodelabels.Config {
 	options := nodelabels.Options{Resources: a.config.Resources(), Machine: a.readMachine(ctx)}
 	if !a.config.NoTimestamp {
 		options.Timestamp = time.Now()
 	}
-	return nodelabels.NewWriter(nodelabels.Config{
+	return nodelabels.Config{
 		Nodes: a.client.CoreV1().Nodes(), NodeName: a.config.NodeName,
 		Want: func() (map[string]string, bool) {
 			if !a.config.NodeLabels {
@@ -38,7 +42,7 @@ func (a *agent) newLabels(ctx context.Context, c components, devices inventory, 
 		},
 		Changed: devices.Changed, Seen: c.self.Labels, Interval: a.config.LabelInterval,
 		Recorder: a.recorder, Registerer: registerer,
-	})
+	}
 }
 
 // driverAway reports whether a node may have GPUs that no driver reports for now. Its labels stay: new pods may select them.
@@ -53,8 +57,14 @@ func (a *agent) labelWithoutGPU(ctx context.Context, c components) (stop func())
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		// The one with GPUs registers its metrics.
-		_ = a.newLabels(ctx, c, c.node, prometheus.NewRegistry()).Run(ctx) // it returns nil
+		// The one with GPUs registers its metrics, and knows how they are shared.
+		config := a.labelConfig(ctx, c, c.node, prometheus.NewRegistry())
+		want := config.Want
+		config.Want = func() (map[string]string, bool) {
+			labels, known := want()
+			return labels, known && len(labels) == 0
+		}
+		_ = nodelabels.NewWriter(config).Run(ctx) // it returns nil
 	}()
 	return func() {
 		cancel()

@@ -181,8 +181,11 @@ func (c *Config) setLabelInterval(text string) error {
 		return nil
 	}
 	interval, err := time.ParseDuration(text)
+	if err != nil {
+		return err
+	}
 	c.LabelInterval = max(interval, shortestInterval)
-	return err
+	return nil
 }
 
 // split returns the values of a flag that are separated by commas.

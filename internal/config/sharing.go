@@ -77,7 +77,7 @@ func (r SharingRule) check(p *problems, at string) {
 		p.add(at, "claims share a GPU in one way: set only one of memoryShares, shares and unlimited")
 	}
 	if r.Shares < 0 || r.Shares > maxShares {
-		p.add(at+".shares", "must be 1 to %d", maxShares)
+		p.add(at+".shares", "must be 1 to %d, or 0 for none", maxShares)
 	}
 	if r.Strategy == device.MPS && (r.Shares != 0 || r.Unlimited) {
 		p.add(at, "shares and unlimited are for strategy %s: with %s set memoryShares", device.TimeSlicing, device.MPS)
@@ -125,7 +125,7 @@ func (c Config) claimShares() (claims device.ClaimShares, shares int, ok bool) {
 		return device.ClaimShares(c.ConsumableShares), 0, true
 	}
 	shares, err := strconv.Atoi(c.ConsumableShares)
-	return device.ByCount, shares, err == nil && shares >= 1 && shares <= maxShares
+	return device.ByCount, shares, err == nil && shares >= 1 && shares <= maxShares && strconv.Itoa(shares) == c.ConsumableShares
 }
 
 func (c Config) checkConsumableShares(p *problems) {
@@ -157,7 +157,7 @@ func (r SharingRule) policy() device.Sharing {
 	if r.Replicas > 1 {
 		s.Replicas = map[string]device.Replicas{"": {Count: r.Replicas}}
 	}
-	return s
+	return withinShares(s)
 }
 
 // fileSharing has NVIDIA's keys.
@@ -427,6 +427,21 @@ func (c Config) SharingOf(gpu device.GPU) device.Sharing {
 	}
 	if !s.Shared() {
 		return device.Sharing{}
+	}
+	return withinShares(s)
+}
+
+// withinShares offers no more replicas of a device than it has equal shares.
+func withinShares(s device.Sharing) device.Sharing {
+	if s.Claims != device.ByCount {
+		return s
+	}
+	for resource, r := range s.Replicas {
+		r.Count = min(r.Count, s.Shares)
+		for uuid, n := range r.Of {
+			r.Of[uuid] = min(n, s.Shares)
+		}
+		s.Replicas[resource] = r
 	}
 	return s
 }

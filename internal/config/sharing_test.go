@@ -78,8 +78,8 @@ func TestSharing(t *testing.T) {
 			{Strategy: device.MPS, Claims: device.ByMemory}, none,
 		},
 		`{sharing: {timeSlicing: {resources: [{name: gpu, replicas: 2, devices: [3]}]}}, tandem: {devices: [
-			{match: {index: 0}, sharing: {strategy: TimeSlicing, shares: 4, replicas: 2}}, {match: {index: 1}, sharing: {strategy: TimeSlicing, unlimited: true}}]}}`: {
-			{Strategy: device.TimeSlicing, Claims: device.ByCount, Shares: 4, Replicas: map[string]device.Replicas{"": {Count: 2}}},
+			{match: {index: 0}, sharing: {strategy: TimeSlicing, shares: 4, replicas: 10}}, {match: {index: 1}, sharing: {strategy: TimeSlicing, unlimited: true}}]}}`: {
+			{Strategy: device.TimeSlicing, Claims: device.ByCount, Shares: 4, Replicas: map[string]device.Replicas{"": {Count: 4}}},
 			{Strategy: device.TimeSlicing, Claims: device.Unlimited}, none, replicas(gpu, 2, false),
 		},
 	} {
@@ -135,8 +135,8 @@ func TestSharingErrors(t *testing.T) {
 		rule("strategy: TimeSlicing"):                                    "tandem.devices[0].sharing: has no effect",
 		rule("strategy: TimeSlicing, replicas: 1"):                       "tandem.devices[0].sharing.replicas: number of replicas must be >= 2",
 		rule("strategy: TimeSlicing, replicas: 2, interval: Slow"):       `tandem.devices[0].sharing.interval: "Slow" is not one of Default, Short, Medium, Long`,
-		rule("strategy: TimeSlicing, shares: -1"):                        "tandem.devices[0].sharing.shares: must be 1 to 1024",
-		rule("strategy: TimeSlicing, shares: 1025"):                      "tandem.devices[0].sharing.shares: must be 1 to 1024",
+		rule("strategy: TimeSlicing, shares: -1"):                        "tandem.devices[0].sharing.shares: must be 1 to 1024, or 0 for none",
+		rule("strategy: TimeSlicing, shares: 1025"):                      "tandem.devices[0].sharing.shares: must be 1 to 1024, or 0 for none",
 		rule("strategy: TimeSlicing, shares: 4, memoryShares: true"):     "tandem.devices[0].sharing: claims share a GPU in one way",
 		rule("strategy: MPS, shares: 4"):                                 "tandem.devices[0].sharing: shares and unlimited are for strategy TimeSlicing",
 		rule("strategy: MPS, unlimited: true"):                           "tandem.devices[0].sharing: shares and unlimited are for strategy TimeSlicing",
@@ -247,6 +247,7 @@ func TestConsumableShares(t *testing.T) {
 	for value, want := range map[string]string{
 		"some": `--consumable-shares: "some" is not disabled, memory, unlimited or a number from 1 to 1024`,
 		"0":    `"0" is not`,
+		"04":   `"04" is not`,
 		"2000": `"2000" is not`,
 	} {
 		if _, err := loadFile(t, content, "--consumable-shares="+value); err == nil || !strings.Contains(err.Error(), want) {

@@ -98,8 +98,9 @@ func TestLeft(t *testing.T) {
 		memory, count uint64
 	}{
 		{"free", nil, 100, 4},
-		{"two shares", []use{{Device: gpu, Share: share(30)}, {Device: gpu, Share: counted(20, 1)}}, 50, 3},
-		{"more shares than memory", []use{{Device: gpu, Share: share(80)}, {Device: gpu, Share: share(80)}}, 0, 4},
+		{"two shares", []use{{Device: gpu, Share: counted(30, 1)}, {Device: gpu, Share: counted(20, 2)}}, 50, 1},
+		{"more shares than memory", []use{{Device: gpu, Share: counted(80, 0)}, {Device: gpu, Share: counted(80, 0)}}, 0, 4},
+		{"a share of another whole", []use{{Device: gpu, Share: share(30)}}, 0, 0},
 		{"more shares than there are", []use{{Device: gpu, Share: counted(0, 3)}, {Device: gpu, Share: counted(0, 3)}}, 100, 0},
 		{"the whole device", []use{{Device: gpu}}, 0, 0},
 		{"a partition of it", []use{{Device: left, Share: share(1)}}, 0, 0},

@@ -153,7 +153,7 @@ func (n Node) share(published string, shared bool, memory, count int64) device.S
 	}
 	share := device.Share{Bytes: uint64(max(memory, 0)), Of: cmp.Or(uint64(max(of.Memory, 0)), math.MaxUint64), Count: uint64(max(count, 0))}
 	if share.Count > 0 {
-		share.OfCount = max(uint64(max(of.Shares, 0)), share.Count)
+		share.OfCount = cmp.Or(uint64(max(of.Shares, 0)), math.MaxUint64)
 	}
 	return share
 }

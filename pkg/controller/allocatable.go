@@ -100,10 +100,11 @@ func replicas(d v1alpha1.DeviceStatus, node availability.Node) int64 {
 	}
 	whole := device.Share{Of: uint64(max(0, sharing.Memory)), OfCount: uint64(max(0, sharing.Shares))}
 	left := availability.Left(availability.StatusName(d), whole, slices.Values(uses))
+	room := int64(left.Bytes) / max(1, sharing.ReplicaMemory)
 	if sharing.ReplicaShares > 0 {
-		return min(int64(sharing.Allocatable), held+int64(left.Count)/sharing.ReplicaShares)
+		room = int64(left.Count) / sharing.ReplicaShares
 	}
-	return min(int64(sharing.Allocatable), held+int64(left.Bytes)/max(1, sharing.ReplicaMemory))
+	return held + min(int64(sharing.Allocatable)-held, room)
 }
 
 // served reports whether the agent serves a resource through the device plugin API, whatever kubelet reports.

@@ -128,6 +128,10 @@ func (d Device) Sharing() Sharing {
 	return d.GPU.Sharing.forDevice(d.UUID())
 }
 
+// otherShares is the number of equal shares of a device that the policy no longer divides in that way. Claims that were allocated such
+// shares before fit beside each other, and beside no share of another kind.
+const otherShares = 1 << 20
+
 // Consumed is what the scheduler allocated of a shared device to a claim, in bytes and in equal shares.
 type Consumed struct{ Memory, Shares int64 }
 
@@ -142,8 +146,11 @@ func (d Device) Share(c Consumed) Share {
 	memory, policy := d.MemoryBytes(), d.Sharing()
 	share := Share{Bytes: min(uint64(max(c.Memory, 0)), memory), Of: memory, Count: uint64(max(c.Shares, 0))}
 	switch {
+	case share.Count > uint64(policy.Shares):
+		share.OfCount = otherShares
+		return share
 	case share.Count > 0:
-		share.OfCount = max(uint64(policy.Shares), share.Count)
+		share.OfCount = uint64(policy.Shares)
 		return share
 	case share.Bytes == 0, policy.Claims == Unlimited:
 		return share

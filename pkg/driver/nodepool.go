@@ -132,9 +132,20 @@ func factsOf(d device.Device, withdrawn []withdrawal, a allocated, kept Capabili
 			reasons = append(reasons, w)
 		}
 	}
-	// The scheduler does not know that shares of another policy block the device.
-	others := slices.ContainsFunc(a.shared[d.Ref()], func(s device.Share) bool { return !facts.shared || !s.Whole() && !s.SameWhole(request.Share) })
-	if a.blocks(d.Ref()) || others {
+	// The scheduler does not know that what claims got under another policy blocks the device.
+	blocksShares := func(s device.Share) bool {
+		switch claims := d.Sharing().Claims; {
+		case !facts.shared:
+			return !s.Whole()
+		case s.Whole():
+			return claims != device.ByMemory // which alone counts it as all of the memory
+		case claims == device.ByMemory:
+			return s.Bytes == 0 || !s.SameWhole(request.Share)
+		default:
+			return !s.SameWhole(request.Share)
+		}
+	}
+	if a.blocks(d.Ref()) || slices.ContainsFunc(a.shares[d.Ref()], blocksShares) {
 		reasons = append(reasons, withdrawal{use: use{Reason: availability.HeldByClaim}})
 	}
 	slices.SortFunc(reasons, withdrawal.compareReason)

@@ -216,8 +216,8 @@ type allocated struct {
 	profiles map[device.Ref]int
 	// from has the pools of each device. The scheduler cannot count a device in a pool from which it did not allocate it.
 	from map[device.Ref]sourcePools
-	// shared are the shares that claims have of devices.
-	shared map[device.Ref][]device.Share
+	// shares are what claims have of devices: the zero Share is all.
+	shares map[device.Ref][]device.Share
 	// counted is what the scheduler counts for a claim.
 	counted map[holding]device.Consumed
 }
@@ -230,7 +230,7 @@ type holding struct {
 
 func (o *Offer) allocated(g device.GPU, holds []ledger.Hold, claims []v1alpha1.AllocatedClaim) allocated {
 	a := allocated{
-		profiles: map[device.Ref]int{}, from: map[device.Ref]sourcePools{}, shared: map[device.Ref][]device.Share{}, counted: map[holding]device.Consumed{},
+		profiles: map[device.Ref]int{}, from: map[device.Ref]sourcePools{}, shares: map[device.Ref][]device.Share{}, counted: map[holding]device.Consumed{},
 	}
 	for _, h := range holds {
 		if h.Holder.Kind != ledger.KindClaim || h.Device.GPU != g.UUID {
@@ -244,9 +244,7 @@ func (o *Offer) allocated(g device.GPU, holds []ledger.Hold, claims []v1alpha1.A
 		a.inUse, a.pools = true, a.pools|from
 		if h.Use().Reason == availability.HeldByClaim {
 			a.add(h.Device, noProfile, from)
-			if !h.Share.Whole() {
-				a.shared[h.Device] = append(a.shared[h.Device], h.Share)
-			}
+			a.shares[h.Device] = append(a.shares[h.Device], h.Share)
 		}
 	}
 	deserted := map[types.UID]bool{}
@@ -277,13 +275,16 @@ func (o *Offer) allocated(g device.GPU, holds []ledger.Hold, claims []v1alpha1.A
 				continue
 			}
 			a.add(d.Ref(), d.Partition.ProfileID, from)
-			if share, shared := c.ShareOf(name); shared {
-				consumed := device.Consumed{Memory: share.Memory, Shares: share.Shares}
-				holder := availability.Holder{Kind: availability.Claim, ID: string(c.UID)}
-				d.GPU = g // with its sharing policy
-				a.shared[d.Ref()] = append(a.shared[d.Ref()], d.Share(consumed))
-				a.counted[holding{d.Ref(), holder}] = consumed
+			share, shared := c.ShareOf(name)
+			if !shared {
+				a.shares[d.Ref()] = append(a.shares[d.Ref()], device.Share{})
+				continue
 			}
+			consumed := device.Consumed{Memory: share.Memory, Shares: share.Shares}
+			holder := availability.Holder{Kind: availability.Claim, ID: string(c.UID)}
+			d.GPU = g // with its sharing policy
+			a.shares[d.Ref()] = append(a.shares[d.Ref()], d.Share(consumed))
+			a.counted[holding{d.Ref(), holder}] = consumed
 		}
 	}
 	return a

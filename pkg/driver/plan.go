@@ -28,8 +28,9 @@ type preparation struct {
 	answer  []kubeletplugin.Device
 	// onDemand are the devices that have to be created after they were reserved.
 	onDemand []onDemand
-	// names are the published names of the devices in request.
+	// names are the published names of the devices in request, and consumed what the scheduler allocated of those that the claim shares.
 	names       map[device.Ref]string
+	consumed    map[device.Ref]device.Consumed
 	reservation ledger.Reservation
 	err         error
 	// visible are the UUIDs of the devices in the answer.
@@ -73,7 +74,7 @@ func (p *preparation) sharingClaim() sharing.Claim {
 // plan translates the claim's allocation. It has no effect.
 func (d *Driver) plan(ctx context.Context, claim *resourceapi.ResourceClaim, inv device.Inventory, podsFirst *ledger.PodsFirst) *preparation {
 	p := &preparation{
-		claim: claim, names: map[device.Ref]string{},
+		claim: claim, names: map[device.Ref]string{}, consumed: map[device.Ref]device.Consumed{},
 		request: ledger.ClaimRequest{
 			UID: string(claim.UID), Namespace: claim.Namespace, Name: claim.Name, PodsFirst: podsFirst, Shares: map[device.Ref]device.Share{},
 		},
@@ -133,8 +134,12 @@ func (d *Driver) planResult(ctx context.Context, p *preparation, result resource
 	if admin {
 		return nil // it shows devices and reserves nothing
 	}
-	share := shareOf(p.claim, result, found)
-	p.addDevice(ref, result.Device, share)
+	consumed, shared := capacity.Consumed(p.claim, result)
+	share := device.Share{}
+	if shared {
+		share = found.Share(consumed)
+	}
+	p.addDevice(found, result.Device, consumed, shared)
 	switch {
 	case parameters.Sharing != nil && !share.Whole():
 		return refuseParameters(result.Request, fmt.Errorf("%s: the claim has a share of device %s (%s), which other holders share by the node's policy",
@@ -182,28 +187,21 @@ func (d *Driver) resolve(
 	return found, demanded, nil
 }
 
-// shareOf returns the share that a result allocates.
-func shareOf(claim *resourceapi.ResourceClaim, result resourceapi.DeviceRequestAllocationResult, d device.Device) device.Share {
-	if consumed, shared := capacity.Consumed(claim, result); shared {
-		return d.Share(consumed)
-	}
-	return device.Share{}
-}
-
 // addDevice adds a device, or a further share of it, to the request.
-func (p *preparation) addDevice(ref device.Ref, name string, share device.Share) {
-	if slices.Contains(p.request.Devices, ref) {
-		switch before := p.request.Shares[ref]; {
-		case before.Whole(), share.Whole():
-			share = device.Share{}
-		default:
-			share = before.Plus(share)
-		}
-	} else {
+func (p *preparation) addDevice(d device.Device, name string, consumed device.Consumed, shared bool) {
+	ref := d.Ref()
+	if !slices.Contains(p.request.Devices, ref) {
 		p.request.Devices = append(p.request.Devices, ref)
 		p.names[ref] = name
+	} else if p.request.Shares[ref].Whole() {
+		shared = false
 	}
-	p.request.Shares[ref] = share
+	if !shared {
+		p.request.Shares[ref] = device.Share{}
+		return
+	}
+	p.consumed[ref] = p.consumed[ref].Plus(consumed)
+	p.request.Shares[ref] = d.Share(p.consumed[ref])
 }
 
 // show adds the device to the container, with its attributes.

@@ -21,6 +21,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/capacity"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
@@ -48,7 +49,8 @@ type market struct {
 	ledger *ledger.Ledger
 	// allocated are the scheduler's results by claim.
 	allocated map[string]resourceapi.DeviceRequestAllocationResult
-	// claim is the number of the last claim.
+	// claims are all of them; claim is the last one.
+	claims map[string]*resourceapi.ResourceClaim
 	claim  *resourceapi.ResourceClaim
 	cache  *cel.Cache
 	serial int
@@ -64,6 +66,7 @@ func newDividedMarket(t *testing.T, gpus int, claims device.ClaimShares) *market
 	t.Cleanup(func() { _ = l.Close() })
 	return &market{
 		T: t, inv: dividedMachine(gpus, claims), ledger: l, allocated: map[string]resourceapi.DeviceRequestAllocationResult{},
+		claims: map[string]*resourceapi.ResourceClaim{},
 		cache: cel.NewCache(100, cel.Features{}),
 	}
 }
@@ -81,7 +84,7 @@ func (m *market) schedule(memory *resource.Quantity) (resourceapi.DeviceRequestA
 func (m *market) scheduleAmounts(asked map[resourceapi.QualifiedName]resource.Quantity) (resourceapi.DeviceRequestAllocationResult, bool) {
 	m.Helper()
 	pools, _ := (&Offer{NodeName: testNode}).Pools(Facts{
-		Inventory: m.inv, Holds: m.ledger.Holds(), Kept: Capabilities{Taints: true, Shares: true}, Now: time.Now(),
+		Inventory: m.inv, Holds: m.ledger.Holds(), Claims: m.relayed(), Kept: Capabilities{Taints: true, Shares: true}, Now: time.Now(),
 	})
 	built := pools[testNode].Slices
 	slice := &resourceapi.ResourceSlice{ObjectMeta: metav1.ObjectMeta{Name: "slice"}, Spec: resourceapi.ResourceSliceSpec{
@@ -113,7 +116,7 @@ func (m *market) scheduleAmounts(asked map[resourceapi.QualifiedName]resource.Qu
 		request.Capacity = &resourceapi.CapacityRequirements{Requests: asked}
 	}
 	claim.Spec.Devices.Requests = []resourceapi.DeviceRequest{{Name: "gpu", Exactly: request}}
-	m.claim = claim
+	m.claim, m.claims[string(claim.UID)] = claim, claim
 	results, err := allocator.Allocate(m.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: testNode}}, []*resourceapi.ResourceClaim{claim})
 	if err != nil {
 		m.Fatal(err)
@@ -126,15 +129,42 @@ func (m *market) scheduleAmounts(asked map[resourceapi.QualifiedName]resource.Qu
 	return result, true
 }
 
+func (m *market) must(err error) {
+	m.Helper()
+	if err != nil {
+		m.Fatal(err)
+	}
+}
+
+// relayed are the allocations as the controller reports them.
+func (m *market) relayed() (claims []v1alpha1.AllocatedClaim) {
+	for uid, result := range m.allocated {
+		claim := v1alpha1.AllocatedClaim{UID: types.UID(uid), Devices: []string{result.Device}, Pools: []string{testNode}}
+		if c, shared := capacity.Consumed(m.claims[uid], result); shared {
+			claim.Shares = []v1alpha1.AllocatedShare{{Device: result.Device, Memory: c.Memory, Shares: c.Shares}}
+		}
+		claims = append(claims, claim)
+	}
+	return claims
+}
+
 // prepare reserves the devices of the last claim.
 func (m *market) prepare(result resourceapi.DeviceRequestAllocationResult) error {
-	found, ok := m.inv.ByName(result.Device)
-	if !ok {
-		m.Fatalf("no device %s", result.Device)
+	return m.prepareClaim(string(m.claim.UID), result)
+}
+
+func (m *market) prepareClaim(uid string, results ...resourceapi.DeviceRequestAllocationResult) error {
+	p := &preparation{names: map[device.Ref]string{}, consumed: map[device.Ref]device.Consumed{}}
+	p.request = ledger.ClaimRequest{UID: uid, Shares: map[device.Ref]device.Share{}}
+	for _, result := range results {
+		found, ok := m.inv.ByName(result.Device)
+		if !ok {
+			m.Fatalf("no device %s", result.Device)
+		}
+		consumed, shared := capacity.Consumed(m.claims[uid], result)
+		p.addDevice(found, result.Device, consumed, shared)
 	}
-	_, err := m.ledger.ReserveClaim(m.Context(), ledger.ClaimRequest{
-		UID: fmt.Sprintf("claim-%d", m.serial), Devices: []device.Ref{found.Ref()}, Shares: map[device.Ref]device.Share{found.Ref(): shareOf(m.claim, result, found)},
-	})
+	_, err := m.ledger.ReserveClaim(m.Context(), p.request)
 	return err
 }
 
@@ -301,17 +331,79 @@ func TestEqualShares(t *testing.T) {
 	}
 }
 
-// A claim keeps its share when the policy changes between its allocation and its preparation, and blocks shares of the new kind.
+// policies are the ways in which claims share a GPU, or not.
+var policies = map[string]device.Sharing{
+	"none":      {},
+	"memory":    {Strategy: device.TimeSlicing, Claims: device.ByMemory},
+	"4 shares":  {Strategy: device.TimeSlicing, Claims: device.ByCount, Shares: 4},
+	"8 shares":  {Strategy: device.TimeSlicing, Claims: device.ByCount, Shares: 8},
+	"unlimited": {Strategy: device.TimeSlicing, Claims: device.Unlimited},
+}
+
+// After each change of policy the scheduler places no claim that the ledger refuses, whether the claims before were prepared or only
+// allocated, and each of them keeps what it has when kubelet prepares it again.
 func TestPolicyOfSharesChanges(t *testing.T) {
-	m := newDividedMarket(t, 1, device.ByCount)
-	first, _ := m.schedule(nil)
-	m.inv.GPUs[0].Sharing.Claims, m.inv.GPUs[0].Sharing.Shares = device.ByMemory, 0
-	if err := m.prepare(first); err != nil {
-		t.Fatal(err)
+	amounts := func(memory string) map[resourceapi.QualifiedName]resource.Quantity {
+		if memory == "" {
+			return nil
+		}
+		return map[resourceapi.QualifiedName]resource.Quantity{"memory": resource.MustParse(memory)}
 	}
-	part := resource.MustParse("1Gi")
-	if second, ok := m.schedule(&part); ok {
-		t.Errorf("a claim is placed beside it on %s", second.Device)
+	for from, before := range policies {
+		for to, after := range policies {
+			for _, memory := range []string{"", "1Gi"} {
+				for _, prepared := range []bool{false, true} {
+					t.Run(fmt.Sprintf("%s to %s, %q, prepared %t", from, to, memory, prepared), func(t *testing.T) {
+						m := newMarket(t, 1)
+						m.inv.GPUs[0].Sharing = before
+						held := map[string]resourceapi.DeviceRequestAllocationResult{}
+						for range 2 {
+							result, ok := m.scheduleAmounts(amounts(memory))
+							if !ok {
+								continue
+							}
+							held[string(m.claim.UID)] = result
+							if prepared {
+								m.must(m.prepare(result))
+							}
+						}
+						m.inv.GPUs[0].Sharing = after
+						for uid, result := range held {
+							if err := m.prepareClaim(uid, result); err != nil {
+								t.Errorf("%s is refused what it was allocated: %v", uid, err)
+							}
+						}
+						for _, next := range []string{"", "1Gi"} {
+							if result, ok := m.scheduleAmounts(amounts(next)); ok {
+								if err := m.prepare(result); err != nil {
+									t.Errorf("a claim for %q is placed and refused: %v", next, err)
+								}
+							}
+						}
+					})
+				}
+			}
+		}
+	}
+}
+
+// A claim may have several shares of a GPU. Its record can be read again, also after a change of policy.
+func TestSeveralSharesOfOneGPU(t *testing.T) {
+	for name, after := range policies {
+		m := newDividedMarket(t, 1, device.ByCount)
+		result, _ := m.schedule(nil)
+		m.inv.GPUs[0].Sharing = after
+		m.must(m.prepareClaim(string(m.claim.UID), result, result))
+		if share := m.ledger.Holds()[0].Share; share.Count != 2 || !share.Fits() {
+			t.Errorf("with policy %s it has %s", name, share)
+		}
+	}
+	m := newMarket(t, 1)
+	half := resource.MustParse("12Gi")
+	result, _ := m.schedule(&half)
+	m.must(m.prepareClaim(string(m.claim.UID), result, result))
+	if share := m.ledger.Holds()[0].Share; !share.Whole() {
+		t.Errorf("two halves are %s", share)
 	}
 }
 

@@ -15,7 +15,7 @@ import (
 
 // sharedByMemory is a machine whose claims share GPUs by memory.
 func sharedByMemory() device.Inventory {
-	return machine(2, func(g *device.GPU) { g.Sharing = device.Sharing{MemoryShares: true} })
+	return machine(2, func(g *device.GPU) { g.Sharing = device.Sharing{Claims: device.ByMemory} })
 }
 
 // The template is what a driver publishes for the same GPUs, whatever the state of those from which it is made.

@@ -47,8 +47,7 @@ func MayRun(pod *corev1.Pod) func(*corev1.Node) bool {
 // Explain returns why none of the nodes that a pod may run on can satisfy its request. It returns the empty string if a node can,
 // so that the pod waits for another reason, and if no node has such devices.
 func Explain(nodes []v1alpha1.GPUNode, asked Request) string {
-	byClaim := asked.Limits == "" && asked.Resource == ""
-	if asked.Memory > 0 || asked.Shares > 0 || byClaim && slices.ContainsFunc(nodes, dividesForClaims) {
+	if asked.Memory > 0 || asked.Shares > 0 {
 		return explainShare(nodes, asked)
 	}
 	if !slices.ContainsFunc(nodes, func(n v1alpha1.GPUNode) bool { return asked.mixes(n.Status) }) {
@@ -65,7 +64,7 @@ func Explain(nodes []v1alpha1.GPUNode, asked Request) string {
 		if counts.Total == 0 {
 			continue
 		}
-		if int64(counts.Free) >= asked.Devices {
+		if int64(counts.Free)+asked.divided(node.Status) >= asked.Devices {
 			return ""
 		}
 		with = append(with, counted{node.Name, counts})
@@ -118,8 +117,7 @@ func explainShare(nodes []v1alpha1.GPUNode, asked Request) string {
 				continue
 			}
 			shared = true
-			whole := device.Share{Of: uint64(max(0, d.Sharing.Memory)), OfCount: uint64(max(0, d.Sharing.Shares))}
-			left := availability.Left(availability.StatusName(d), whole, slices.Values(uses))
+			left := leftOf(d, uses)
 			most.memory, most.shares = max(most.memory, int64(left.Bytes)), max(most.shares, int64(left.Count))
 			if asked.fits(d, left) {
 				fitting++
@@ -132,10 +130,10 @@ func explainShare(nodes []v1alpha1.GPUNode, asked Request) string {
 			with = append(with, most)
 		}
 	}
-	byShares := asked.Memory == 0
+	byShares := asked.Shares > 0 && !slices.ContainsFunc(with, func(n counted) bool { return n.shares >= asked.Shares })
 	switch {
-	case len(with) == 0 && byShares:
-		return fmt.Sprintf("no node divides its GPUs into shares; the pod requests %s of one", equalShares(max(1, asked.Shares)))
+	case len(with) == 0 && asked.Shares > 0:
+		return fmt.Sprintf("no node divides its GPUs into shares; the pod requests %s of one", equalShares(asked.Shares))
 	case len(with) == 0:
 		return fmt.Sprintf("no node shares the memory of its GPUs; the pod requests %s of one", mebibytes(asked.Memory))
 	}
@@ -144,7 +142,7 @@ func explainShare(nodes []v1alpha1.GPUNode, asked Request) string {
 	})
 	amount := mebibytes(asked.Memory)
 	if byShares {
-		amount = equalShares(max(1, asked.Shares))
+		amount = equalShares(asked.Shares)
 	}
 	return fmt.Sprintf("no node has %s left on %s: %s", amount, asked.noun(asked.Devices), list(with, func(n counted) string {
 		if byShares {
@@ -169,11 +167,24 @@ func (r Request) fits(d v1alpha1.DeviceStatus, left device.Share) bool {
 	}
 }
 
-// dividesForClaims reports whether claims get a share of a device of the node without requesting an amount.
-func dividesForClaims(n v1alpha1.GPUNode) bool {
-	return slices.ContainsFunc(n.Status.Devices, func(d v1alpha1.DeviceStatus) bool {
-		return d.Sharing != nil && d.Sharing.Claims != "" && d.Sharing.Claims != v1alpha1.ClaimSharing(device.ByMemory)
-	})
+// divided returns how many devices that have a holder give a claim a share without an amount.
+func (r Request) divided(status v1alpha1.GPUNodeStatus) (n int64) {
+	if r.Limits != "" || r.Resource != "" {
+		return 0
+	}
+	uses := availability.NewNode(status, nil).Held
+	for _, d := range status.Devices {
+		shared := d.Sharing != nil && d.Sharing.Claims != "" && len(d.Holders) > 0 && !d.Excluded && d.UnhealthyReason == ""
+		if shared && r.fits(d, leftOf(d, uses)) {
+			n++
+		}
+	}
+	return n
+}
+
+func leftOf(d v1alpha1.DeviceStatus, uses []availability.Use[availability.Name]) device.Share {
+	whole := device.Share{Of: uint64(max(0, d.Sharing.Memory)), OfCount: uint64(max(0, d.Sharing.Shares))}
+	return availability.Left(availability.StatusName(d), whole, slices.Values(uses))
 }
 
 func equalShares(n int64) string {

@@ -311,11 +311,13 @@ func TestExplainShares(t *testing.T) {
 	}
 	divided := sharedNode(counted("a", 1), counted("b", 3))
 	divided.Name, divided.Status.Devices = "node-3", divided.Status.Devices[:1]
+	divided.Status.Counts = v1alpha1.DeviceCounts{Total: 1, Claims: 1}
 	divided.Status.Devices[0].Sharing = &v1alpha1.DeviceSharing{Claims: "shares", Memory: 24 * gib, Shares: 4}
 	unlimited := sharedNode(counted("a", 0), claimShare("b", 10*gib))
 	unlimited.Name, unlimited.Status.Devices = "node-4", unlimited.Status.Devices[:1]
+	unlimited.Status.Counts = v1alpha1.DeviceCounts{Total: 1, Claims: 1}
 	unlimited.Status.Devices[0].Sharing = &v1alpha1.DeviceSharing{Claims: "unlimited", Memory: 24 * gib}
-	plain := v1alpha1.GPUNode{Status: v1alpha1.GPUNodeStatus{Devices: []v1alpha1.DeviceStatus{{Name: "gpu-0"}}}}
+	plain := v1alpha1.GPUNode{Status: v1alpha1.GPUNodeStatus{Counts: v1alpha1.DeviceCounts{Total: 1, Free: 1}, Devices: []v1alpha1.DeviceStatus{{Name: "gpu-0"}}}}
 	for _, c := range []struct {
 		nodes []v1alpha1.GPUNode
 		asked Request
@@ -325,7 +327,8 @@ func TestExplainShares(t *testing.T) {
 		{[]v1alpha1.GPUNode{full, whole}, Request{Devices: 1, Memory: 8 * gib}, ""},
 		{[]v1alpha1.GPUNode{full}, Request{Devices: 2, Memory: 8 * gib}, "no node has 8192 MiB left on 2 GPUs: node-1 has 8192 MiB at most"},
 		{[]v1alpha1.GPUNode{full, plain}, Request{Devices: 1, Memory: 10 * gib}, ""},
-		{[]v1alpha1.GPUNode{divided}, Request{Devices: 1}, "no node has 1 share left on 1 GPU: node-3 has 0 at most"},
+		{[]v1alpha1.GPUNode{divided}, Request{Devices: 1}, "all GPUs of node-3 are held: 1 by claims"},
+		{[]v1alpha1.GPUNode{divided, plain}, Request{Devices: 1}, ""},
 		{[]v1alpha1.GPUNode{divided}, Request{Devices: 1, Shares: 2}, "no node has 2 shares left on 1 GPU: node-3 has 0 at most"},
 		{[]v1alpha1.GPUNode{divided, unlimited}, Request{Devices: 1}, ""},
 		{[]v1alpha1.GPUNode{unlimited}, Request{Devices: 1, Memory: 20 * gib}, "no node has 20480 MiB left on 1 GPU: node-4 has 14336 MiB at most"},

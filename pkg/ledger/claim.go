@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"sync"
 	"time"
@@ -154,6 +155,7 @@ func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflict *Confli
 		return nil, Reservation{}, err
 	}
 	holder := Holder{KindClaim, r.UID}
+	r.Shares = l.sharesOf(holder, r)
 	// Drain first: two claims may each wait for a device that the other had under an earlier allocation.
 	if err := l.drainExcept(holder, r.Devices); err != nil {
 		return nil, Reservation{}, err
@@ -202,6 +204,19 @@ func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflict *Confli
 	}
 	l.clearConflict(r.UID)
 	return nil, reservation, nil
+}
+
+// sharesOf returns the shares of the request. A claim that has a device already keeps its share of it, also where the sharing policy has
+// another whole now.
+func (l *Ledger) sharesOf(holder Holder, r ClaimRequest) map[device.Ref]device.Share {
+	shares := maps.Clone(r.Shares)
+	for ref, share := range shares {
+		h, known := l.holds[key{holder, ref}]
+		if known && h.State != StateDraining && h.Share.Whole() == share.Whole() && h.Share.Bytes == share.Bytes && h.Share.Count == share.Count {
+			shares[ref] = h.Share
+		}
+	}
+	return shares
 }
 
 // confirm makes an existing hold of the claim held, with a new generation.

@@ -541,6 +541,10 @@ func (p *Policy) Join(ctx context.Context, claim Claim, d device.Device, share d
 	if err == nil && daemon != "" {
 		err = p.admit(claim, d.Ref())
 	}
+	if err == nil && daemon != "" && share.Bytes == 0 {
+		// It was allocated under a policy without MPS, and would have no limit.
+		err = errors.New("the GPU is shared by MPS now, and the claim has a share without memory: delete its pod, so that it is allocated again")
+	}
 	if err == nil && daemon != "" {
 		var client string
 		client, err = p.manager.connect(ctx, claim, daemon, p.manager.policyLimit(d.GPU.UUID, share))

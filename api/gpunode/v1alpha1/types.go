@@ -138,8 +138,12 @@ type AllocatedShare struct {
 	// +kubebuilder:validation:MaxLength=128
 	Device string `json:"device"`
 	// Memory in bytes (consumed capacity "memory"). It may be 0.
+	//
+	// +kubebuilder:validation:Minimum=0
 	Memory int64 `json:"memory"`
 	// Shares is the number of equal shares (consumed capacity "shares"); absent if the device has none.
+	//
+	// +kubebuilder:validation:Minimum=0
 	Shares int64 `json:"shares,omitempty"`
 }
 
@@ -309,14 +313,22 @@ type DeviceSharing struct {
 	// get the whole device.
 	Claims ClaimSharing `json:"claims,omitempty"`
 	// Memory of the device in bytes, which all shares together cannot exceed.
+	//
+	// +kubebuilder:validation:Minimum=0
 	Memory int64 `json:"memory"`
 	// Shares is the number of equal shares, if claims share the device by them.
+	//
+	// +kubebuilder:validation:Minimum=0
 	Shares int64 `json:"shares,omitempty"`
 	// Replicas that the extended resource offers of the device; absent if it offers the whole device.
 	Replicas int32 `json:"replicas,omitempty"`
 	// ReplicaMemory is the memory of each replica in bytes; absent if a replica is one or more equal shares.
+	//
+	// +kubebuilder:validation:Minimum=0
 	ReplicaMemory int64 `json:"replicaMemory,omitempty"`
 	// ReplicaShares is the number of equal shares of each replica.
+	//
+	// +kubebuilder:validation:Minimum=0
 	ReplicaShares int64 `json:"replicaShares,omitempty"`
 	// Allocatable is how many replicas kubelet's device manager reports as allocatable.
 	Allocatable int32 `json:"allocatable,omitempty"`
@@ -371,8 +383,12 @@ type DeviceHolder struct {
 	// Shared is set if the holder has a share of the device; absent for the whole device.
 	Shared bool `json:"shared,omitempty"`
 	// Memory of the holder's share in bytes; absent for the whole device, and for a share without memory of its own.
+	//
+	// +kubebuilder:validation:Minimum=0
 	Memory int64 `json:"memory,omitempty"`
 	// Shares is the number of equal shares that the holder has.
+	//
+	// +kubebuilder:validation:Minimum=0
 	Shares int64 `json:"shares,omitempty"`
 	// UID of the claim; empty for a pod.
 	//
