@@ -21,11 +21,11 @@ const module = "github.com/tandem-gpu/tandem"
 // layers are the product's packages from the bottom up. A package imports only packages of lower layers. The two front-ends
 // share a layer, so they do not import each other.
 var layers = [][]string{
-	{"pkg/device", "internal/version", "internal/records", "internal/driverroot", "internal/broadcast", "internal/keylock", "internal/filewatch", "internal/owner", "api"},
+	{"pkg/device", "internal/version", "internal/records", "internal/driverroot", "internal/broadcast", "internal/keylock", "internal/filewatch", "internal/owner", "api", "deployments/helm"},
 	{"pkg/availability", "pkg/mig", "pkg/mps", "pkg/nodelabels", "internal/capacity", "internal/config", "internal/status"},
 	{"pkg/ledger", "pkg/cdi", "pkg/partition"},
 	{"pkg/podstate", "pkg/health", "pkg/webhook", "pkg/sharing", "pkg/handover", "pkg/explain"},
-	{"pkg/reconcile", "pkg/driver", "pkg/legacy", "pkg/gpunode", "pkg/controller"},
+	{"pkg/reconcile", "pkg/driver", "pkg/legacy", "pkg/gpunode", "pkg/controller", "pkg/migrate"},
 	{"pkg/nvml"},
 	{"simulated"},
 	{"cmd"},
@@ -41,7 +41,7 @@ var doors = []struct {
 	{"github.com/NVIDIA/", []string{"pkg/nvml", "simulated", "test/dropin"}, "pkg/nvml is the one door to the NVIDIA driver", false},
 	{module + "/pkg/nvml", []string{"pkg/nvml", "simulated/simnode", "cmd", "hack", "test"}, "front-ends declare the small interface they need", false},
 	{module + "/simulated", []string{"simulated", "cmd", "hack", "test"}, "only commands, tools and tests use the simulated hardware", true},
-	{"k8s.io/", []string{"api", "pkg/driver", "pkg/legacy", "pkg/podstate", "pkg/health", "pkg/reconcile", "pkg/gpunode", "pkg/controller", "pkg/explain", "pkg/webhook", "pkg/nvml", "simulated", "pkg/cdi", "pkg/ledger", "pkg/mps", "pkg/sharing", "pkg/handover", "pkg/nodelabels", "internal", "cmd", "hack", "test", "deployments"},
+	{"k8s.io/", []string{"api", "pkg/driver", "pkg/legacy", "pkg/podstate", "pkg/health", "pkg/reconcile", "pkg/gpunode", "pkg/controller", "pkg/explain", "pkg/migrate", "pkg/webhook", "pkg/nvml", "simulated", "pkg/cdi", "pkg/ledger", "pkg/mps", "pkg/sharing", "pkg/handover", "pkg/nodelabels", "internal", "cmd", "hack", "test", "deployments"},
 		"pkg/device and pkg/mig are values over the standard library", false},
 	{module + "/hack", []string{"hack", "test"}, "hack is a module of its own: the product's go.mod lists what the product needs", false},
 	{module + "/test", []string{"test", "hack"}, "test is a module of its own: the product's go.mod lists what the product needs", false},

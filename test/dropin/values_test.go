@@ -183,7 +183,7 @@ func TestValuesOfNVIDIAsCharts(t *testing.T) {
 func TestKeysOfNVIDIAsCharts(t *testing.T) {
 	for text, does := range map[string]func(appsv1.DaemonSet, config.Config) bool{
 		"{compatWithCPUManager: true}": func(_ appsv1.DaemonSet, c config.Config) bool { return c.PassDeviceSpecs },
-		"{failOnInitError: false}":     func(_ appsv1.DaemonSet, c config.Config) bool { return len(c.Unused) == 1 },
+		"{failOnInitError: false}":     func(_ appsv1.DaemonSet, c config.Config) bool { return len(c.Unused) == 0 },
 		"{deviceListStrategy: envvar}": func(_ appsv1.DaemonSet, c config.Config) bool {
 			return slices.Equal(c.DeviceListStrategies, []string{"envvar"})
 		},
@@ -301,7 +301,7 @@ func TestNotesNameKeysWithoutEffect(t *testing.T) {
 		t.Errorf("notes %s", text)
 	}
 	text := notes("testdata/dra-driver.values.yaml")
-	for _, want := range []string{heading, "resources.computeDomains (enabled, imex): Tandem has no ComputeDomains", "controller (containers, leaderElection, metrics, networkPolicy,"} {
+	for _, want := range []string{heading, "resources.computeDomains (enabled, imex): Tandem has no ComputeDomains", "controller (containers, leaderElection, metrics, networkPolicy,", "kubeletPlugin.containers (computeDomains, init): the agent has one container"} {
 		if !strings.Contains(text, want) {
 			t.Errorf("%s is missing in %s", want, text)
 		}

@@ -1,47 +1,49 @@
 {{/*
 Keys of NVIDIA's charts (nvidia-device-plugin 0.19.3, dra-driver-nvidia-gpu) that work here under their own names.
-"tandem.nvidia" moves them to this chart's keys. A template that uses one of these keys includes it first. It may run several times.
+files/nvidia-keys.yaml lists them. "tandem.nvidia" moves them to this chart's keys. A template that uses one of these keys includes it first. It may run several times.
 */}}
 {{- define "tandem.nvidia" -}}
 {{- $v := .Values -}}
-{{- $plugin := default dict $v.kubeletPlugin -}}
-{{- $gpus := dig "containers" "gpus" dict $plugin -}}
-{{- $hook := dig "nvidiaHookPath" "" (default dict $v.cdi) -}}
-{{- $selector := dict -}}
-{{- if $plugin.nodeSelector -}}
-{{- $selector = merge (deepCopy $plugin.nodeSelector) (dict "kubernetes.io/os" "linux") -}}
+{{- range (include "tandem.nvidia.keys" . | fromYaml).moved -}}
+{{- $value := include "tandem.nvidia.at" (list $v .key) | fromJson | values | first -}}
+{{- if and $value (not (and .real $v.simulated.profile)) -}}
+{{- with .add -}}
+{{- $value = merge (deepCopy $value) . -}}
 {{- end -}}
-{{- if not $v.simulated.profile -}}
-{{- include "tandem.alias" (list $v "driverRoot" "auto" "nvidiaDriverRoot" $v.nvidiaDriverRoot) -}}
-{{- include "tandem.alias" (list $v "devRoot" "auto" "nvidiaDevRoot" $v.nvidiaDevRoot) -}}
+{{- if .parent -}}
+{{- if ne (base $value) .parent -}}
+{{- fail (printf "%s is %s, which does not end in /%s, so %s cannot be derived from it. Set %s to kubelet's root directory instead" .key $value .parent .to .to) -}}
 {{- end -}}
-{{- include "tandem.alias" (list $v "cdiHook" "install" "cdi.nvidiaHookPath" $hook) -}}
-{{- include "tandem.alias" (list $v "cdiHook" "install" "nvidiaCDIHookPath" $v.nvidiaCDIHookPath) -}}
-{{- include "tandem.alias" (list $v "priorityClassName" "system-node-critical" "kubeletPlugin.priorityClassName" $plugin.priorityClassName) -}}
-{{- include "tandem.alias" (list $v "nodeSelector" (dict "kubernetes.io/os" "linux") "kubeletPlugin.nodeSelector" $selector) -}}
-{{- include "tandem.alias" (list $v "affinity" dict "kubeletPlugin.affinity" $plugin.affinity) -}}
-{{- include "tandem.alias" (list $v "tolerations" (list (dict "operator" "Exists")) "kubeletPlugin.tolerations" $plugin.tolerations) -}}
-{{- include "tandem.alias" (list $v "podAnnotations" dict "kubeletPlugin.podAnnotations" $plugin.podAnnotations) -}}
-{{- include "tandem.alias" (list $v "extraEnv" list "kubeletPlugin.containers.gpus.env" $gpus.env) -}}
-{{- if not $v.updateStrategy -}}
-{{- $_ := set $v "updateStrategy" dict -}}
+{{- $value = dir $value -}}
 {{- end -}}
-{{- if not $v.resources -}}
-{{- $_ := set $v "resources" dict -}}
+{{- $map := $v -}}
+{{- range splitList "." .to | initial -}}
+{{- if not (get $map .) -}}
+{{- $_ := set $map . dict -}}
 {{- end -}}
-{{- $most := dig "rollingUpdate" "maxUnavailable" "" $v.updateStrategy -}}
-{{- include "tandem.alias" (list $v.updateStrategy "updateStrategy.maxUnavailable" "10%" "updateStrategy.rollingUpdate.maxUnavailable" $most) -}}
-{{- $most = dig "updateStrategy" "rollingUpdate" "maxUnavailable" "" $plugin -}}
-{{- include "tandem.alias" (list $v.updateStrategy "updateStrategy.maxUnavailable" "10%" "kubeletPlugin.updateStrategy.rollingUpdate.maxUnavailable" $most) -}}
-{{- $asked := default dict $gpus.resources -}}
-{{- include "tandem.alias" (list $v.resources "resources.requests" (dict "cpu" "10m" "memory" "64Mi") "kubeletPlugin.containers.gpus.resources.requests" $asked.requests) -}}
-{{- include "tandem.alias" (list $v.resources "resources.limits" (dict "memory" "256Mi") "kubeletPlugin.containers.gpus.resources.limits" $asked.limits) -}}
-{{- with $plugin.kubeletPluginsDirectoryPath -}}
-{{- if ne (base .) "plugins" -}}
-{{- fail (printf "kubeletPlugin.kubeletPluginsDirectoryPath is %s, which does not end in /plugins, so kubeletDir cannot be derived from it. Set kubeletDir to kubelet's root directory instead" .) -}}
+{{- $map = get $map . -}}
 {{- end -}}
-{{- include "tandem.alias" (list $v "kubeletDir" "/var/lib/kubelet" "kubeletPlugin.kubeletPluginsDirectoryPath" (dir .)) -}}
+{{- include "tandem.alias" (list $map .to .default .key $value) -}}
 {{- end -}}
+{{- end -}}
+{{- range list "updateStrategy" "resources" -}}
+{{- if not (get $v .) -}}
+{{- $_ := set $v . dict -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{- define "tandem.nvidia.keys" -}}
+{{- .Files.Get "files/nvidia-keys.yaml" -}}
+{{- end }}
+
+{{/* The value at a path, as the only value of a JSON object. It is null if a key of the path is missing. */}}
+{{- define "tandem.nvidia.at" -}}
+{{- $value := index . 0 -}}
+{{- range splitList "." (index . 1) -}}
+{{- $value = kindIs "map" $value | ternary (get (kindIs "map" $value | ternary $value dict) .) nil -}}
+{{- end -}}
+{{- dict "value" $value | toJson -}}
 {{- end }}
 
 {{/* Sets the key at the end of a path, in its map, to the value that an alias of it has, unless that is empty. Both set to different values are an error. */}}
@@ -68,19 +70,17 @@ Keys of NVIDIA's charts (nvidia-device-plugin 0.19.3, dra-driver-nvidia-gpu) tha
 {{- range $v.extraEnv -}}
 {{- $others = append $others .name -}}
 {{- end -}}
-{{- range list
-  (list "PASS_DEVICE_SPECS" $v.compatWithCPUManager) (list "FAIL_ON_INIT_ERROR" $v.failOnInitError)
-  (list "DEVICE_LIST_STRATEGY" $v.deviceListStrategy) (list "DEVICE_ID_STRATEGY" $v.deviceIDStrategy)
-  (list "GDRCOPY_ENABLED" $v.gdrcopyEnabled) (list "GDS_ENABLED" $v.gdsEnabled) (list "MOFED_ENABLED" $v.mofedEnabled)
-  (list "DEVICE_DISCOVERY_STRATEGY" $v.deviceDiscoveryStrategy) (list "CDI_FEATURE_FLAGS" (dig "featureFlags" nil (default dict $v.cdi)))
-  (list "GFD_NO_TIMESTAMP" (dig "noTimestamp" nil (default dict $v.gfd))) (list "GFD_SLEEP_INTERVAL" (dig "sleepInterval" nil (default dict $v.gfd)))
-  (list "MODE" (include "tandem.nvidia.mode" $)) }}
-{{- $value := index . 1 -}}
+{{- $variables := append (include "tandem.nvidia.keys" . | fromYaml).variables (dict "name" "MODE") -}}
+{{- range $variables }}
+{{- $value := include "tandem.nvidia.mode" $ -}}
+{{- with .key -}}
+{{- $value = include "tandem.nvidia.at" (list $v .) | fromJson | values | first -}}
+{{- end -}}
 {{- if kindIs "slice" $value -}}
 {{- $value = join "," $value -}}
 {{- end -}}
-{{- if not (or (kindIs "invalid" $value) (eq (toString $value) "") (has (index . 0) $others)) }}
-- name: {{ index . 0 }}
+{{- if not (or (kindIs "invalid" $value) (eq (toString $value) "") (has .name $others)) }}
+- name: {{ .name }}
   value: {{ toString $value | quote }}
 {{- end -}}
 {{- end -}}
@@ -136,30 +136,19 @@ Keys of NVIDIA's charts (nvidia-device-plugin 0.19.3, dra-driver-nvidia-gpu) tha
 {{/* The keys of NVIDIA's charts that are set and change nothing here, one a line. */}}
 {{- define "tandem.nvidia.unused" -}}
 {{- $v := .Values -}}
-{{- $webhook := omit $v.webhook "enabled" "port" -}}
-{{- $controller := pick $v.controller "leaderElection" "metrics" "podAnnotations" "podSecurityContext" "containers" "networkPolicy" -}}
-{{- $plugin := pick (default dict $v.kubeletPlugin) "metrics" "podSecurityContext" "networkPolicy" "kubeletRegistrarDirectoryPath" -}}
-{{- range $name, $container := dig "containers" dict (default dict $v.kubeletPlugin) -}}
-{{- range $key := keys $container | sortAlpha -}}
-{{- if not (and (eq $name "gpus") (has $key (list "env" "resources"))) -}}
-{{- $_ := set $plugin (printf "containers.%s.%s" $name $key) true -}}
+{{- range (include "tandem.nvidia.keys" . | fromYaml).unused }}
+{{- $value := include "tandem.nvidia.at" (list $v .key) | fromJson | values | first -}}
+{{- if .keys -}}
+{{- $all := default dict $value -}}
+{{- $value = dict -}}
+{{- range .keys -}}
+{{- if hasKey $all . -}}
+{{- $_ := set $value . (get $all .) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
-{{- range list
-  (list "gfd" (omit (default dict $v.gfd) "enabled" "noTimestamp" "sleepInterval") "the agent writes the labels, so there is no DaemonSet for them")
-  (list "failOnInitError" $v.failOnInitError "the agent waits for the driver") (list "allowDefaultNamespace" $v.allowDefaultNamespace "every namespace is allowed")
-  (list "gpuResourcesEnabledOverride" $v.gpuResourcesEnabledOverride "Tandem serves claims for GPUs even if NVIDIA's driver serves ComputeDomains")
-  (list "selectorLabelsOverride" $v.selectorLabelsOverride "") (list "podSecurityContext" $v.podSecurityContext "the value access determines it")
-  (list "securityContext" $v.securityContext "the value access determines it") (list "nfd" $v.nfd "this chart does not install Node Feature Discovery")
-  (list "mps.root" $v.mps.root "MPS daemons keep their files below runDir") (list "mps.enableHostPID" $v.mps.enableHostPID "MPS daemons always use the host's PID namespace")
-  (list "mps.enableHostNetwork" $v.mps.enableHostNetwork "MPS daemons need no network") (list "devicePlugin.enableHostNetwork" (dig "enableHostNetwork" nil (default dict $v.devicePlugin)) "the agent needs no host network")
-  (list "resources.computeDomains" (dig "computeDomains" nil (default dict $v.resources)) "Tandem has no ComputeDomains; NVIDIA's driver can serve them beside it")
-  (list "resourceApiVersion" $v.resourceApiVersion "it is resource.k8s.io/v1") (list "featureGates" $v.featureGates "the configuration turns features on for each GPU") (list "altProcDevices" $v.altProcDevices "only ComputeDomains use it")
-  (list "webhook" $webhook "the controller serves the webhook and makes its certificates") (list "controller" $controller "Tandem's controller always elects a leader, and serves metrics on metrics.port")
-  (list "kubeletPlugin" $plugin "the agent serves metrics.port") }}
-{{- if index . 1 }}
-  {{ index . 0 }}{{ if kindIs "map" (index . 1) }} ({{ keys (index . 1) | sortAlpha | join ", " }}){{ end }}{{ with index . 2 }}: {{ . }}{{ end }}
+{{- if $value }}
+  {{ .key }}{{ if kindIs "map" $value }} ({{ keys $value | sortAlpha | join ", " }}){{ end }}: {{ .why }}
 {{- end -}}
 {{- end -}}
 {{- end }}
