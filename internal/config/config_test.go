@@ -399,3 +399,24 @@ func TestCheckDirectories(t *testing.T) {
 		}
 	}
 }
+
+// TestCheckFile: the text of a file alone is validated as by an agent.
+func TestCheckFile(t *testing.T) {
+	for _, test := range []struct{ text, unknownKeys, unused, wrong string }{
+		{"", UnknownKeysError, "", ""},
+		{"flags: {mpsRoot: /a, failOnInitError: true}", UnknownKeysError, "flags.failOnInitError: the agent waits for the driver and its GPUs; flags.mpsRoot: MPS daemons keep their files below --run-dir", ""},
+		{"imex: {required: true}", UnknownKeysError, "imex.required: imex.channelIDs names no channel", ""},
+		{"flags: {old: 1}", UnknownKeysError, "", `unknown field "flags.old"`},
+		{"flags: {old: 1}", UnknownKeysWarn, `unknown field "flags.old"`, ""},
+		{"flags: {migStrategy: both}", UnknownKeysWarn, "", "unknown MIG strategy: both"},
+		{"tandem: {mode: Split}", UnknownKeysError, "", "tandem.devices: is required by mode Split"},
+	} {
+		unused, err := CheckFile([]byte(test.text), test.unknownKeys)
+		if test.wrong == "" && err != nil || test.wrong != "" && (err == nil || !strings.Contains(err.Error(), test.wrong)) {
+			t.Errorf("%s: error %v, want %q", test.text, err, test.wrong)
+		}
+		if got := strings.Join(unused, "; "); err == nil && got != test.unused {
+			t.Errorf("%s: unused %q, want %q", test.text, got, test.unused)
+		}
+	}
+}

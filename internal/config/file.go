@@ -193,6 +193,21 @@ func (c *Config) parseFile(data []byte) error {
 	return errors.Join(c.setSharing(f.Sharing), c.setStrategies(plugin.DeviceListStrategy))
 }
 
+// CheckFile validates the text of a configuration file, as an agent does that has no other settings. unused are the keys without effect,
+// with the reasons, sorted. unknownKeys is UnknownKeysError or UnknownKeysWarn.
+func CheckFile(text []byte, unknownKeys string) (unused []string, err error) {
+	c := Defaults()
+	c.UnknownKeys, c.NodeName = unknownKeys, "node"
+	if len(bytes.TrimSpace(text)) > 0 {
+		if err := c.parseFile(text); err != nil {
+			return nil, err
+		}
+	}
+	l := loader{lookupEnv: func(string) (string, bool) { return "", false }, into: &c, check: c.validate}
+	err = l.finish()
+	return c.Unused, err
+}
+
 // moreThanOne reports whether there is a second YAML document that is not empty, which the parser would ignore.
 func moreThanOne(data []byte) bool {
 	documents := 0
