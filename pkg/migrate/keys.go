@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package migrate
+
+import (
+	"fmt"
+	"maps"
+	"reflect"
+	"slices"
+	"strings"
+	"sync"
+
+	"sigs.k8s.io/yaml"
+
+	"github.com/tandem-gpu/tandem/deployments/helm"
+)
+
+// row is a row of the chart's files/nvidia-keys.yaml, which explains its fields.
+type row struct {
+	Key     string         `json:"key"`
+	Keys    []string       `json:"keys"`
+	To      string         `json:"to"`
+	Default any            `json:"default"`
+	Add     map[string]any `json:"add"`
+	Parent  string         `json:"parent"`
+	Only    []any          `json:"only"`
+	Why     string         `json:"why"`
+	Note    string         `json:"note"`
+	// does is the list that the row is in.
+	does effect
+}
+
+type effect int
+
+const (
+	kept effect = iota
+	moved
+	unused
+	refused
+	own
+)
+
+// table has the rows by path, and the values of the chart without any key set.
+type table struct {
+	rows     map[string]row
+	defaults map[string]any
+}
+
+// theTable reads the chart's files, which are parts of the program.
+var theTable = sync.OnceValues(func() (table, error) {
+	var lists struct{ Moved, Variables, Unused, Refused, Own, Same []row }
+	if err := yaml.Unmarshal(helm.NVIDIAKeys, &lists); err != nil {
+		return table{}, fmt.Errorf("read nvidia-keys.yaml of the chart: %w", err)
+	}
+	t := table{rows: map[string]row{}}
+	if err := yaml.Unmarshal(helm.Values, &t.defaults); err != nil {
+		return table{}, fmt.Errorf("read values.yaml of the chart: %w", err)
+	}
+	for _, list := range []struct {
+		rows []row
+		does effect
+	}{{lists.Moved, moved}, {lists.Variables, kept}, {lists.Unused, unused}, {lists.Refused, refused}, {lists.Own, own}, {lists.Same, kept}} {
+		for _, r := range list.rows {
+			r.does = list.does
+			paths := []string{r.Key}
+			if len(r.Keys) > 0 {
+				paths = nil
+			}
+			for _, key := range r.Keys {
+				paths = append(paths, r.Key+"."+key)
+			}
+			for _, path := range paths {
+				if _, twice := t.rows[path]; twice {
+					return table{}, fmt.Errorf("nvidia-keys.yaml of the chart: %s is listed twice", path)
+				}
+				t.rows[path] = r
+			}
+		}
+	}
+	return t, nil
+})
+
+// below reports whether a key below path has a row of its own.
+func (t table) below(path string) bool {
+	for key := range t.rows {
+		if strings.HasPrefix(key, path+".") || path == "" {
+			return true
+		}
+	}
+	return false
+}
+
+// visit calls do for each key of values that has a row, or a row above it, and unknown for each other key. The order is by name.
+func (t table) visit(values map[string]any, do func(path string, r row, value any), unknown func(path string, value any)) {
+	var walk func(path string, above *row, value any)
+	walk = func(path string, above *row, value any) {
+		if r, ok := t.rows[path]; ok {
+			above = &r
+		}
+		if inside, isMap := value.(map[string]any); isMap && t.below(path) {
+			for _, key := range slices.Sorted(maps.Keys(inside)) {
+				walk(strings.TrimPrefix(path+"."+key, "."), above, inside[key])
+			}
+			return
+		}
+		switch {
+		case above != nil:
+			do(path, *above, value)
+		case !t.below(path) || !isEmpty(value):
+			unknown(path, value)
+		}
+	}
+	walk("", nil, values)
+}
+
+// at returns the value at a path; nil if there is none.
+func at(values map[string]any, path string) any {
+	var value any = values
+	for key := range strings.SplitSeq(path, ".") {
+		inside, _ := value.(map[string]any)
+		value = inside[key]
+	}
+	return value
+}
+
+// put sets the value at a path.
+func put(values map[string]any, path string, value any) {
+	keys := strings.Split(path, ".")
+	for _, key := range keys[:len(keys)-1] {
+		inside, ok := values[key].(map[string]any)
+		if !ok {
+			inside = map[string]any{}
+			values[key] = inside
+		}
+		values = inside
+	}
+	values[keys[len(keys)-1]] = value
+}
+
+// isEmpty reports whether a value sets nothing: it is null, false, zero, or has only such values.
+func isEmpty(value any) bool {
+	switch v := value.(type) {
+	case nil:
+		return true
+	case map[string]any:
+		for _, inside := range v {
+			if !isEmpty(inside) {
+				return false
+			}
+		}
+		return true
+	case []any:
+		return len(v) == 0
+	}
+	return reflect.ValueOf(value).IsZero()
+}
+
+// isUnset reports whether the chart's templates take a value for not set. False and 0 are set.
+func isUnset(value any) bool {
+	switch v := value.(type) {
+	case nil:
+		return true
+	case string:
+		return v == ""
+	case map[string]any:
+		return len(v) == 0
+	case []any:
+		return len(v) == 0
+	}
+	return false
+}

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package migrate
+
+import (
+	"bytes"
+	"compress/gzip"
+	"context"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	kjson "sigs.k8s.io/json"
+)
+
+// releaseType is the type of the Secrets in which Helm 3 keeps releases (helm, pkg/storage/driver/secrets.go).
+const releaseType = "helm.sh/release.v1"
+
+// largestRelease bounds what a Secret, of at most 1 MiB, may decompress to.
+const largestRelease = 64 << 20
+
+// chartKinds are the names of NVIDIA's charts.
+var chartKinds = map[string]Kind{
+	"nvidia-device-plugin": DevicePlugin, "dra-driver-nvidia-gpu": DRADriver, "nvidia-dra-driver-gpu": DRADriver, "gpu-operator": Operator,
+}
+
+// ReadReleases returns the values of the deployed Helm releases of NVIDIA's charts in all namespaces, with the ConfigMaps that they name.
+// It returns what it could read together with errors about the rest.
+func ReadReleases(ctx context.Context, client kubernetes.Interface) ([]Source, error) {
+	list, err := client.CoreV1().Secrets(metav1.NamespaceAll).List(ctx, metav1.ListOptions{
+		LabelSelector: "owner=helm,status=deployed", FieldSelector: "type=" + releaseType,
+	})
+	if err != nil {
+		return nil, fmt.Errorf("list Secrets of Helm releases: %w", err)
+	}
+	var sources []Source
+	var errs []error
+	for _, secret := range list.Items {
+		source, ok, err := releaseSource(secret)
+		if err != nil {
+			errs = append(errs, fmt.Errorf("read Secret %s/%s: %w", secret.Namespace, secret.Name, err))
+		}
+		if !ok {
+			continue
+		}
+		sources = append(sources, source)
+		name, _ := at(source.Values, "config.name").(string)
+		if name == "" {
+			continue
+		}
+		configMap, err := client.CoreV1().ConfigMaps(secret.Namespace).Get(ctx, name, metav1.GetOptions{})
+		if err != nil {
+			errs = append(errs, fmt.Errorf("get ConfigMap %s/%s: %w", secret.Namespace, name, err))
+			continue
+		}
+		data := map[string]any{}
+		for name, text := range configMap.Data {
+			data[name] = text
+		}
+		sources = append(sources, Source{
+			Name: fmt.Sprintf("ConfigMap %s/%s", secret.Namespace, name), Kind: Configuration, configMap: name,
+			Values: map[string]any{"config": map[string]any{"map": data}},
+		})
+	}
+	return sources, errors.Join(errs...)
+}
+
+// releaseSource decodes a Secret. ok is false if it is not of a chart of NVIDIA's.
+func releaseSource(secret corev1.Secret) (source Source, ok bool, err error) {
+	compressed, err := base64.StdEncoding.DecodeString(string(secret.Data["release"]))
+	if err != nil {
+		return Source{}, false, fmt.Errorf("decode release: %w", err)
+	}
+	reader, err := gzip.NewReader(bytes.NewReader(compressed))
+	if err != nil {
+		return Source{}, false, fmt.Errorf("decompress release: %w", err)
+	}
+	text, err := io.ReadAll(io.LimitReader(reader, largestRelease))
+	if err != nil {
+		return Source{}, false, fmt.Errorf("decompress release: %w", err)
+	}
+	var release struct {
+		Name  string `json:"name"`
+		Chart struct {
+			Metadata struct {
+				Name string `json:"name"`
+			} `json:"metadata"`
+			Values map[string]any `json:"values"`
+		} `json:"chart"`
+		Config map[string]any `json:"config"`
+	}
+	if err := kjson.UnmarshalCaseSensitivePreserveInts(text, &release); err != nil {
+		return Source{}, false, fmt.Errorf("parse release: %w", err)
+	}
+	kind, ok := chartKinds[release.Chart.Metadata.Name]
+	if !ok {
+		return Source{}, false, nil
+	}
+	source = Source{
+		Name: fmt.Sprintf("release %s/%s", secret.Namespace, release.Name), Kind: kind,
+		Values: overlay(release.Chart.Values, release.Config), Chosen: release.Config,
+	}
+	if source.Chosen == nil {
+		source.Chosen = map[string]any{}
+	}
+	if kind == Operator {
+		source = operatorSource(source.Name, source.Values)
+	}
+	return source, true, nil
+}
+
+// overlay returns values with those that a user set, as Helm merges them: maps by key, and null removes a key.
+func overlay(values, set map[string]any) map[string]any {
+	merged := maps.Clone(values)
+	if merged == nil {
+		merged = map[string]any{}
+	}
+	for _, key := range slices.Sorted(maps.Keys(set)) {
+		value := set[key]
+		inside, isMap := value.(map[string]any)
+		below, wasMap := merged[key].(map[string]any)
+		switch {
+		case value == nil:
+			delete(merged, key)
+		case isMap && wasMap:
+			merged[key] = overlay(below, inside)
+		default:
+			merged[key] = value
+		}
+	}
+	return merged
+}

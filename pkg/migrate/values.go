@@ -1,0 +1,405 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package migrate moves a cluster from NVIDIA's device plugin and DRA driver to Tandem and back. Translate turns NVIDIA's configuration
+// into values of Tandem's chart. Nodes moves nodes, one after the other, while their pods run.
+package migrate
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"path"
+	"reflect"
+	"slices"
+	"strings"
+
+	"sigs.k8s.io/yaml"
+
+	"github.com/tandem-gpu/tandem/internal/config"
+)
+
+// Result is a translation.
+type Result struct {
+	// From names the sources.
+	From []string
+	// Values are for Tandem's chart. They have no image.
+	Values map[string]any
+	// Changes are differences in behaviour, and Lost are keys without effect or equivalent. Each is a line "key: what or why". They are
+	// sorted.
+	Changes, Lost []string
+}
+
+// YAML returns a values file, with the changes and losses as comments.
+func (r Result) YAML() ([]byte, error) {
+	values, err := yaml.Marshal(r.Values)
+	if err != nil {
+		return nil, fmt.Errorf("write values: %w", err)
+	}
+	var out bytes.Buffer
+	fmt.Fprintf(&out, "# Values of Tandem's chart, from %s. Set image.repository as well.\n", strings.Join(r.From, ", "))
+	for _, part := range []struct {
+		title string
+		lines []string
+	}{{"What changes:", r.Changes}, {"What is lost:", r.Lost}} {
+		if len(part.lines) == 0 {
+			part.lines = []string{"nothing"}
+		}
+		fmt.Fprintf(&out, "#\n# %s\n", part.title)
+		for _, line := range part.lines {
+			fmt.Fprintf(&out, "#   %s\n", strings.ReplaceAll(line, "\n", " "))
+		}
+	}
+	out.Write(values)
+	return out.Bytes(), nil
+}
+
+// Translate returns the values with which Tandem's chart does what the sources do, as far as it can. It is pure. An error means that the
+// sources contradict themselves, or that Tandem's agents would refuse a configuration.
+func Translate(sources ...Source) (Result, error) {
+	t, err := theTable()
+	if err != nil {
+		return Result{}, err
+	}
+	result := Result{Values: map[string]any{}}
+	for _, s := range sources {
+		one := translation{table: t, source: s, out: map[string]any{}}
+		if err := one.run(); err != nil {
+			return Result{}, fmt.Errorf("%s: %w", s.Name, err)
+		}
+		result.From = append(result.From, fmt.Sprintf("%s (%s)", s.Name, s.Kind))
+		result.Changes, result.Lost = append(result.Changes, one.changes...), append(result.Lost, one.lost...)
+		result.Changes = append(result.Changes, merge(result.Values, one.out, s, "")...)
+	}
+	if err := result.settleMap(); err != nil {
+		return Result{}, err
+	}
+	result.compareDefaults(sources)
+	for _, lines := range []*[]string{&result.Changes, &result.Lost} {
+		slices.Sort(*lines)
+		*lines = slices.Compact(*lines)
+	}
+	return result, nil
+}
+
+// merge adds values to others, which stay where both have a key. Differences that stay are returned.
+func merge(into, values map[string]any, from Source, above string) (changes []string) {
+	for _, key := range slices.Sorted(maps.Keys(values)) {
+		at, value := above+key, values[key]
+		old, ok := into[key]
+		inside, isMap := value.(map[string]any)
+		oldInside, wasMap := old.(map[string]any)
+		switch {
+		case !ok:
+			into[key] = value
+		case isMap && wasMap && at != "affinity" && at != "nodeSelector":
+			changes = append(changes, merge(oldInside, inside, from, at+".")...)
+		case !reflect.DeepEqual(old, value):
+			changes = append(changes, fmt.Sprintf("%s: %s has %s, which is not used: an earlier source sets it to %s", at, from.Name, brief(value), brief(old)))
+		}
+	}
+	return changes
+}
+
+func brief(value any) string {
+	text, err := json.Marshal(value)
+	if err != nil {
+		return fmt.Sprint(value)
+	}
+	return string(text)
+}
+
+// settleMap removes what contradicts a ConfigMap's configurations, and makes sure that a node without a label has one.
+func (r *Result) settleMap() error {
+	settings, _ := r.Values["config"].(map[string]any)
+	configs, _ := settings["map"].(map[string]any)
+	if name, ok := settings["name"]; ok {
+		if len(configs) > 0 {
+			delete(settings, "name") // the ConfigMap was read
+		} else {
+			r.Changes = append(r.Changes, fmt.Sprintf("config.name: the ConfigMap %v must exist in Tandem's namespace; pass its manifest to migrate to check its configurations", name))
+		}
+	}
+	if name, ok := settings["default"]; len(configs) == 0 || ok {
+		if _, found := configs[fmt.Sprint(name)]; ok && !found && len(configs) > 0 {
+			return fmt.Errorf("config.default: no such configuration: %v (only %s)", name, strings.Join(slices.Sorted(maps.Keys(configs)), ", "))
+		}
+		return nil
+	}
+	strategies, ok := settings["fallbackStrategies"].([]any)
+	if !ok {
+		strategies = []any{"named", "single"}
+	}
+	_, hasDefault := configs["default"]
+	if slices.Contains(strategies, any("empty")) || slices.Contains(strategies, any("named")) && hasDefault || slices.Contains(strategies, any("single")) && len(configs) == 1 {
+		return nil
+	}
+	settings["fallbackStrategies"] = append(slices.Clone(strategies), "empty")
+	r.Changes = append(r.Changes, "config.fallbackStrategies: empty is added. No configuration is for nodes without the label "+config.ConfigLabel+
+		": NVIDIA's plugin does not start there, Tandem has its defaults")
+	return nil
+}
+
+// translation of one source.
+type translation struct {
+	table
+	source        Source
+	out           map[string]any
+	changes, lost []string
+	errs          []error
+}
+
+func (t *translation) run() error {
+	t.lost = t.source.lost
+	var moves []func()
+	t.visit(t.source.Values, func(path string, r row, value any) {
+		switch r.does {
+		case kept:
+			t.keep(path, r, value)
+		case moved:
+			moves = append(moves, func() { t.move(path, r, value) })
+		case refused:
+			if !slices.ContainsFunc(r.Only, func(only any) bool { return fmt.Sprint(only) == fmt.Sprint(value) }) {
+				t.lose(path, r, value)
+			}
+		case unused, own:
+			t.lose(path, r, value)
+		}
+	}, func(path string, value any) { t.lose(path, row{Why: "unknown key"}, value) })
+	for _, move := range moves {
+		move()
+	}
+	t.checkConfigs()
+	return errors.Join(t.errs...)
+}
+
+// lose reports a key without effect, if it is set and a user set it. Keys of one row have one line.
+func (t *translation) lose(path string, r row, value any) {
+	if r.Why == "" || isEmpty(value) || t.source.Chosen != nil && at(t.source.Chosen, path) == nil {
+		return
+	}
+	if len(r.Keys) == 0 {
+		t.lost = append(t.lost, path+": "+r.Why)
+		return
+	}
+	key := strings.TrimPrefix(path, r.Key+".")
+	if last := len(t.lost) - 1; last >= 0 && strings.HasPrefix(t.lost[last], r.Key+" (") {
+		t.lost[last] = strings.Replace(t.lost[last], ")", ", "+key+")", 1)
+		return
+	}
+	t.lost = append(t.lost, fmt.Sprintf("%s (%s): %s", r.Key, key, r.Why))
+}
+
+func (t *translation) change(path, what string) { t.changes = append(t.changes, path+": "+what) }
+
+func (t *translation) fail(path, format string, args ...any) {
+	t.errs = append(t.errs, fmt.Errorf(path+": "+format, args...))
+}
+
+// keep takes a key as it is, without what the chart has by default.
+func (t *translation) keep(path string, r row, value any) {
+	usual := at(t.defaults, path)
+	if usual == nil {
+		usual = r.Default
+	}
+	if inside, ok := value.(map[string]any); ok && path == "config" {
+		value = withoutUsual(inside, usual)
+	}
+	if _, isMap := value.(map[string]any); isMap && isUnset(value) || isUnset(value) && isUnset(usual) || reflect.DeepEqual(plain(value), plain(usual)) {
+		return
+	}
+	if len(r.Only) > 0 && !slices.Contains(r.Only, value) {
+		t.lose(path, r, value)
+		return
+	}
+	put(t.out, path, value)
+	if r.Note != "" {
+		t.change(path, r.Note)
+	}
+}
+
+// withoutUsual leaves out the keys of several configurations that are not set.
+func withoutUsual(values map[string]any, usual any) map[string]any {
+	defaults, _ := usual.(map[string]any)
+	left := map[string]any{}
+	for key, value := range values {
+		if several := slices.Contains([]string{"name", "map", "default", "fallbackStrategies"}, key); !several ||
+			!isUnset(value) && !reflect.DeepEqual(plain(value), plain(defaults[key])) {
+			left[key] = value
+		}
+	}
+	return left
+}
+
+// plain returns a value with the types that JSON gives it.
+func plain(value any) (same any) {
+	text, err := json.Marshal(value)
+	if err != nil || json.Unmarshal(text, &same) != nil {
+		return value
+	}
+	return same
+}
+
+// move gives a key the name that it has here, as templates/_nvidia.tpl does.
+func (t *translation) move(from string, r row, value any) {
+	if isUnset(value) {
+		return
+	}
+	if inside, ok := value.(map[string]any); ok && len(r.Add) > 0 {
+		inside = maps.Clone(inside)
+		for key, more := range r.Add {
+			if isUnset(inside[key]) {
+				inside[key] = more
+			}
+		}
+		value = inside
+	}
+	if r.Parent != "" {
+		text := fmt.Sprint(value)
+		if path.Base(text) != r.Parent {
+			t.fail(from, "%q does not end in /%s, so %s cannot be derived from it: set %s in Tandem's values", text, r.Parent, r.To, r.To)
+			return
+		}
+		value = path.Dir(text)
+	}
+	is := at(t.out, r.To)
+	if !isUnset(is) && !reflect.DeepEqual(plain(is), plain(value)) {
+		t.fail(from, "is %s, but %s, another name of the setting, is %s: remove one of them", brief(value), r.To, brief(is))
+		return
+	}
+	if reflect.DeepEqual(plain(value), plain(r.Default)) {
+		return
+	}
+	if inside, ok := value.(map[string]any); ok {
+		inside = maps.Clone(inside)
+		usual, _ := r.Default.(map[string]any)
+		for key := range usual {
+			if _, has := inside[key]; !has {
+				inside[key] = nil // Helm would add the chart's
+			}
+		}
+		value = inside
+	}
+	put(t.out, r.To, value)
+	if note := t.rows[r.To].Note; note != "" {
+		t.change(r.To, note)
+	}
+}
+
+// configs returns the texts of the node configurations by their paths in the values.
+func configs(values map[string]any) (map[string]string, error) {
+	settings, _ := values["config"].(map[string]any)
+	several, _ := settings["map"].(map[string]any)
+	found := map[string]any{}
+	for name, one := range several {
+		found["config.map."+name] = one
+	}
+	if len(several) == 0 && settings != nil && settings["name"] == nil {
+		found["config"] = settings
+	}
+	texts := map[string]string{}
+	for at, one := range found {
+		text, isText := one.(string)
+		if !isText {
+			asYAML, err := yaml.Marshal(one)
+			if err != nil {
+				return nil, fmt.Errorf("%s: %w", at, err)
+			}
+			text = string(asYAML)
+		}
+		texts[at] = text
+	}
+	return texts, nil
+}
+
+// checkConfigs validates the node configurations as the agents will.
+func (t *translation) checkConfigs() {
+	texts, err := configs(t.out)
+	if err != nil {
+		t.errs = append(t.errs, err)
+	}
+	for _, at := range slices.Sorted(maps.Keys(texts)) {
+		text := texts[at]
+		without, err := config.CheckFile([]byte(text), config.UnknownKeysError)
+		if err != nil {
+			lenient, still := config.CheckFile([]byte(text), config.UnknownKeysWarn)
+			if still != nil {
+				t.fail(at, "Tandem's agents would refuse it: %w", still)
+				continue
+			}
+			without = lenient
+			put(t.out, "unknownConfigKeys", config.UnknownKeysWarn)
+		}
+		for _, line := range without {
+			if key, isUnknown := strings.CutPrefix(line, "unknown field "); isUnknown {
+				line = strings.Trim(key, `"`) + ": unknown key"
+			}
+			t.lost = append(t.lost, at+"."+line)
+		}
+		parsed, err := parse([]byte(text))
+		if err != nil {
+			t.fail(at, "%w", err)
+			continue
+		}
+		t.compare(at, parsed)
+	}
+}
+
+// compare reports what a node configuration does differently here.
+func (t *translation) compare(above string, parsed map[string]any) {
+	sharing, _ := parsed["sharing"].(map[string]any)
+	for strategy, section := range sharing {
+		path := above + ".sharing." + strategy
+		if strategy == "mps" && !isEmpty(section) {
+			t.change(path, "Tandem's controller starts a pod with an MPS daemon for each GPU that needs one, instead of a DaemonSet")
+		}
+		inside, _ := section.(map[string]any)
+		resources, _ := inside["resources"].([]any)
+		for _, one := range resources {
+			resource, _ := one.(map[string]any)
+			if devices := resource["devices"]; devices != nil && devices != "all" {
+				t.change(path+".resources[].devices", "only these devices are shared; NVIDIA's plugin ignores the list and shares all")
+			}
+		}
+	}
+}
+
+// compareDefaults reports what is different without a key that says so.
+func (r *Result) compareDefaults(sources []Source) {
+	texts, _ := configs(r.Values) // they were valid
+	configured := func(path string) bool {
+		for _, text := range texts {
+			if values, err := parse([]byte(text)); err == nil && !isUnset(at(values, path)) {
+				return true
+			}
+		}
+		return false
+	}
+	change := func(path, what string) { r.Changes = append(r.Changes, path+": "+what) }
+	had := func(kinds ...Kind) bool {
+		return slices.ContainsFunc(sources, func(s Source) bool { return slices.Contains(kinds, s.Kind) })
+	}
+	limits, claims := had(DevicePlugin, Operator, Configuration), had(DRADriver)
+	serves := func(path string) bool { return at(r.Values, path) != false }
+	if limits && serves("devicePlugin.enabled") && at(r.Values, "deviceListStrategy") == nil && !configured("flags.plugin.deviceListStrategy") {
+		change("deviceListStrategy", "it is not set. NVIDIA's default is envvar, Tandem's cdi-cri: the runtime needs CDI, and containers see NVIDIA_VISIBLE_DEVICES=void")
+	}
+	if serves("devicePlugin.enabled") && serves("resources.gpus.enabled") && !configured("tandem.mode") {
+		switch {
+		case !claims:
+			change("config.tandem.mode", "nodes serve ResourceClaims as well (Dual); DevicePluginOnly prevents it")
+		case !limits:
+			change("config.tandem.mode", "nodes serve nvidia.com/gpu limits by a device plugin as well (Dual); ClaimsOnly prevents it")
+		}
+	}
+	if claims {
+		change("deviceClasses.create", "set it to false while NVIDIA's release owns the DeviceClasses gpu.nvidia.com and mig.nvidia.com")
+	}
+	if !serves("webhook.enabled") {
+		change("webhook.enabled", "false turns off Tandem's webhook, which needs no cert-manager; remove the key to have it")
+	}
+	if had(DevicePlugin, Operator) && at(r.Values, "updateStrategy.maxUnavailable") == nil {
+		change("updateStrategy.maxUnavailable", "it is not set. An upgrade restarts the agents of 10% of the nodes at once, NVIDIA's one node at a time")
+	}
+}

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package migrate
+
+import (
+	"bytes"
+	"compress/gzip"
+	"encoding/base64"
+	"encoding/json"
+	"flag"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes/fake"
+)
+
+var update = flag.Bool("update", false, "write the golden files")
+
+func translated(t *testing.T, name, text string) Result {
+	t.Helper()
+	sources, err := Read(name, []byte(text))
+	if err != nil {
+		t.Fatal(err)
+	}
+	result, err := Translate(sources...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return result
+}
+
+// TestGolden: each testdata/*.yaml becomes the *.golden of its name. test/dropin installs them.
+func TestGolden(t *testing.T) {
+	files, err := filepath.Glob("testdata/*.yaml")
+	if err != nil || len(files) < 20 {
+		t.Fatalf("%d files, %v", len(files), err)
+	}
+	for _, file := range files {
+		t.Run(filepath.Base(file), func(t *testing.T) {
+			text, err := os.ReadFile(file)
+			if err != nil {
+				t.Fatal(err)
+			}
+			got, err := translated(t, filepath.Base(file), string(text)).YAML()
+			if err != nil {
+				t.Fatal(err)
+			}
+			golden := strings.TrimSuffix(file, ".yaml") + ".golden"
+			if *update {
+				if err := os.WriteFile(golden, got, 0o644); err != nil {
+					t.Fatal(err)
+				}
+			}
+			want, err := os.ReadFile(golden)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(string(want), string(got)); diff != "" {
+				t.Errorf("(-want +got; -update writes it)\n%s", diff)
+			}
+		})
+	}
+}
+
+func TestMistakes(t *testing.T) {
+	for text, want := range map[string]string{
+		"":                            "it has no values",
+		"[]":                          "it is no YAML map",
+		"{kind: Pod}":                 "kind Pod: want values of a chart",
+		"{kind: ConfigMap}":           "ConfigMap without data",
+		"{version: v2}":               "config: Tandem's agents would refuse it: version: unknown version: v2",
+		"{config: {map: {a: \"{\"}}}": "config.map.a: Tandem's agents would refuse it",
+		"{nvidiaDriverRoot: /a, cdi: {nvidiaHookPath: /b}, nvidiaCDIHookPath: /c}": `nvidiaCDIHookPath: is "/c", but cdiHook, another name of the setting, is "/b"`,
+		"{kubeletPlugin: {kubeletPluginsDirectoryPath: /var/lib/kubelet}}":         `does not end in /plugins, so kubeletDir cannot be derived from it`,
+		"{config: {default: b, map: {a: \"\"}}}":                                   "config.default: no such configuration: b (only a)",
+		"{config: {flags: {migStrategy: both}}}":                                   "unknown MIG strategy: both",
+	} {
+		sources, err := Read("file", []byte(text))
+		if err == nil {
+			_, err = Translate(sources...)
+		}
+		if err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%s: got %v, want %s", text, err, want)
+		}
+	}
+}
+
+// release returns the Secret of a Helm release.
+func release(t *testing.T, namespace, name string, content map[string]any) *corev1.Secret {
+	t.Helper()
+	text, err := json.Marshal(content)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var compressed bytes.Buffer
+	writer := gzip.NewWriter(&compressed)
+	if _, err := writer.Write(text); err != nil {
+		t.Fatal(err)
+	}
+	if err := writer.Close(); err != nil {
+		t.Fatal(err)
+	}
+	return &corev1.Secret{
+		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "sh.helm.release.v1." + name + ".v1", Labels: map[string]string{"owner": "helm", "status": "deployed"}},
+		Type:       releaseType, Data: map[string][]byte{"release": []byte(base64.StdEncoding.EncodeToString(compressed.Bytes()))},
+	}
+}
+
+// TestReleases: values are those of the chart and the user; only the user's are reported as lost. A broken Secret does not hide the rest.
+func TestReleases(t *testing.T) {
+	chart := func(name string, values map[string]any) map[string]any {
+		return map[string]any{"metadata": map[string]any{"name": name}, "values": values}
+	}
+	broken := release(t, "other", "broken", nil)
+	broken.Data["release"] = []byte("AAAA")
+	superseded := release(t, "nvidia", "old", map[string]any{"chart": chart("nvidia-device-plugin", map[string]any{"migStrategy": "single"})})
+	superseded.Labels["status"] = "superseded"
+	client := fake.NewClientset(broken, superseded,
+		release(t, "nvidia", "plugin", map[string]any{
+			"name": "plugin",
+			"chart": chart("nvidia-device-plugin", map[string]any{"priorityClassName": "low", "mps": map[string]any{"root": "/run/mps"}, "tolerations": []any{},
+				"resources": map[string]any{"requests": map[string]any{"cpu": "1"}}}),
+			"config": map[string]any{"resources": map[string]any{"limits": map[string]any{"cpu": "2"}}, "config": map[string]any{"name": "configs"}, "failOnInitError": true, "tolerations": nil},
+		}),
+		release(t, "web", "site", map[string]any{"name": "site", "chart": chart("nginx", nil)}),
+		&corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "nvidia", Name: "configs"}, Data: map[string]string{"a": "version: v1\nflags: {migStrategy: mixed}"}},
+	)
+	sources, err := ReadReleases(t.Context(), client)
+	if err == nil || !strings.Contains(err.Error(), "read Secret other/sh.helm.release.v1.broken.v1: decompress release") {
+		t.Errorf("error %v", err)
+	}
+	result, err := Translate(sources...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := map[string]any{
+		"priorityClassName": "low", "resources": map[string]any{"requests": map[string]any{"cpu": "1"}, "limits": map[string]any{"cpu": "2"}},
+		"config": map[string]any{"map": map[string]any{"a": "version: v1\nflags: {migStrategy: mixed}"}},
+	}
+	if diff := cmp.Diff(want, result.Values); diff != "" {
+		t.Error(diff)
+	}
+	if diff := cmp.Diff([]string{"failOnInitError: the agent waits for the driver"}, result.Lost); diff != "" {
+		t.Error(diff)
+	}
+	if from := strings.Join(result.From, ", "); from != "release nvidia/plugin (nvidia-device-plugin), ConfigMap nvidia/configs (device plugin configuration)" {
+		t.Error(from)
+	}
+}
