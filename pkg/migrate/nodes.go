@@ -1,0 +1,654 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package migrate
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+const (
+	fieldManager = "tandem-migrate"
+	// lookAgain is the time between two looks at a node.
+	lookAgain = time.Second
+	// modeAnnotation of a Node keeps what its label for the mode was before --back; empty for no label.
+	modeAnnotation = "tandem-gpu.dev/migrate-mode"
+	// mpsLabel of a Node says that NVIDIA's MPS daemons run there (k8s-device-plugin, cmd/config-manager and GPU Feature Discovery).
+	mpsLabel = "nvidia.com/mps.capable"
+	// agents are the pods of Tandem's DaemonSet, whatever its name.
+	agents = "app.kubernetes.io/part-of=tandem,app.kubernetes.io/component=kubelet-plugin"
+)
+
+// Nodes moves nodes between NVIDIA's software and Tandem. The state of each node is in its labels, so that a run can be interrupted and
+// repeated. Two runs must not overlap.
+type Nodes struct {
+	Client kubernetes.Interface
+	// GPUNode returns the GPUNode of a node. Its errors are those of the API.
+	GPUNode func(ctx context.Context, name string) (*v1alpha1.GPUNode, error)
+	// DriverName is that of Tandem and of NVIDIA's DRA driver.
+	DriverName string
+	// Back moves nodes to NVIDIA's software.
+	Back bool
+	// Only is the node to move; empty for all.
+	Only string
+	// DaemonSets are further ones to handle as NVIDIA's device plugin, for those that are not recognised.
+	DaemonSets []types.NamespacedName
+	// Patience is how long a node may take.
+	Patience time.Duration
+	// Progress gets a line for each step.
+	Progress io.Writer
+}
+
+// Plan is what Apply would do.
+type Plan struct {
+	sets  []daemonSet
+	nodes []nodePlan
+	// refusals are reasons why nothing can start.
+	refusals []string
+	back     bool
+}
+
+type nodePlan struct {
+	name string
+	// begun is set if an earlier run has labelled the node.
+	begun bool
+	pods  []string
+	// refusals are reasons why this node cannot move now.
+	refusals []string
+}
+
+// Err says why Apply would refuse to start; nil if it would not.
+func (p Plan) Err() error {
+	var errs []error
+	for _, refusal := range p.refusals {
+		errs = append(errs, errors.New(refusal))
+	}
+	for _, node := range p.nodes {
+		for _, refusal := range node.refusals {
+			errs = append(errs, fmt.Errorf("node %s: %s", node.name, refusal))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// String is the plan, for people.
+func (p Plan) String() string {
+	var b strings.Builder
+	to, steps := "Tandem", "label it "+Label+"="+withTandem+", so that NVIDIA's pods leave; wait until Tandem's agent is ready and has every running pod as a holder"
+	if p.back {
+		to, steps = "NVIDIA's software", "serve limits only; check that no claim has a GPU; remove "+Label+", so that NVIDIA's pods return; wait until they are ready and Tandem serves nothing"
+	}
+	fmt.Fprintf(&b, "Plan: move %d nodes to %s, one after the other. Running pods are not touched.\n", len(p.nodes), to)
+	for _, set := range p.sets {
+		switch {
+		case set.byOperator():
+			fmt.Fprintf(&b, "  %s: the node label %s keeps it off a node\n", set, operatorLabel)
+		case set.isPatched():
+			fmt.Fprintf(&b, "  %s: its affinity excludes nodes that Tandem serves\n", set)
+		case !p.back:
+			fmt.Fprintf(&b, "  %s: add %s to its affinity, and set its update strategy to OnDelete, so that no pod restarts\n", set, exclusionText)
+		}
+	}
+	if len(p.nodes) > 0 {
+		fmt.Fprintf(&b, "  each node: %s\n", steps)
+	}
+	for _, node := range p.nodes {
+		state := ""
+		if node.begun {
+			state = ", begun by an earlier run"
+		}
+		fmt.Fprintf(&b, "  node %s: %d running pods with GPUs by limits%s\n", node.name, len(node.pods), state)
+	}
+	if err := p.Err(); err != nil {
+		b.WriteString("It cannot start:\n")
+		for line := range strings.Lines(err.Error()) {
+			b.WriteString("  " + strings.TrimSuffix(line, "\n") + "\n")
+		}
+	}
+	return b.String()
+}
+
+// Plan reads the cluster and changes nothing.
+func (n *Nodes) Plan(ctx context.Context) (Plan, error) {
+	p := Plan{back: n.Back}
+	var err error
+	if p.sets, err = n.daemonSets(ctx); err != nil {
+		return Plan{}, err
+	}
+	if len(p.sets) == 0 {
+		p.refusals = append(p.refusals, "no DaemonSet of NVIDIA's device plugin or DRA driver was found: name it with --daemonset")
+	}
+	for _, set := range p.sets {
+		if owner := set.owner(); !n.Back && !set.byOperator() && !set.isPatched() && owner != "" {
+			p.refusals = append(p.refusals, fmt.Sprintf("%s is managed by %s, which would undo a change. Add %s to the matchExpressions of each "+
+				"nodeSelectorTerm of its required node affinity there, then run this again", set, owner, exclusionText))
+		}
+	}
+	nodes, err := n.Client.CoreV1().Nodes().List(ctx, metav1.ListOptions{})
+	if err != nil {
+		return Plan{}, fmt.Errorf("list nodes: %w", err)
+	}
+	found := false
+	for i := range nodes.Items {
+		node := &nodes.Items[i]
+		if n.Only != "" && node.Name != n.Only {
+			continue
+		}
+		found = true
+		concerned, err := n.concerns(ctx, p.sets, node)
+		if err != nil {
+			return Plan{}, err
+		}
+		if !concerned {
+			continue
+		}
+		one, err := n.planNode(ctx, p.sets, node)
+		if err != nil {
+			return Plan{}, err
+		}
+		p.nodes = append(p.nodes, one)
+	}
+	if !found && n.Only != "" {
+		return Plan{}, fmt.Errorf("node %s does not exist", n.Only)
+	}
+	return p, nil
+}
+
+// concerns reports whether a node has to move, or was left in between.
+func (n *Nodes) concerns(ctx context.Context, sets []daemonSet, node *corev1.Node) (bool, error) {
+	state, labelled := node.Labels[Label]
+	if n.Back || labelled {
+		return labelled && (n.Back || state == withTandem || state == returning), nil
+	}
+	pods, err := n.podsOf(ctx, sets, node.Name)
+	return len(pods) > 0, err
+}
+
+func (n *Nodes) planNode(ctx context.Context, sets []daemonSet, node *corev1.Node) (nodePlan, error) {
+	one := nodePlan{name: node.Name, begun: node.Labels[Label] == returning || !n.Back && node.Labels[Label] == withTandem}
+	pods, err := n.limitPods(ctx, node.Name)
+	if err != nil {
+		return nodePlan{}, err
+	}
+	for _, pod := range pods {
+		one.pods = append(one.pods, pod.Namespace+"/"+pod.Name)
+	}
+	check := n.checkForward
+	if n.Back {
+		check = n.checkBack
+	}
+	one.refusals, err = check(ctx, sets, node, one.pods)
+	return one, err
+}
+
+// checkForward returns why Tandem cannot take over a node.
+func (n *Nodes) checkForward(ctx context.Context, sets []daemonSet, node *corev1.Node, pods []string) (refusals []string, err error) {
+	if node.Labels[Label] == withTandem {
+		return nil, nil // NVIDIA's software has left, or is leaving
+	}
+	agent, err := n.agent(ctx, node.Name)
+	if err != nil {
+		return nil, err
+	}
+	if agent == nil {
+		refusals = append(refusals, "no agent of Tandem runs there: install Tandem's chart, with tolerations and affinity for this node")
+	}
+	if slices.ContainsFunc(sets, func(d daemonSet) bool { return d.role == draDriver }) {
+		claims, err := n.claims(ctx, node.Name)
+		if err != nil {
+			return nil, err
+		}
+		if len(claims) > 0 {
+			refusals = append(refusals, "NVIDIA's DRA driver has prepared claims, which only it can unprepare: "+strings.Join(claims, ", ")+
+				". Drain the node, or wait until their pods have ended")
+		}
+	}
+	if node.Labels[mpsLabel] == "true" && len(pods) > 0 {
+		refusals = append(refusals, "pods use NVIDIA's MPS daemon, which leaves the node with the plugin: "+strings.Join(pods, ", ")+
+			". Drain the node, or wait until they have ended")
+	}
+	return refusals, nil
+}
+
+// checkBack returns why NVIDIA's software cannot take over a node: it would give away the GPUs of these holders.
+func (n *Nodes) checkBack(ctx context.Context, _ []daemonSet, node *corev1.Node, _ []string) (refusals []string, err error) {
+	claims, err := n.claims(ctx, node.Name)
+	if err != nil {
+		return nil, err
+	}
+	object, err := n.GPUNode(ctx, node.Name)
+	if apierrors.IsNotFound(err) {
+		object = &v1alpha1.GPUNode{}
+	} else if err != nil {
+		return nil, fmt.Errorf("get GPUNode %s: %w", node.Name, err)
+	}
+	for _, d := range object.Status.Devices {
+		for _, h := range d.Holders {
+			if h.Kind == v1alpha1.HolderClaim {
+				claims = append(claims, h.Namespace+"/"+h.Name)
+			}
+		}
+	}
+	slices.Sort(claims)
+	if claims = slices.Compact(claims); len(claims) > 0 {
+		refusals = append(refusals, "claims have GPUs, which NVIDIA's plugin would give to other pods: "+strings.Join(claims, ", ")+
+			". Delete their pods, or drain the node")
+	}
+	if len(object.Status.Daemons) > 0 {
+		refusals = append(refusals, "pods use Tandem's MPS daemons. Delete them, or drain the node")
+	}
+	return refusals, nil
+}
+
+// Apply carries out a plan. It ends at the first node that does not become healthy within Patience, and says what to do. Running it again
+// continues.
+func (n *Nodes) Apply(ctx context.Context, p Plan) error {
+	if err := p.Err(); err != nil {
+		return err
+	}
+	for _, set := range p.sets {
+		if n.Back || set.byOperator() || set.isPatched() {
+			continue
+		}
+		n.say("%s: excluding nodes that Tandem serves", set)
+		if err := n.change(ctx, set, exclude); err != nil {
+			return err
+		}
+	}
+	move, again := n.forward, "--apply"
+	if n.Back {
+		move, again = n.back, "--back --apply"
+	}
+	for i, node := range p.nodes {
+		n.say("node %s (%d of %d): begins with %d running pods", node.name, i+1, len(p.nodes), len(node.pods))
+		bounded, cancel := context.WithTimeout(ctx, n.Patience)
+		err := move(bounded, p.sets, node.name)
+		cancel()
+		if err != nil {
+			return fmt.Errorf("node %s: %w. The other nodes stay as they are, and running pods run on. Remove the cause, then run migrate %s "+
+				"again; it continues with this node. `kubectl describe gpunode %s` and the log of the node's agent tell more",
+				node.name, err, again, node.name)
+		}
+		n.say("node %s: done", node.name)
+	}
+	if n.Back {
+		return n.restore(ctx, p.sets)
+	}
+	return nil
+}
+
+// restore gives NVIDIA's DaemonSets their own affinity back, once no node needs the exclusion.
+func (n *Nodes) restore(ctx context.Context, sets []daemonSet) error {
+	left, err := n.Client.CoreV1().Nodes().List(ctx, metav1.ListOptions{LabelSelector: Label})
+	if err != nil {
+		return fmt.Errorf("list nodes: %w", err)
+	}
+	if len(left.Items) > 0 {
+		return nil
+	}
+	for _, set := range sets {
+		if _, changed := set.Annotations[strategyAnnotation]; !changed {
+			continue
+		}
+		n.say("%s: restoring its affinity and update strategy", set)
+		if err := n.change(ctx, set, include); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (n *Nodes) forward(ctx context.Context, sets []daemonSet, name string) error {
+	node, err := n.node(ctx, name)
+	if err != nil {
+		return err
+	}
+	// An interrupted way back has changed the mode.
+	labels, annotations := modeBefore(node)
+	labels[Label] = withTandem
+	if slices.ContainsFunc(sets, daemonSet.byOperator) {
+		labels[operatorLabel] = "false"
+	}
+	if err := n.patchNode(ctx, name, labels, annotations); err != nil {
+		return err
+	}
+	return n.await(ctx, name, func() (string, error) {
+		pods, err := n.podsOf(ctx, sets, name)
+		if err != nil || len(pods) > 0 {
+			return "NVIDIA's pods to leave: " + podNames(pods), err
+		}
+		return n.tandemMissing(ctx, name)
+	})
+}
+
+// tandemMissing returns what Tandem lacks to serve a node with all its running pods; empty for nothing.
+func (n *Nodes) tandemMissing(ctx context.Context, name string) (string, error) {
+	agent, err := n.agent(ctx, name)
+	switch {
+	case err != nil:
+		return "", err
+	case agent == nil:
+		return "an agent of Tandem", nil
+	case !isReady(agent):
+		return "Tandem's agent " + agent.Name + " to be ready", nil
+	}
+	object, err := n.GPUNode(ctx, name)
+	if apierrors.IsNotFound(err) {
+		return "the agent to create the GPUNode", nil
+	} else if err != nil {
+		return "", fmt.Errorf("get GPUNode: %w", err)
+	}
+	if object.Status.Mode == "" || object.Status.Waiting != "" {
+		return "the agent to serve GPUs: " + object.Status.Waiting, nil
+	}
+	holders := map[types.UID]bool{}
+	for _, d := range object.Status.Devices {
+		for _, h := range d.Holders {
+			for _, pod := range h.Pods {
+				holders[pod.UID] = true
+			}
+		}
+	}
+	pods, err := n.limitPods(ctx, name)
+	pods = slices.DeleteFunc(pods, func(pod corev1.Pod) bool { return holders[pod.UID] })
+	if err != nil || len(pods) > 0 {
+		return "the GPUNode to have these pods as holders: " + podNames(pods), err
+	}
+	return "", nil
+}
+
+func (n *Nodes) back(ctx context.Context, sets []daemonSet, name string) error {
+	node, err := n.node(ctx, name)
+	if err != nil {
+		return err
+	}
+	if node.Labels[Label] == withTandem {
+		if err := n.leave(ctx, sets, node); err != nil {
+			return err
+		}
+	}
+	if err := n.await(ctx, name, func() (string, error) { return n.nvidiaMissing(ctx, sets, name) }); err != nil {
+		return err
+	}
+	if node, err = n.node(ctx, name); err != nil {
+		return err
+	}
+	labels, annotations := modeBefore(node)
+	labels[Label] = nil
+	return n.patchNode(ctx, name, labels, annotations)
+}
+
+// leave lets NVIDIA's software return to a node, once no claim can get a GPU there.
+func (n *Nodes) leave(ctx context.Context, sets []daemonSet, node *corev1.Node) error {
+	agent, err := n.agent(ctx, node.Name)
+	if err != nil {
+		return err
+	}
+	noClaims := string(config.ModeDevicePluginOnly)
+	if agent != nil {
+		if _, saved := node.Annotations[modeAnnotation]; !saved {
+			before := map[string]any{modeAnnotation: node.Labels[config.ModeLabel]}
+			if err := n.patchNode(ctx, node.Name, map[string]any{config.ModeLabel: noClaims}, before); err != nil {
+				return err
+			}
+		}
+		n.say("node %s: Tandem gives no GPU to further claims", node.Name)
+		err := n.await(ctx, node.Name, func() (string, error) {
+			object, err := n.GPUNode(ctx, node.Name)
+			if err != nil {
+				return "", fmt.Errorf("get GPUNode: %w", err)
+			}
+			if object.Status.Mode != noClaims {
+				return fmt.Sprintf("mode %s; it is %s", noClaims, object.Status.Mode), nil
+			}
+			return "", nil
+		})
+		if err != nil {
+			return err
+		}
+	}
+	refusals, err := n.checkBack(ctx, sets, node, nil)
+	if err != nil {
+		return err
+	}
+	if len(refusals) > 0 {
+		if node, err = n.node(ctx, node.Name); err == nil {
+			labels, annotations := modeBefore(node)
+			err = n.patchNode(ctx, node.Name, labels, annotations)
+		}
+		return errors.Join(errors.New(strings.Join(refusals, "; ")), err)
+	}
+	labels := map[string]any{Label: returning}
+	if slices.ContainsFunc(sets, daemonSet.byOperator) {
+		labels[operatorLabel] = "true"
+	}
+	return n.patchNode(ctx, node.Name, labels, nil)
+}
+
+// modeBefore returns the changes that undo leave's change of the mode.
+func modeBefore(node *corev1.Node) (labels, annotations map[string]any) {
+	labels, annotations = map[string]any{}, map[string]any{}
+	before, saved := node.Annotations[modeAnnotation]
+	if !saved {
+		return labels, annotations
+	}
+	annotations[modeAnnotation] = nil
+	labels[config.ModeLabel] = nil
+	if before != "" {
+		labels[config.ModeLabel] = before
+	}
+	return labels, annotations
+}
+
+// nvidiaMissing returns what NVIDIA's software lacks to serve a node alone; empty for nothing.
+func (n *Nodes) nvidiaMissing(ctx context.Context, sets []daemonSet, name string) (string, error) {
+	node, err := n.node(ctx, name)
+	if err != nil {
+		return "", err
+	}
+	serving := false
+	for _, set := range sets {
+		runs, err := set.runsOn(node)
+		if err != nil {
+			return "", err
+		}
+		if !runs || set.role == mpsDaemon {
+			continue
+		}
+		serving = true
+		pods, err := n.podsOf(ctx, []daemonSet{set}, name)
+		if err != nil {
+			return "", err
+		}
+		if !slices.ContainsFunc(pods, func(pod corev1.Pod) bool { return isReady(&pod) }) {
+			return "a ready pod of " + set.String(), nil
+		}
+	}
+	if !serving {
+		return "a DaemonSet of NVIDIA's whose affinity admits the node", nil
+	}
+	agent, err := n.agent(ctx, name)
+	if err == nil && agent != nil && isReady(agent) {
+		return "Tandem's agent " + agent.Name + " to find NVIDIA's software and to serve nothing", nil
+	}
+	return "", err
+}
+
+// await looks until nothing is missing, and says each new reason.
+func (n *Nodes) await(ctx context.Context, name string, missing func() (string, error)) error {
+	ticker := time.NewTicker(lookAgain)
+	defer ticker.Stop()
+	said := ""
+	for {
+		what, err := missing()
+		if err == nil && what == "" {
+			return nil
+		}
+		if err != nil {
+			what = "an answer of the API server: " + err.Error()
+		}
+		if ctx.Err() == nil || said == "" {
+			if what != said {
+				n.say("node %s: waits for %s", name, what)
+			}
+			said = what
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("gave up (%w) while waiting for %s", context.Cause(ctx), said)
+		case <-ticker.C:
+		}
+	}
+}
+
+func (n *Nodes) say(format string, args ...any) {
+	fmt.Fprintf(n.Progress, format+"\n", args...)
+}
+
+// daemonSets returns NVIDIA's, sorted by name.
+func (n *Nodes) daemonSets(ctx context.Context) ([]daemonSet, error) {
+	list, err := n.Client.AppsV1().DaemonSets(metav1.NamespaceAll).List(ctx, metav1.ListOptions{})
+	if err != nil {
+		return nil, fmt.Errorf("list DaemonSets: %w", err)
+	}
+	var sets []daemonSet
+	missing := slices.Clone(n.DaemonSets)
+	for _, set := range list.Items {
+		name := types.NamespacedName{Namespace: set.Namespace, Name: set.Name}
+		does, known := roleOf(set)
+		if at := slices.Index(missing, name); at >= 0 {
+			missing = slices.Delete(missing, at, at+1)
+			known = true
+		}
+		if known {
+			sets = append(sets, daemonSet{set, cmp.Or(does, devicePlugin)})
+		}
+	}
+	if len(missing) > 0 {
+		return nil, fmt.Errorf("--daemonset: %s does not exist", missing[0])
+	}
+	slices.SortFunc(sets, func(a, b daemonSet) int { return cmp.Compare(a.Namespace+"/"+a.Name, b.Namespace+"/"+b.Name) })
+	return sets, nil
+}
+
+func (n *Nodes) node(ctx context.Context, name string) (*corev1.Node, error) {
+	node, err := n.Client.CoreV1().Nodes().Get(ctx, name, metav1.GetOptions{})
+	if err != nil {
+		return nil, fmt.Errorf("get node %s: %w", name, err)
+	}
+	return node, nil
+}
+
+// patchNode sets labels and annotations; nil removes one.
+func (n *Nodes) patchNode(ctx context.Context, name string, labels, annotations map[string]any) error {
+	changes := map[string]any{"labels": labels}
+	if annotations != nil { // null would remove all
+		changes["annotations"] = annotations
+	}
+	patch, err := json.Marshal(map[string]any{"metadata": changes})
+	if err == nil {
+		_, err = n.Client.CoreV1().Nodes().Patch(ctx, name, types.MergePatchType, patch, metav1.PatchOptions{FieldManager: fieldManager})
+	}
+	if err != nil {
+		return fmt.Errorf("change labels of node %s: %w", name, err)
+	}
+	return nil
+}
+
+// pods returns a node's pods.
+func (n *Nodes) pods(ctx context.Context, node string, options metav1.ListOptions) ([]corev1.Pod, error) {
+	options.FieldSelector = "spec.nodeName=" + node
+	list, err := n.Client.CoreV1().Pods(metav1.NamespaceAll).List(ctx, options)
+	if err != nil {
+		return nil, fmt.Errorf("list pods of node %s: %w", node, err)
+	}
+	return slices.DeleteFunc(list.Items, func(pod corev1.Pod) bool { return pod.Spec.NodeName != node }), nil
+}
+
+// podsOf returns the pods of DaemonSets on a node.
+func (n *Nodes) podsOf(ctx context.Context, sets []daemonSet, node string) ([]corev1.Pod, error) {
+	pods, err := n.pods(ctx, node, metav1.ListOptions{})
+	return slices.DeleteFunc(pods, func(pod corev1.Pod) bool {
+		owner := metav1.GetControllerOf(&pod)
+		return owner == nil || !slices.ContainsFunc(sets, func(d daemonSet) bool { return owner.UID == d.UID })
+	}), err
+}
+
+// agent returns the pod of Tandem's agent on a node; nil if there is none.
+func (n *Nodes) agent(ctx context.Context, node string) (*corev1.Pod, error) {
+	pods, err := n.pods(ctx, node, metav1.ListOptions{LabelSelector: agents})
+	for i := range pods {
+		if pods[i].DeletionTimestamp == nil {
+			return &pods[i], err
+		}
+	}
+	return nil, err
+}
+
+// limitPods returns the running pods of a node with GPUs or partitions by limits, from a device plugin.
+func (n *Nodes) limitPods(ctx context.Context, node string) ([]corev1.Pod, error) {
+	pods, err := n.pods(ctx, node, metav1.ListOptions{})
+	return slices.DeleteFunc(pods, func(pod corev1.Pod) bool {
+		return pod.Status.Phase != corev1.PodRunning || pod.DeletionTimestamp != nil || pod.Status.ExtendedResourceClaimStatus != nil ||
+			!slices.ContainsFunc(slices.Concat(pod.Spec.Containers, pod.Spec.InitContainers), hasGPULimit)
+	}), err
+}
+
+func hasGPULimit(c corev1.Container) bool {
+	for name, quantity := range c.Resources.Limits {
+		if (strings.HasPrefix(string(name), "nvidia.com/gpu") || strings.HasPrefix(string(name), "nvidia.com/mig-")) && !quantity.IsZero() {
+			return true
+		}
+	}
+	return false
+}
+
+// claims returns the claims that are allocated devices of the driver on a node, sorted. NVIDIA's pool has the name of the node.
+func (n *Nodes) claims(ctx context.Context, node string) ([]string, error) {
+	list, err := n.Client.ResourceV1().ResourceClaims(metav1.NamespaceAll).List(ctx, metav1.ListOptions{})
+	if err != nil {
+		return nil, fmt.Errorf("list ResourceClaims: %w", err)
+	}
+	var names []string
+	for _, claim := range list.Items {
+		if claim.Status.Allocation != nil && slices.ContainsFunc(claim.Status.Allocation.Devices.Results, func(r resourceapi.DeviceRequestAllocationResult) bool {
+			return r.Driver == n.DriverName && device.NodeOfPool(r.Pool) == node
+		}) {
+			names = append(names, claim.Namespace+"/"+claim.Name)
+		}
+	}
+	slices.Sort(names)
+	return names, nil
+}
+
+func isReady(pod *corev1.Pod) bool {
+	return pod.DeletionTimestamp == nil && slices.ContainsFunc(pod.Status.Conditions, func(c corev1.PodCondition) bool {
+		return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
+	})
+}
+
+func podNames(pods []corev1.Pod) string {
+	var names []string
+	for _, pod := range pods {
+		names = append(names, pod.Namespace+"/"+pod.Name)
+	}
+	return strings.Join(names, ", ")
+}

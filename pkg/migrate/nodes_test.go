@@ -1,0 +1,629 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package migrate
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"reflect"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes/fake"
+	k8stesting "k8s.io/client-go/testing"
+	"k8s.io/utils/ptr"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/config"
+)
+
+// world is a cluster in which the DaemonSet controller, kubelets and Tandem's agents act at once when a node's labels change.
+type world struct {
+	*testing.T
+	client *fake.Clientset
+	out    bytes.Buffer
+
+	mu sync.Mutex
+	// gpuNodes by name; stuck nodes have agents that never become ready.
+	gpuNodes map[string]*v1alpha1.GPUNode
+	stuck    map[string]bool
+	// moved are the changes of the nodes' Label, in order.
+	moved []string
+	// interfere is called after each reaction.
+	interfere func(node string)
+}
+
+var plugin = appsv1.DaemonSet{
+	ObjectMeta: metav1.ObjectMeta{Namespace: "nvidia", Name: "plugin", UID: "plugin"},
+	Spec: appsv1.DaemonSetSpec{
+		UpdateStrategy: appsv1.DaemonSetUpdateStrategy{Type: appsv1.RollingUpdateDaemonSetStrategyType},
+		Template: corev1.PodTemplateSpec{Spec: corev1.PodSpec{
+			Containers: []corev1.Container{{Name: "nvidia-device-plugin-ctr"}},
+			Affinity: &corev1.Affinity{NodeAffinity: &corev1.NodeAffinity{RequiredDuringSchedulingIgnoredDuringExecution: &corev1.NodeSelector{
+				NodeSelectorTerms: []corev1.NodeSelectorTerm{
+					{MatchExpressions: []corev1.NodeSelectorRequirement{{Key: "absent", Operator: corev1.NodeSelectorOpExists}}},
+					{MatchExpressions: []corev1.NodeSelectorRequirement{{Key: "gpu", Operator: corev1.NodeSelectorOpExists}}},
+				},
+			}}},
+		}},
+	},
+}
+
+// newWorld has GPU nodes a, b and c, and d without a GPU. Two pods by limits run on each GPU node, where NVIDIA's software serves.
+func newWorld(t *testing.T, sets ...appsv1.DaemonSet) *world {
+	w := &world{T: t, gpuNodes: map[string]*v1alpha1.GPUNode{}, stuck: map[string]bool{}}
+	var objects []runtime.Object
+	for _, set := range sets {
+		objects = append(objects, set.DeepCopy())
+	}
+	for _, name := range []string{"a", "b", "c", "d"} {
+		node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name, Labels: map[string]string{}, Annotations: map[string]string{"other": ""}}}
+		objects = append(objects, node)
+		if name == "d" {
+			continue
+		}
+		node.Labels["gpu"], node.Labels[operatorLabel] = "yes", "true"
+		w.gpuNodes[name] = &v1alpha1.GPUNode{Status: v1alpha1.GPUNodeStatus{Mode: "Dual"}}
+		objects = append(objects, podOn(name, "agent", agentLabels, ""))
+		for i := range 2 {
+			pod := podOn(name, fmt.Sprintf("train-%d", i), nil, "")
+			pod.Spec.Containers = []corev1.Container{{Resources: corev1.ResourceRequirements{Limits: corev1.ResourceList{"nvidia.com/gpu": resource.MustParse("1")}}}}
+			objects = append(objects, pod)
+		}
+	}
+	w.client = fake.NewClientset(objects...)
+	for _, name := range []string{"a", "b", "c"} {
+		w.react(name)
+	}
+	w.client.PrependReactor("patch", "nodes", func(action k8stesting.Action) (bool, runtime.Object, error) {
+		name := action.(k8stesting.PatchAction).GetName()
+		before := w.node(name).Labels[Label]
+		handled, object, err := k8stesting.ObjectReaction(w.client.Tracker())(action)
+		if after := w.node(name).Labels[Label]; after != before {
+			w.mu.Lock()
+			w.moved = append(w.moved, name+"="+after)
+			w.mu.Unlock()
+		}
+		w.react(name)
+		return handled, object, err
+	})
+	return w
+}
+
+var agentLabels = map[string]string{"app.kubernetes.io/part-of": "tandem", "app.kubernetes.io/component": "kubelet-plugin"}
+
+func podOn(node, name string, labels map[string]string, owner types.UID) *corev1.Pod {
+	pod := &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: name + "-" + node, UID: types.UID(name + "-" + node), Labels: labels},
+		Spec:       corev1.PodSpec{NodeName: node}, Status: corev1.PodStatus{Phase: corev1.PodRunning},
+	}
+	if owner != "" {
+		pod.OwnerReferences = []metav1.OwnerReference{{UID: owner, Controller: ptr.To(true)}}
+		setReady(pod, true)
+	}
+	return pod
+}
+
+func setReady(pod *corev1.Pod, ready bool) {
+	status := corev1.ConditionFalse
+	if ready {
+		status = corev1.ConditionTrue
+	}
+	pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodReady, Status: status}}
+}
+
+func must[T any](w *world, object T, err error) T {
+	w.Helper()
+	if err != nil {
+		w.Fatal(err)
+	}
+	return object
+}
+
+func (w *world) node(name string) *corev1.Node {
+	object, err := w.client.Tracker().Get(corev1.SchemeGroupVersion.WithResource("nodes"), "", name)
+	return must(w, object, err).(*corev1.Node)
+}
+
+func (w *world) label(node, key, value string) {
+	object := w.node(node).DeepCopy()
+	object.Labels[key] = value
+	if err := w.client.Tracker().Update(corev1.SchemeGroupVersion.WithResource("nodes"), object, ""); err != nil {
+		w.Fatal(err)
+	}
+}
+
+func (w *world) set(name string) *appsv1.DaemonSet {
+	set, err := w.client.AppsV1().DaemonSets("nvidia").Get(w.Context(), name, metav1.GetOptions{})
+	return must(w, set, err)
+}
+
+// react is what the cluster does after a change of a node.
+func (w *world) react(name string) {
+	pods := corev1.SchemeGroupVersion.WithResource("pods")
+	node, serves := w.node(name), false
+	listed, err := w.client.Tracker().List(appsv1.SchemeGroupVersion.WithResource("daemonsets"), appsv1.SchemeGroupVersion.WithKind("DaemonSet"), "nvidia")
+	for _, set := range must(w, listed, err).(*appsv1.DaemonSetList).Items {
+		runs, err := daemonSet{DaemonSet: set}.runsOn(node)
+		must(w, runs, err)
+		pod := podOn(name, set.Name, nil, set.UID)
+		if runs {
+			serves = true
+			_ = w.client.Tracker().Add(pod)
+		} else {
+			_ = w.client.Tracker().Delete(pods, pod.Namespace, pod.Name)
+		}
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	object, err := w.client.Tracker().Get(pods, "default", "agent-"+name)
+	if err == nil {
+		agent := object.(*corev1.Pod).DeepCopy()
+		setReady(agent, !serves && !w.stuck[name])
+		if err := w.client.Tracker().Update(pods, agent, "default"); err != nil {
+			w.Fatal(err)
+		}
+	}
+	gpuNode := w.gpuNodes[name]
+	gpuNode.Status.Mode = "Dual"
+	if mode := node.Labels[config.ModeLabel]; mode != "" {
+		gpuNode.Status.Mode = mode
+	}
+	if !serves {
+		gpuNode.Status.Devices = nil
+		for i := range 2 {
+			gpuNode.Status.Devices = append(gpuNode.Status.Devices, v1alpha1.DeviceStatus{Holders: []v1alpha1.DeviceHolder{{
+				Kind: v1alpha1.HolderPod, Pods: []v1alpha1.PodReference{{UID: types.UID(fmt.Sprintf("train-%d-%s", i, name))}},
+			}}})
+		}
+	}
+	if w.interfere != nil {
+		w.interfere(name)
+	}
+}
+
+func (w *world) nodes(back bool) *Nodes {
+	return &Nodes{
+		Client: w.client, DriverName: "gpu.nvidia.com", Back: back, Patience: time.Minute, Progress: &w.out,
+		GPUNode: func(_ context.Context, name string) (*v1alpha1.GPUNode, error) {
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			object, ok := w.gpuNodes[name]
+			if !ok {
+				return nil, apierrors.NewNotFound(v1alpha1.Resource.GroupResource(), name)
+			}
+			return object.DeepCopy(), nil
+		},
+	}
+}
+
+// migrate plans and applies, on a clock that skips waiting.
+func (w *world) migrate(n *Nodes) (err error) {
+	w.Helper()
+	synctest.Test(w.T, func(t *testing.T) {
+		plan, failed := n.Plan(t.Context())
+		must(w, plan, failed)
+		err = n.Apply(t.Context(), plan)
+	})
+	return err
+}
+
+func (w *world) wantMoved(want ...string) {
+	w.Helper()
+	if diff := cmp.Diff(want, w.moved); diff != "" {
+		w.Errorf("moved (-want +got)\n%s\n%s", diff, w.out.String())
+	}
+	w.moved = nil
+}
+
+// wantNoAnnotation: migrate's are gone, others stay.
+func (w *world) wantNoAnnotation(node string) {
+	w.Helper()
+	if diff := cmp.Diff(map[string]string{"other": ""}, w.node(node).Annotations); diff != "" {
+		w.Errorf("annotations of %s\n%s", node, diff)
+	}
+}
+
+func (w *world) wantError(err error, parts ...string) {
+	w.Helper()
+	for _, part := range parts {
+		if err == nil || !strings.Contains(err.Error(), part) {
+			w.Errorf("got error %v, want %s", err, part)
+		}
+	}
+}
+
+// TestThereAndBack: nodes move one after the other, in both directions; afterwards everything is as before.
+func TestThereAndBack(t *testing.T) {
+	w := newWorld(t, plugin)
+	w.label("b", config.ModeLabel, "Split")
+	labels := w.node("b").Labels
+	if err := w.migrate(w.nodes(false)); err != nil {
+		t.Fatal(err)
+	}
+	w.wantMoved("a=true", "b=true", "c=true")
+	set := w.set("plugin")
+	terms := requiredTerms(&set.Spec.Template.Spec)
+	if set.Spec.UpdateStrategy.Type != appsv1.OnDeleteDaemonSetStrategyType || len(terms) != 2 || !isExclusion(terms[0].MatchExpressions[1]) || !isExclusion(terms[1].MatchExpressions[1]) {
+		t.Errorf("DaemonSet %+v", set.Spec)
+	}
+	// Once more, nothing changes.
+	if err := w.migrate(w.nodes(false)); err != nil {
+		t.Fatal(err)
+	}
+	w.wantMoved()
+	if !reflect.DeepEqual(set, w.set("plugin")) {
+		t.Error("the second run changed the DaemonSet")
+	}
+	if err := w.migrate(w.nodes(true)); err != nil {
+		t.Fatal(err)
+	}
+	w.wantMoved("a=back", "a=", "b=back", "b=", "c=back", "c=")
+	if diff := cmp.Diff(plugin.Spec, w.set("plugin").Spec); diff != "" {
+		t.Errorf("DaemonSet (-before +after)\n%s", diff)
+	}
+	if diff := cmp.Diff(labels, w.node("b").Labels); diff != "" {
+		t.Errorf("labels (-before +after)\n%s", diff)
+	}
+	w.wantNoAnnotation("b")
+}
+
+// TestPlanChangesNothing, and says what would change.
+func TestPlanChangesNothing(t *testing.T) {
+	w := newWorld(t, plugin)
+	w.client.ClearActions()
+	plan, err := w.nodes(false).Plan(t.Context())
+	must(w, plan, err)
+	for _, action := range w.client.Actions() {
+		if !slices.Contains([]string{"get", "list"}, action.GetVerb()) {
+			t.Errorf("%s %s", action.GetVerb(), action.GetResource().Resource)
+		}
+	}
+	for _, want := range []string{"move 3 nodes to Tandem", "DaemonSet nvidia/plugin (device plugin): add {key: tandem-gpu.dev/migrated, operator: NotIn", "node c: 2 running pods"} {
+		if !strings.Contains(plan.String(), want) {
+			t.Errorf("%s\nlacks %s", plan, want)
+		}
+	}
+}
+
+// TestAbortAndResume: a node that does not become healthy stops the migration; the next run continues with it.
+func TestAbortAndResume(t *testing.T) {
+	w := newWorld(t, plugin)
+	w.stuck["b"] = true
+	w.wantError(w.migrate(w.nodes(false)), "node b: gave up", "Tandem's agent agent-b to be ready", "run migrate --apply again", "running pods run on")
+	w.wantMoved("a=true", "b=true")
+	delete(w.stuck, "b")
+	w.react("b")
+	if err := w.migrate(w.nodes(false)); err != nil {
+		t.Fatal(err)
+	}
+	w.wantMoved("c=true")
+
+	// The same on the way back, interrupted while NVIDIA's plugin starts.
+	w.interfere = func(node string) {
+		if node == "a" && w.node("a").Labels[Label] == returning {
+			_ = w.client.Tracker().Delete(corev1.SchemeGroupVersion.WithResource("pods"), "default", "plugin-a")
+		}
+	}
+	w.wantError(w.migrate(w.nodes(true)), "node a: gave up", "a ready pod of DaemonSet nvidia/plugin", "run migrate --back --apply again")
+	w.wantMoved("a=back")
+	w.interfere = nil
+	w.react("a")
+	if err := w.migrate(w.nodes(true)); err != nil {
+		t.Fatal(err)
+	}
+	w.wantMoved("a=", "b=back", "b=", "c=back", "c=")
+}
+
+// TestChangeOfMind: a way back that was interrupted turns round, and the mode is as before.
+func TestChangeOfMind(t *testing.T) {
+	w := newWorld(t, plugin)
+	if err := w.migrate(w.nodes(false)); err != nil {
+		t.Fatal(err)
+	}
+	w.moved = nil
+	w.interfere = func(node string) { w.gpuNodes[node].Status.Mode = "Dual" } // the agent is slow
+	w.wantError(w.migrate(w.nodes(true)), "node a: gave up", "mode DevicePluginOnly; it is Dual")
+	w.interfere = nil
+	if err := w.migrate(w.nodes(false)); err != nil {
+		t.Fatal(err)
+	}
+	if node := w.node("a"); node.Labels[config.ModeLabel] != "" || node.Labels[Label] != withTandem {
+		t.Errorf("labels %v", node.Labels)
+	}
+	w.wantNoAnnotation("a")
+	w.wantMoved()
+}
+
+func TestOneNode(t *testing.T) {
+	w := newWorld(t, plugin)
+	n := w.nodes(false)
+	n.Only = "b"
+	if err := w.migrate(n); err != nil {
+		t.Fatal(err)
+	}
+	w.wantMoved("b=true")
+	if err := w.migrate(w.nodes(false)); err != nil {
+		t.Fatal(err)
+	}
+	w.wantMoved("a=true", "c=true")
+	n = w.nodes(true)
+	n.Only = "b"
+	if err := w.migrate(n); err != nil {
+		t.Fatal(err)
+	}
+	w.wantMoved("b=back", "b=")
+	if !(daemonSet{DaemonSet: *w.set("plugin")}).isPatched() {
+		t.Error("the DaemonSet may return to the other nodes")
+	}
+	n.Only = "absent"
+	_, err := n.Plan(t.Context())
+	w.wantError(err, "node absent does not exist")
+}
+
+// TestMissingHolder: Tandem is ready, but does not know a running pod.
+func TestMissingHolder(t *testing.T) {
+	w := newWorld(t, plugin)
+	w.interfere = func(node string) {
+		if devices := w.gpuNodes[node].Status.Devices; len(devices) > 1 {
+			w.gpuNodes[node].Status.Devices = devices[:1]
+		}
+	}
+	w.wantError(w.migrate(w.nodes(false)), "node a: gave up", "these pods as holders: default/train-1-a")
+	w.wantMoved("a=true")
+}
+
+// TestTandemGoesOn: NVIDIA's plugin is back, and Tandem's agent still serves.
+func TestTandemGoesOn(t *testing.T) {
+	w := newWorld(t, plugin)
+	if err := w.migrate(w.nodes(false)); err != nil {
+		t.Fatal(err)
+	}
+	w.moved = nil
+	w.interfere = func(node string) {
+		pods := corev1.SchemeGroupVersion.WithResource("pods")
+		agent := podOn(node, "agent", agentLabels, "")
+		setReady(agent, true)
+		if err := w.client.Tracker().Update(pods, agent, "default"); err != nil {
+			t.Error(err)
+		}
+	}
+	w.wantError(w.migrate(w.nodes(true)), "node a: gave up", "Tandem's agent agent-a to find NVIDIA's software")
+	w.wantMoved("a=back")
+}
+
+func claimOn(node string) *resourceapi.ResourceClaim {
+	return &resourceapi.ResourceClaim{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "claim-" + node},
+		Status: resourceapi.ResourceClaimStatus{Allocation: &resourceapi.AllocationResult{Devices: resourceapi.DeviceAllocationResult{
+			Results: []resourceapi.DeviceRequestAllocationResult{{Driver: "gpu.nvidia.com", Pool: node + "/gpu-0", Device: "gpu-0"}},
+		}}},
+	}
+}
+
+// TestClaims: neither direction takes a node while claims have GPUs there, and no other node moves then.
+func TestClaims(t *testing.T) {
+	dra := appsv1.DaemonSet{ObjectMeta: metav1.ObjectMeta{Namespace: "nvidia", Name: "dra", UID: "dra"}}
+	dra.Spec.Template.Spec.Containers = []corev1.Container{{Name: "gpus", Args: []string{"gpu-kubelet-plugin -v 4"}}}
+	dra.Spec.Template.Spec.NodeSelector = map[string]string{"gpu": "yes"}
+	w := newWorld(t, dra)
+	if err := w.client.Tracker().Add(claimOn("b")); err != nil {
+		t.Fatal(err)
+	}
+	w.wantError(w.migrate(w.nodes(false)), "node b: NVIDIA's DRA driver has prepared claims", "default/claim-b", "Drain the node")
+	w.wantMoved()
+	if w.set("dra").Spec.Template.Spec.Affinity != nil {
+		t.Error("the DaemonSet was changed")
+	}
+	claims := resourceapi.SchemeGroupVersion.WithResource("resourceclaims")
+	if err := w.client.Tracker().Delete(claims, "default", "claim-b"); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.migrate(w.nodes(false)); err != nil {
+		t.Fatal(err)
+	}
+	w.wantMoved("a=true", "b=true", "c=true")
+
+	w.gpuNodes["c"].Status.Devices = append(w.gpuNodes["c"].Status.Devices, v1alpha1.DeviceStatus{
+		Holders: []v1alpha1.DeviceHolder{{Kind: v1alpha1.HolderClaim, Namespace: "default", Name: "held"}},
+	})
+	w.wantError(w.migrate(w.nodes(true)), "node c: claims have GPUs", "default/held")
+	w.wantMoved()
+	w.gpuNodes["c"].Status.Devices = nil
+	w.react("c")
+
+	// A claim that gets its GPU after the plan.
+	w.interfere = func(node string) {
+		if node == "a" && w.node("a").Labels[config.ModeLabel] != "" && w.node("a").Labels[Label] == withTandem {
+			_ = w.client.Tracker().Add(claimOn("a"))
+		}
+	}
+	w.wantError(w.migrate(w.nodes(true)), "node a: claims have GPUs", "default/claim-a")
+	w.wantMoved()
+	if node := w.node("a"); node.Labels[config.ModeLabel] != "" {
+		t.Errorf("labels %v", node.Labels)
+	}
+	w.wantNoAnnotation("a")
+}
+
+func TestMPSClients(t *testing.T) {
+	w := newWorld(t, plugin)
+	w.label("a", mpsLabel, "true")
+	w.wantError(w.migrate(w.nodes(false)), "node a: pods use NVIDIA's MPS daemon", "default/train-0-a")
+	w.label("a", mpsLabel, "false")
+	if err := w.migrate(w.nodes(false)); err != nil {
+		t.Fatal(err)
+	}
+	w.gpuNodes["b"].Status.Daemons = []v1alpha1.MPSDaemon{{Name: "mps"}}
+	w.wantError(w.migrate(w.nodes(true)), "node b: pods use Tandem's MPS daemons")
+}
+
+// TestOperator: GPU Operator's own label moves its DaemonSet, which stays unchanged.
+func TestOperator(t *testing.T) {
+	set := *plugin.DeepCopy()
+	set.OwnerReferences = []metav1.OwnerReference{{Kind: "ClusterPolicy", Name: "cluster-policy", Controller: ptr.To(true)}}
+	set.Spec.Template.Spec.NodeSelector = map[string]string{operatorLabel: "true"}
+	w := newWorld(t, set)
+	if err := w.migrate(w.nodes(false)); err != nil {
+		t.Fatal(err)
+	}
+	w.wantMoved("a=true", "b=true", "c=true")
+	if got := w.node("a").Labels[operatorLabel]; got != "false" {
+		t.Errorf("%s=%s", operatorLabel, got)
+	}
+	if err := w.migrate(w.nodes(true)); err != nil {
+		t.Fatal(err)
+	}
+	if got := w.node("a").Labels[operatorLabel]; got != "true" {
+		t.Errorf("%s=%s", operatorLabel, got)
+	}
+	if diff := cmp.Diff(set.Spec, w.set("plugin").Spec); diff != "" {
+		t.Error(diff)
+	}
+}
+
+// TestRefusals: what keeps a migration from starting, and what the administrator can do.
+func TestRefusals(t *testing.T) {
+	with := func(change func(*appsv1.DaemonSet)) []appsv1.DaemonSet {
+		set := plugin.DeepCopy()
+		change(set)
+		return []appsv1.DaemonSet{*set}
+	}
+	for _, test := range []struct {
+		name string
+		sets []appsv1.DaemonSet
+		want string
+	}{
+		{"none", nil, "no DaemonSet of NVIDIA's device plugin or DRA driver was found: name it with --daemonset"},
+		{"Argo CD", with(func(set *appsv1.DaemonSet) {
+			set.Annotations = map[string]string{"argocd.argoproj.io/tracking-id": "x"}
+		}), "is managed by Argo CD"},
+		{"Flux", with(func(set *appsv1.DaemonSet) { set.Labels = map[string]string{"helm.toolkit.fluxcd.io/name": "x"} }), "is managed by Flux, which would undo a change. Add {key: tandem-gpu.dev/migrated"},
+		{"operator", with(func(set *appsv1.DaemonSet) {
+			set.OwnerReferences = []metav1.OwnerReference{{Kind: "Thing", Name: "x", Controller: ptr.To(true)}}
+		}), "is managed by Thing x"},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			w := newWorld(t, test.sets...)
+			w.wantError(w.migrate(w.nodes(false)), test.want)
+			w.wantMoved()
+		})
+	}
+	t.Run("Flux with the exclusion in Git", func(t *testing.T) {
+		w := newWorld(t, with(func(set *appsv1.DaemonSet) {
+			set.Labels = map[string]string{"helm.toolkit.fluxcd.io/name": "x"}
+			if err := exclude(set); err != nil {
+				t.Fatal(err)
+			}
+			set.Annotations = nil
+		})...)
+		before := w.set("plugin")
+		if err := w.migrate(w.nodes(false)); err != nil {
+			t.Fatal(err)
+		}
+		if err := w.migrate(w.nodes(true)); err != nil {
+			t.Fatal(err)
+		}
+		if diff := cmp.Diff(before, w.set("plugin")); diff != "" {
+			t.Error(diff)
+		}
+	})
+	t.Run("no agent", func(t *testing.T) {
+		w := newWorld(t, plugin)
+		if err := w.client.Tracker().Delete(corev1.SchemeGroupVersion.WithResource("pods"), "default", "agent-b"); err != nil {
+			t.Fatal(err)
+		}
+		w.wantError(w.migrate(w.nodes(false)), "node b: no agent of Tandem runs there: install Tandem's chart")
+		w.wantMoved()
+	})
+}
+
+// TestFurtherDaemonSet: --daemonset names one that is not recognised.
+func TestFurtherDaemonSet(t *testing.T) {
+	set := *plugin.DeepCopy()
+	set.Spec.Template.Spec.Containers[0].Name = "mine"
+	w := newWorld(t, set)
+	n := w.nodes(false)
+	n.DaemonSets = []types.NamespacedName{{Namespace: "nvidia", Name: "plugin"}}
+	if err := w.migrate(n); err != nil {
+		t.Fatal(err)
+	}
+	w.wantMoved("a=true", "b=true", "c=true")
+	n.DaemonSets[0].Name = "absent"
+	_, err := n.Plan(t.Context())
+	w.wantError(err, "--daemonset: nvidia/absent does not exist")
+}
+
+// TestInterrupted: a signal ends the wait at once, and the error says how to go on.
+func TestInterrupted(t *testing.T) {
+	w := newWorld(t, plugin)
+	w.stuck["a"] = true
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		n := w.nodes(false)
+		plan, err := n.Plan(ctx)
+		must(w, plan, err)
+		w.interfere = func(string) { cancel() }
+		w.wantError(n.Apply(ctx, plan), "node a: ", "context canceled", "run migrate --apply again")
+	})
+}
+
+// TestExcludeInclude: include undoes exclude for every form of affinity, and no empty term begins to match.
+func TestExcludeInclude(t *testing.T) {
+	exists := corev1.NodeSelectorTerm{MatchExpressions: []corev1.NodeSelectorRequirement{{Key: "a", Operator: corev1.NodeSelectorOpExists}}}
+	preferred := []corev1.PreferredSchedulingTerm{{Weight: 1, Preference: exists}}
+	for _, affinity := range []*corev1.Affinity{
+		nil,
+		{PodAffinity: &corev1.PodAffinity{}},
+		{NodeAffinity: &corev1.NodeAffinity{PreferredDuringSchedulingIgnoredDuringExecution: preferred}},
+		{NodeAffinity: &corev1.NodeAffinity{RequiredDuringSchedulingIgnoredDuringExecution: &corev1.NodeSelector{NodeSelectorTerms: []corev1.NodeSelectorTerm{exists, {}}}}},
+	} {
+		set := plugin.DeepCopy()
+		set.Spec.Template.Spec.Affinity = affinity.DeepCopy()
+		before := set.DeepCopy()
+		for range 2 { // both are idempotent
+			if err := exclude(set); err != nil {
+				t.Fatal(err)
+			}
+		}
+		served := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Labels: map[string]string{"a": "", Label: withTandem}}}
+		other := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Labels: map[string]string{"a": "", Label: returning}}}
+		without := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Labels: map[string]string{}}}
+		d := daemonSet{DaemonSet: *set}
+		admitsWithout, err := daemonSet{DaemonSet: *before}.runsOn(without)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for node, want := range map[*corev1.Node]bool{served: false, other: true, without: admitsWithout} {
+			if got, err := d.runsOn(node); err != nil || got != want {
+				t.Errorf("%v: runs on %v: %t, %v", affinity, node.Labels, got, err)
+			}
+		}
+		if !d.isPatched() {
+			t.Errorf("%v: not recognised as patched", affinity)
+		}
+		for range 2 {
+			if err := include(set); err != nil {
+				t.Fatal(err)
+			}
+		}
+		before.Annotations, set.Annotations = nil, nil
+		if diff := cmp.Diff(before, set); diff != "" {
+			t.Errorf("(-before +after)\n%s", diff)
+		}
+	}
+}
