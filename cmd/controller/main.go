@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command controller runs Tandem's reconcilers (pkg/controller) and the webhook for claim parameters (pkg/webhook). Its subcommand
-// remove-labels removes the labels of nodes (pkg/nodelabels). This package only wires.
+// Command controller runs Tandem's reconcilers (pkg/controller) and the webhook for claim parameters (pkg/webhook). Its subcommands are
+// migrate, which moves clusters from NVIDIA's drivers (pkg/migrate), and remove-labels, which removes the labels of nodes (pkg/nodelabels).
+// This package only wires.
 package main
 
 import (
@@ -42,11 +43,13 @@ func main() {
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if len(args) > 0 {
 		switch args[0] {
+		case "migrate":
+			return runMigrate(ctx, args[1:], os.Stdin, stdout, stderr)
+		case "remove-labels":
+			return removeLabels(ctx, args[1:], stdout, stderr)
 		case "version":
 			_, err := fmt.Fprintln(stdout, version.String())
 			return err
-		case "remove-labels":
-			return removeLabels(ctx, args[1:], stdout, stderr)
 		}
 	}
 	c, err := config.LoadController(args, os.LookupEnv, stderr)
