@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+
+	"github.com/tandem-gpu/tandem/hack/gotool"
+	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/pkg/migrate"
+	"github.com/tandem-gpu/tandem/test/faults"
+)
+
+// nvidiaPlugin is a DaemonSet like that of NVIDIA's device plugin. Its pods only sleep.
+const nvidiaPlugin = `
+apiVersion: apps/v1
+kind: DaemonSet
+metadata: {name: nvidia-device-plugin, namespace: kube-system}
+spec:
+  selector: {matchLabels: {name: nvidia-device-plugin-ds}}
+  template:
+    metadata: {labels: {name: nvidia-device-plugin-ds}}
+    spec:
+      terminationGracePeriodSeconds: 1
+      nodeSelector: {kubernetes.io/hostname: ` + gpuNode + `}
+      containers:
+      - name: nvidia-device-plugin-ctr
+        image: docker.io/library/busybox:1.37
+        imagePullPolicy: Never
+        command: [sleep, infinity]
+`
+
+// nvidiaStandIn installs a DaemonSet, and serves the node's GPUs in its pod's stead while the pod runs.
+func (s *story) nvidiaStandIn(minors map[string]int) {
+	s.Helper()
+	ctx, cancel := context.WithCancel(s.ctx)
+	ended := make(chan error, 1)
+	go func() { ended <- playNVIDIA(ctx, minors) }()
+	s.undo(func() error {
+		cancel()
+		return <-ended
+	})
+	s.undo(func() error {
+		err := theClient.AppsV1().DaemonSets("kube-system").Delete(context.WithoutCancel(s.ctx), "nvidia-device-plugin", metav1.DeleteOptions{})
+		if apierrors.IsNotFound(err) {
+			return nil
+		}
+		return err
+	})
+	if err := s.applyAnywhere(nvidiaPlugin); err != nil {
+		s.Fatal(err)
+	}
+}
+
+// applyAnywhere applies a manifest that names its namespace.
+func (s *story) applyAnywhere(text string) error {
+	cmd, err := theCluster.Command(s.ctx, "kubectl", "apply", "-f", "-")
+	if err != nil {
+		return err
+	}
+	cmd.Stdin = strings.NewReader(text)
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("kubectl apply: %w: %s", err, out)
+	}
+	return nil
+}
+
+// playNVIDIA serves while a pod of the stand-in runs on the node, until ctx is done.
+func playNVIDIA(ctx context.Context, minors map[string]int) error {
+	var server *faults.Server
+	stop := func() error {
+		if server == nil {
+			return nil
+		}
+		stopped := server
+		server = nil
+		return stopped.Stop()
+	}
+	for {
+		pods, err := theClient.CoreV1().Pods("kube-system").List(ctx, metav1.ListOptions{LabelSelector: "name=nvidia-device-plugin-ds"})
+		switch {
+		case ctx.Err() != nil:
+			return stop()
+		case err != nil:
+			return errors.Join(err, stop())
+		}
+		runs := false
+		for _, pod := range pods.Items {
+			runs = runs || pod.Status.Phase == corev1.PodRunning && pod.DeletionTimestamp == nil
+		}
+		switch {
+		case runs && server == nil:
+			server, err = faults.Serve(node(), filepath.Join(faults.DevicePluginDir, "nvidia-gpu.sock"), func(server *grpc.Server) {
+				pluginapi.RegisterDevicePluginServer(server, faults.NewDevicePlugin(minors))
+			})
+			if err == nil {
+				err = server.Register(ctx, install.ResourceName)
+			}
+		case !runs:
+			err = stop()
+		}
+		if err != nil && ctx.Err() == nil {
+			return errors.Join(err, stop())
+		}
+		select {
+		case <-ctx.Done():
+			return stop()
+		case <-time.After(lookAgain):
+		}
+	}
+}
+
+// migrates runs `controller migrate` for the node.
+func (s *story) migrates(args ...string) string {
+	s.Helper()
+	root, err := gotool.Root(s.ctx)
+	if err != nil {
+		s.Fatal(err)
+	}
+	args = append([]string{"run", "./cmd/controller", "migrate", "--kubeconfig", theCluster.Kubeconfig(), "--node", gpuNode}, args...)
+	cmd := gotool.Command(s.ctx, s.TempDir(), nil, args...)
+	cmd.Dir = root
+	out, err := cmd.CombinedOutput()
+	if err != nil {
+		s.Fatalf("migrate %v: %v\n%s", args, err, out)
+	}
+	return string(out)
+}
+
+// TestMigrateThereAndBack: eight pods run by limits on a node that NVIDIA's device plugin serves. The node moves to Tandem, which serves
+// the next pod, and back. No container restarts, and each keeps its GPU.
+func TestMigrateThereAndBack(t *testing.T) {
+	s := begin(t)
+	minors := s.uuids()
+	s.nvidiaStandIn(minors)
+	s.event("Node", gpuNode, "OtherDevicePlugin", faults.DevicePluginDir+"/nvidia-gpu.sock", install.ResourceName)
+	s.readyz(http.StatusServiceUnavailable, "limits", "nvidia-gpu.sock")
+	s.await(soon, "kubelet to offer NVIDIA's GPUs", func() error { return s.offeredToPods(gpusANode) })
+	for i := range gpusANode {
+		s.manifest(one("limit", fmt.Sprintf("old-%d", i)))
+	}
+	s.running(patient, gpusANode, 0)
+	if text := s.inside("old-0", "env"); !strings.Contains(text, "FOREIGN=true") {
+		t.Fatalf("the pod was not served by the stand-in: %s", text)
+	}
+	containers, gpus := s.containers(), s.seen()
+
+	if plan := s.migrates("--plan"); !strings.Contains(plan, "node "+gpuNode+": 8 running pods") {
+		t.Errorf("plan:\n%s", plan)
+	}
+	if out := s.migrates("--apply"); !strings.Contains(out, "node "+gpuNode+": done") {
+		t.Errorf("migrate --apply:\n%s", out)
+	}
+	s.unchanged(containers, gpus)
+	s.wantHolds(0, gpusANode)
+	s.readyz(http.StatusOK)
+
+	// Tandem serves the next pod.
+	s.kubectl("delete", "pod", "-n", s.namespace, "old-0")
+	s.manifest(one("limit", "new"))
+	s.running(patient, gpusANode, 0)
+	if text := s.inside("new", "env"); strings.Contains(text, "FOREIGN=true") {
+		t.Errorf("the new pod was served by the stand-in: %s", text)
+	}
+	s.noDoubleOwners()
+
+	containers, gpus = s.containers(), s.seen()
+	if out := s.migrates("--apply", "--back"); !strings.Contains(out, "node "+gpuNode+": done") {
+		t.Errorf("migrate --apply --back:\n%s", out)
+	}
+	s.unchanged(containers, gpus)
+	n, err := theClient.CoreV1().Nodes().Get(s.ctx, gpuNode, metav1.GetOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, left := n.Labels[migrate.Label]; left {
+		t.Errorf("node labels %v", n.Labels)
+	}
+	// NVIDIA's plugin serves the next pod.
+	s.kubectl("delete", "pod", "-n", s.namespace, "old-1")
+	s.manifest(one("limit", "newer"))
+	s.running(patient, gpusANode, 0)
+	if text := s.inside("newer", "env"); !strings.Contains(text, "FOREIGN=true") {
+		t.Errorf("the newer pod was not served by the stand-in: %s", text)
+	}
+	s.noDoubleOwners()
+}
