@@ -67,7 +67,7 @@ func newDividedMarket(t *testing.T, gpus int, claims device.ClaimShares) *market
 	return &market{
 		T: t, inv: dividedMachine(gpus, claims), ledger: l, allocated: map[string]resourceapi.DeviceRequestAllocationResult{},
 		claims: map[string]*resourceapi.ResourceClaim{},
-		cache: cel.NewCache(100, cel.Features{}),
+		cache:  cel.NewCache(100, cel.Features{}),
 	}
 }
 
