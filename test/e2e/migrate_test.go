@@ -123,16 +123,31 @@ func playNVIDIA(ctx context.Context, minors map[string]int) error {
 	}
 }
 
-// migrates runs `controller migrate` for the node.
-func (s *story) migrates(args ...string) string {
+// buildController returns the path of the controller's program.
+func (s *story) buildController() string {
 	s.Helper()
 	root, err := gotool.Root(s.ctx)
 	if err != nil {
 		s.Fatal(err)
 	}
-	args = append([]string{"run", "./cmd/controller", "migrate", "--kubeconfig", theCluster.Kubeconfig(), "--node", gpuNode}, args...)
-	cmd := gotool.Command(s.ctx, s.TempDir(), nil, args...)
+	dir := s.TempDir()
+	program := filepath.Join(dir, "controller")
+	cmd := gotool.Command(s.ctx, dir, nil, "build", "-o", program, "./cmd/controller")
 	cmd.Dir = root
+	if out, err := cmd.CombinedOutput(); err != nil {
+		s.Fatalf("build the controller: %v\n%s", err, out)
+	}
+	return program
+}
+
+// migrates runs `controller migrate` for the node, in the network of the cluster.
+func (s *story) migrates(controller string, args ...string) string {
+	s.Helper()
+	args = append([]string{"migrate", "--kubeconfig", theCluster.Kubeconfig(), "--node", gpuNode}, args...)
+	cmd, err := node().NetworkCommand(s.ctx, controller, args...)
+	if err != nil {
+		s.Fatal(err)
+	}
 	out, err := cmd.CombinedOutput()
 	if err != nil {
 		s.Fatalf("migrate %v: %v\n%s", args, err, out)
@@ -144,6 +159,7 @@ func (s *story) migrates(args ...string) string {
 // the next pod, and back. No container restarts, and each keeps its GPU.
 func TestMigrateThereAndBack(t *testing.T) {
 	s := begin(t)
+	controller := s.buildController()
 	minors := s.uuids()
 	s.nvidiaStandIn(minors)
 	s.event("Node", gpuNode, "OtherDevicePlugin", faults.DevicePluginDir+"/nvidia-gpu.sock", install.ResourceName)
@@ -158,10 +174,10 @@ func TestMigrateThereAndBack(t *testing.T) {
 	}
 	containers, gpus := s.containers(), s.seen()
 
-	if plan := s.migrates("--plan"); !strings.Contains(plan, "node "+gpuNode+": 8 running pods") {
+	if plan := s.migrates(controller, "--plan"); !strings.Contains(plan, "node "+gpuNode+": 8 running pods") {
 		t.Errorf("plan:\n%s", plan)
 	}
-	if out := s.migrates("--apply"); !strings.Contains(out, "node "+gpuNode+": done") {
+	if out := s.migrates(controller, "--apply"); !strings.Contains(out, "node "+gpuNode+": done") {
 		t.Errorf("migrate --apply:\n%s", out)
 	}
 	s.unchanged(containers, gpus)
@@ -178,7 +194,7 @@ func TestMigrateThereAndBack(t *testing.T) {
 	s.noDoubleOwners()
 
 	containers, gpus = s.containers(), s.seen()
-	if out := s.migrates("--apply", "--back"); !strings.Contains(out, "node "+gpuNode+": done") {
+	if out := s.migrates(controller, "--apply", "--back"); !strings.Contains(out, "node "+gpuNode+": done") {
 		t.Errorf("migrate --apply --back:\n%s", out)
 	}
 	s.unchanged(containers, gpus)
