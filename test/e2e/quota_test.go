@@ -53,6 +53,21 @@ func TestQuota(t *testing.T) {
 	s.event("Pod", "claim-1", "FailedResourceClaimCreation", "exceeded quota: gpus")
 	s.running(soon, 2, 1)
 
+	// A tenant cannot pass a claim off as the scheduler's, which quota does not count beside its pod.
+	s.kubectl("create", "role", "tenant", "-n", s.namespace, "--verb=create", "--resource=resourceclaims.resource.k8s.io")
+	s.kubectl("create", "rolebinding", "tenant", "-n", s.namespace, "--role=tenant", "--user=tenant")
+	claim := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{
+		Name: "forged", Annotations: map[string]string{resourceapi.ExtendedResourceClaimAnnotation: "true"},
+	}}
+	claims := s.impersonate("tenant").ResourceV1().ResourceClaims(s.namespace)
+	if _, err := claims.Create(s.ctx, claim, metav1.CreateOptions{}); err == nil || !strings.Contains(err.Error(), "only a scheduler may write the annotation") {
+		t.Errorf("a claim with the scheduler's annotation: %v", err)
+	}
+	claim.Annotations = nil
+	if _, err := claims.Create(s.ctx, claim, metav1.CreateOptions{}); err != nil {
+		t.Errorf("a claim of the tenant: %v", err)
+	}
+
 	// The pod that waits gets the GPU that limits give back.
 	s.kubectl("delete", "pod", "-n", s.namespace, "limit-0")
 	s.running(patient, 2, 0)
