@@ -17,7 +17,6 @@ import (
 	"sync"
 	"testing"
 
-	"github.com/google/go-cmp/cmp"
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
@@ -31,9 +30,8 @@ import (
 	"k8s.io/client-go/kubernetes/scheme"
 
 	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/internal/golden"
 )
-
-var update = flag.Bool("update", false, "rewrite the golden files")
 
 var helm string
 
@@ -57,20 +55,7 @@ var cases = []string{"default", "simulated", "runtimeclass", "gke", "everything"
 func TestRendersAsBefore(t *testing.T) {
 	for _, name := range cases {
 		t.Run(name, func(t *testing.T) {
-			got := render(t, name)
-			golden := filepath.Join("testdata", name+".golden.yaml")
-			if *update {
-				if err := os.WriteFile(golden, got, 0o644); err != nil {
-					t.Fatal(err)
-				}
-			}
-			want, err := os.ReadFile(golden)
-			if err != nil {
-				t.Fatal(err)
-			}
-			if diff := cmp.Diff(string(want), string(got)); diff != "" {
-				t.Errorf("rendered chart differs from %s (go test -update rewrites it):\n%s", golden, diff)
-			}
+			golden.Compare(t, filepath.Join("testdata", name+".golden.yaml"), render(t, name))
 		})
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"maps"
+	"path/filepath"
 	"reflect"
 	"slices"
 	"strings"
@@ -19,6 +20,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/golden"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/mig"
@@ -120,14 +122,14 @@ func TestGoldenPools(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			pools := poolsOf(t, facts)
 			if strings.HasSuffix(name, ".txt") {
-				compareGolden(t, name, []byte(listing(pools)))
+				golden.Compare(t, filepath.Join("testdata", name), []byte(listing(pools)))
 				return
 			}
 			got, err := yaml.Marshal(pools)
 			if err != nil {
 				t.Fatal(err)
 			}
-			compareGolden(t, name, got)
+			golden.Compare(t, filepath.Join("testdata", name), got)
 		})
 	}
 }

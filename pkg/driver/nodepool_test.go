@@ -3,9 +3,7 @@
 package driver
 
 import (
-	"flag"
 	"fmt"
-	"os"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -15,10 +13,9 @@ import (
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 	"sigs.k8s.io/yaml"
 
+	"github.com/tandem-gpu/tandem/internal/golden"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
-
-var update = flag.Bool("update", false, "rewrite the golden files")
 
 func TestGoldenSlices(t *testing.T) {
 	held := []withdrawal{heldByPod(1), heldByPod(3), lost(3)}
@@ -43,25 +40,8 @@ func TestGoldenSlices(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			compareGolden(t, test.name+".yaml", got)
+			golden.Compare(t, filepath.Join("testdata", test.name+".yaml"), got)
 		})
-	}
-}
-
-func compareGolden(t *testing.T, name string, got []byte) {
-	t.Helper()
-	golden := filepath.Join("testdata", name)
-	if *update {
-		if err := os.WriteFile(golden, got, 0o644); err != nil {
-			t.Fatal(err)
-		}
-	}
-	want, err := os.ReadFile(golden)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if diff := cmp.Diff(string(want), string(got)); diff != "" {
-		t.Error(diff)
 	}
 }
 

@@ -3,10 +3,8 @@
 package gpunode
 
 import (
-	"flag"
 	"fmt"
 	"math/rand/v2"
-	"os"
 	"path/filepath"
 	"testing"
 	"time"
@@ -16,11 +14,10 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/golden"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
-
-var update = flag.Bool("update", false, "rewrite golden files")
 
 func gpu(minor int, uuid string) device.GPU {
 	return device.GPU{UUID: uuid, Minor: minor, ProductName: "NVIDIA H100 80GB HBM3"}
@@ -155,19 +152,7 @@ func TestStatus(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			path := filepath.Join("testdata", name+".yaml")
-			if *update {
-				if err := os.WriteFile(path, got, 0o644); err != nil {
-					t.Fatal(err)
-				}
-			}
-			want, err := os.ReadFile(path)
-			if err != nil {
-				t.Fatal(err)
-			}
-			if diff := cmp.Diff(string(want), string(got)); diff != "" {
-				t.Errorf("status differs from %s (-want +got):\n%s", path, diff)
-			}
+			golden.Compare(t, filepath.Join("testdata", name+".yaml"), got)
 		})
 	}
 }

@@ -7,7 +7,6 @@ import (
 	"compress/gzip"
 	"encoding/base64"
 	"encoding/json"
-	"flag"
 	"os"
 	"path/filepath"
 	"strings"
@@ -17,9 +16,9 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes/fake"
-)
 
-var update = flag.Bool("update", false, "write the golden files")
+	"github.com/tandem-gpu/tandem/internal/golden"
+)
 
 func translated(t *testing.T, name, text string) Result {
 	t.Helper()
@@ -50,19 +49,7 @@ func TestGolden(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			golden := strings.TrimSuffix(file, ".yaml") + ".golden"
-			if *update {
-				if err := os.WriteFile(golden, got, 0o644); err != nil {
-					t.Fatal(err)
-				}
-			}
-			want, err := os.ReadFile(golden)
-			if err != nil {
-				t.Fatal(err)
-			}
-			if diff := cmp.Diff(string(want), string(got)); diff != "" {
-				t.Errorf("(-want +got; -update writes it)\n%s", diff)
-			}
+			golden.Compare(t, strings.TrimSuffix(file, ".yaml")+".golden", got)
 		})
 	}
 }

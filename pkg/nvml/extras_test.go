@@ -10,6 +10,8 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+
+	"github.com/tandem-gpu/tandem/internal/golden"
 )
 
 // withExtras adds the devices of other drivers to a fixture, below a root.
@@ -94,7 +96,7 @@ func TestExtras(t *testing.T) {
 			}
 			spec, with := contentsOf(t, options)
 			if strings.HasPrefix(name, "all") {
-				compareGolden(t, "testdata/cdi/extras.json", spec)
+				golden.Compare(t, "testdata/cdi/extras.json", spec)
 			}
 			nodes := slices.DeleteFunc(with[0], func(path string) bool { return slices.Contains(plain[0], path) })
 			mounts := slices.DeleteFunc(with[1], func(path string) bool { return slices.Contains(plain[1], path) })

@@ -12,6 +12,7 @@ import (
 
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
 
+	"github.com/tandem-gpu/tandem/internal/golden"
 	"github.com/tandem-gpu/tandem/simulated"
 )
 
@@ -62,7 +63,7 @@ func TestInspectOfLayouts(t *testing.T) {
 			if strings.Contains(string(got), options.HostRoot) {
 				t.Errorf("the agent's view of the host's root is in the report:\n%s", got)
 			}
-			compareGolden(t, filepath.Join("testdata/inspect", name+".txt"), got)
+			golden.Compare(t, filepath.Join("testdata/inspect", name+".txt"), got)
 		})
 	}
 }
@@ -99,7 +100,7 @@ func TestInspectOfPartitions(t *testing.T) {
 		return simulated.New(profile, simulated.WithDir(dir)), nil
 	}
 	r := inspectFixed(t, options)
-	compareGolden(t, "testdata/inspect/partitions.txt", textOf(t, r))
+	golden.Compare(t, "testdata/inspect/partitions.txt", textOf(t, r))
 
 	data, err := json.Marshal(r)
 	if err != nil {
@@ -119,7 +120,7 @@ func TestInspectWithoutDriver(t *testing.T) {
 	if err := r.Err(); err == nil || !strings.Contains(err.Error(), "no NVIDIA driver") {
 		t.Errorf("error %v, want no driver", err)
 	}
-	compareGolden(t, "testdata/inspect/none.txt", textOf(t, r))
+	golden.Compare(t, "testdata/inspect/none.txt", textOf(t, r))
 }
 
 // A call that never returns is in the report, and so are the GPUs that answer.

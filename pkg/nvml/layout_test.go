@@ -5,7 +5,6 @@ package nvml
 import (
 	"encoding/json"
 	"errors"
-	"flag"
 	"os"
 	"path/filepath"
 	"slices"
@@ -14,14 +13,12 @@ import (
 	"testing"
 
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
-	"github.com/google/go-cmp/cmp"
 	cdilib "tags.cncf.io/container-device-interface/pkg/cdi"
 	specs "tags.cncf.io/container-device-interface/specs-go"
 
+	"github.com/tandem-gpu/tandem/internal/golden"
 	"github.com/tandem-gpu/tandem/simulated"
 )
-
-var update = flag.Bool("update", false, "write the golden files anew")
 
 const driverVersion = "580.95.05"
 
@@ -262,7 +259,7 @@ func TestContainerEditsOfLayouts(t *testing.T) {
 			if strings.Contains(string(got), options.HostRoot) {
 				t.Errorf("the agent's view of the host's root is in the spec:\n%s", got)
 			}
-			compareGolden(t, filepath.Join("testdata/cdi", name+".json"), got)
+			golden.Compare(t, filepath.Join("testdata/cdi", name+".json"), got)
 		})
 	}
 }
@@ -288,25 +285,6 @@ func encodeSpec(t *testing.T, common specs.ContainerEdits, devices []specs.Devic
 		t.Errorf("spec is not valid: %v", err)
 	}
 	return append(data, '\n')
-}
-
-func compareGolden(t *testing.T, path string, got []byte) {
-	t.Helper()
-	if *update {
-		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
-			t.Fatal(err)
-		}
-		if err := os.WriteFile(path, got, 0o644); err != nil {
-			t.Fatal(err)
-		}
-	}
-	want, err := os.ReadFile(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if diff := cmp.Diff(string(want), string(got)); diff != "" {
-		t.Errorf("%s (-want +got):\n%s", path, diff)
-	}
 }
 
 func TestHooks(t *testing.T) {
