@@ -532,6 +532,9 @@ func (p *Policy) Client(d device.Device, share device.Share) (*Client, error) {
 	return &c, nil
 }
 
+// errNoMemory refuses a share that was allocated under a policy without MPS. Its client would have no limit.
+var errNoMemory = errors.New("the GPU is shared by MPS now, and the claim has a share without memory: delete its pod, so that it is allocated again")
+
 // Join makes a claim with a share of a GPU a client of the GPU's daemon, and returns its client device; none where the GPU is
 // not shared by MPS. The DRA driver calls it after the ledger has reserved the share. It waits until the policy is applied,
 // unless pods of the claim run already: others of it then share the GPU like these. A *NotReadyError says that ctx ended
@@ -541,9 +544,8 @@ func (p *Policy) Join(ctx context.Context, claim Claim, d device.Device, share d
 	if err == nil && daemon != "" {
 		err = p.admit(claim, d.Ref())
 	}
-	if err == nil && daemon != "" && share.Bytes == 0 {
-		// It was allocated under a policy without MPS, and would have no limit.
-		err = errors.New("the GPU is shared by MPS now, and the claim has a share without memory: delete its pod, so that it is allocated again")
+	if err == nil && daemon != "" && !share.Whole() && share.Bytes == 0 {
+		err = errNoMemory
 	}
 	if err == nil && daemon != "" {
 		var client string

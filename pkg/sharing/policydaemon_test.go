@@ -195,6 +195,22 @@ func TestPolicyClients(t *testing.T) {
 	}
 }
 
+// A claim with several shares may have all of the memory. One that was allocated a share without memory, under another policy, would have no
+// limit and is refused.
+func TestPolicyJoinWithoutMemory(t *testing.T) {
+	w := newTown(t, byMPS(0, true))
+	w.agent()
+	for name, c := range map[string]struct {
+		share device.Share
+		want  error
+	}{"all": {device.Share{}, nil}, "none": {shareOf(0), errNoMemory}} {
+		w.book.set(holdOf(ledger.KindClaim, "uid-a", c.share, ledger.StateHeld))
+		if _, err := w.policy.Join(t.Context(), Claim{"uid-a", "team-a", "a"}, w.device(), c.share); !errors.Is(err, c.want) {
+			t.Errorf("a share of %s of the memory: %v, want %v", name, err, c.want)
+		}
+	}
+}
+
 // A claim that has a part of a GPU is a client from the first daemon on, and finds what it needs again after the agent was started
 // anew.
 func TestPolicyJoin(t *testing.T) {
