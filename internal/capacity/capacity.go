@@ -28,20 +28,20 @@ func Consumed(claim *resourceapi.ResourceClaim, result resourceapi.DeviceRequest
 	switch {
 	case byCount && c.Shares > 0, byMemory && c.Memory == 0:
 		return c, true
-	case byMemory && requests(claim, result.Request, Memory):
+	case byMemory && requestsMemory(claim, result.Request):
 		return c, true
 	default:
 		return device.Consumed{}, false
 	}
 }
 
-// requests reports whether a request, or a subrequest ("request/subrequest"), requests an amount of a capacity.
-func requests(claim *resourceapi.ResourceClaim, request string, name resourceapi.QualifiedName) bool {
+// requestsMemory reports whether a request, or a subrequest ("request/subrequest"), requests an amount of memory.
+func requestsMemory(claim *resourceapi.ResourceClaim, request string) bool {
 	amount := func(c *resourceapi.CapacityRequirements) bool {
 		if c == nil {
 			return false
 		}
-		_, asked := c.Requests[name]
+		_, asked := c.Requests[Memory]
 		return asked
 	}
 	for _, r := range claim.Spec.Devices.Requests {

@@ -124,7 +124,7 @@ func Check[D Hardware[D], U User[D]](healthy bool, request Use[D], uses iter.Seq
 // Left returns the share of a device that no use takes, of a whole with so much memory (Of) and so many equal shares (OfCount). A use of
 // the whole device, of another whole, or of other hardware that overlaps it, takes all.
 func Left[D Hardware[D], U User[D]](d D, whole device.Share, uses iter.Seq[U]) device.Share {
-	left := device.Share{Bytes: whole.Of, Of: whole.Of, Count: whole.OfCount, OfCount: whole.OfCount}
+	left := whole.Full()
 	for user := range uses {
 		switch use := user.Use(); {
 		case !use.Device.Overlaps(d):

@@ -142,6 +142,12 @@ func (n Node) heldShare(published string, h v1alpha1.DeviceHolder) device.Share 
 	return n.share(published, h.Shared || h.Memory > 0, h.Memory, h.Shares)
 }
 
+// Left is the function Left for a shared device of a GPUNode status.
+func (n Node) Left(d v1alpha1.DeviceStatus, uses []Use[Name]) device.Share {
+	whole := device.Share{Of: uint64(max(0, d.Sharing.Memory)), OfCount: uint64(max(0, d.Sharing.Shares))}
+	return Left(StatusName(d), whole, slices.Values(uses))
+}
+
 // share returns a share of a device. A device that does not report its memory has room for every share.
 func (n Node) share(published string, shared bool, memory, count int64) device.Share {
 	if !shared {

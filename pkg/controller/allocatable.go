@@ -98,8 +98,7 @@ func replicas(d v1alpha1.DeviceStatus, node availability.Node) int64 {
 			uses = append(uses, use)
 		}
 	}
-	whole := device.Share{Of: uint64(max(0, sharing.Memory)), OfCount: uint64(max(0, sharing.Shares))}
-	left := availability.Left(availability.StatusName(d), whole, slices.Values(uses))
+	left := node.Left(d, uses)
 	room := int64(left.Bytes) / max(1, sharing.ReplicaMemory)
 	if sharing.ReplicaShares > 0 {
 		room = int64(left.Count) / sharing.ReplicaShares

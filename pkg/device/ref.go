@@ -148,6 +148,12 @@ func (s Share) SameWhole(other Share) bool {
 	return !s.Whole() && s.Of == other.Of && s.OfCount == other.OfCount
 }
 
+// Full returns all of the whole that s is a share of.
+func (s Share) Full() Share {
+	s.Bytes, s.Count = s.Of, s.OfCount
+	return s
+}
+
 // Plus adds a share of the same whole.
 func (s Share) Plus(other Share) Share {
 	s.Bytes += other.Bytes

@@ -60,8 +60,8 @@ type nodeDevice struct {
 type nodeDeviceFacts struct {
 	device device.Device
 	kept   Capabilities
-	// shared means that claims may have a share of the device: it is published with what is left of it.
-	shared bool
+	// claims is how claims share the device, which is published with what is left of it. It is empty if they cannot have a share now.
+	claims device.ClaimShares
 	left   device.Share
 	// taints withdraw the device.
 	taints []resourceapi.DeviceTaint
@@ -122,8 +122,8 @@ func factsOf(d device.Device, withdrawn []withdrawal, a allocated, kept Capabili
 	if policy := d.Sharing(); kept.Shares && policy.Claims != "" {
 		whole := device.Share{Of: d.MemoryBytes(), OfCount: uint64(policy.Shares)}
 		left := leftOf(d.Ref(), whole, withdrawn, a)
-		if facts.shared = shareable(policy.Claims, left); facts.shared {
-			facts.left, request.Share = left, whole
+		if shareable(policy.Claims, left) {
+			facts.claims, facts.left, request.Share = policy.Claims, left, whole
 		}
 	}
 	var reasons []withdrawal
@@ -132,20 +132,8 @@ func factsOf(d device.Device, withdrawn []withdrawal, a allocated, kept Capabili
 			reasons = append(reasons, w)
 		}
 	}
-	// The scheduler does not know that what claims got under another policy blocks the device.
-	blocksShares := func(s device.Share) bool {
-		switch claims := d.Sharing().Claims; {
-		case !facts.shared:
-			return !s.Whole()
-		case s.Whole():
-			return claims != device.ByMemory // which alone counts it as all of the memory
-		case claims == device.ByMemory:
-			return s.Bytes == 0 || !s.SameWhole(request.Share)
-		default:
-			return !s.SameWhole(request.Share)
-		}
-	}
-	if a.blocks(d.Ref()) || slices.ContainsFunc(a.shares[d.Ref()], blocksShares) {
+	miscounted := slices.ContainsFunc(a.shares[d.Ref()], func(has device.Share) bool { return miscounts(facts.claims, request.Share, has) })
+	if a.blocks(d.Ref()) || miscounted {
 		reasons = append(reasons, withdrawal{use: use{Reason: availability.HeldByClaim}})
 	}
 	slices.SortFunc(reasons, withdrawal.compareReason)
@@ -158,10 +146,25 @@ func factsOf(d device.Device, withdrawn []withdrawal, a allocated, kept Capabili
 	return facts
 }
 
+// miscounts reports whether the scheduler would place a claim where what another claim has leaves no room by the ledger. The other claim
+// got it under an earlier sharing policy.
+func miscounts(claims device.ClaimShares, whole, has device.Share) bool {
+	switch {
+	case claims == "":
+		return !has.Whole()
+	case has.Whole(): // the scheduler counts all of the memory, which keeps out only claims that need some
+		return claims != device.ByMemory
+	case claims == device.ByMemory && has.Bytes == 0: // a claim for all of the memory would still fit
+		return true
+	default:
+		return !has.SameWhole(whole)
+	}
+}
+
 func (f nodeDeviceFacts) publish() resourceapi.Device {
 	published := publishedDevice(f.device)
-	if f.shared {
-		shareOut(published, f.device.Sharing().Claims, f.left)
+	if f.claims != "" {
+		shareOut(published, f.claims, f.left)
 		published.AllowMultipleAllocations = ptr.To(true)
 	}
 	published.Taints = f.taints
@@ -227,8 +230,7 @@ func requestPolicy(value resource.Quantity, byDefault, least, step *resource.Qua
 // leftOf returns what is left of a device without what its holders have beyond what the scheduler counts. A draining claim is still
 // allocated, or is allocated again, where kubelet unprepares a claim that another pod uses (TestDrainingShares).
 func leftOf(ref device.Ref, whole device.Share, withdrawn []withdrawal, a allocated) device.Share {
-	left := whole
-	left.Bytes, left.Count = whole.Of, whole.OfCount
+	left := whole.Full()
 	for _, w := range withdrawn {
 		if w.Device != ref {
 			continue

@@ -329,6 +329,16 @@ func TestEqualShares(t *testing.T) {
 	if taints := pools[testNode].Slices[0].Devices[0].Taints; len(taints) > 0 {
 		t.Errorf("the GPU of an allocated share has taints %v", taints)
 	}
+	// The API refuses a capacity of no shares of which each claim needs one.
+	var pods []ledger.Hold
+	for _, o := range offers {
+		pods = append(pods, ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindPod, ID: o.ID()}, Device: o.Device.Ref(), Share: o.Share, State: ledger.StateHeld})
+	}
+	pools, _ = (&Offer{NodeName: testNode}).Pools(Facts{Inventory: m.inv, Holds: pods, Kept: Capabilities{Taints: true, Shares: true}, Now: time.Now()})
+	full := pools[testNode].Slices[0].Devices[0]
+	if _, published := full.Capacity["shares"]; published || len(full.Taints) != 1 || full.Taints[0].Key != TaintHeldByPod {
+		t.Errorf("a GPU of which pods have all shares has the capacities %v and taints %v", full.Capacity, full.Taints)
+	}
 }
 
 // policies are the ways in which claims share a GPU, or not.

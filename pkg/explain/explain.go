@@ -105,7 +105,7 @@ func explainShare(nodes []v1alpha1.GPUNode, asked Request) string {
 	for _, node := range nodes {
 		fitting, shared := int64(0), false
 		most := counted{name: node.Name}
-		uses := availability.NewNode(node.Status, nil).Held
+		reported := availability.NewNode(node.Status, nil)
 		for _, d := range node.Status.Devices {
 			if d.Excluded || d.UnhealthyReason != "" {
 				continue
@@ -117,7 +117,7 @@ func explainShare(nodes []v1alpha1.GPUNode, asked Request) string {
 				continue
 			}
 			shared = true
-			left := leftOf(d, uses)
+			left := reported.Left(d, reported.Held)
 			most.memory, most.shares = max(most.memory, int64(left.Bytes)), max(most.shares, int64(left.Count))
 			if asked.fits(d, left) {
 				fitting++
@@ -172,19 +172,14 @@ func (r Request) divided(status v1alpha1.GPUNodeStatus) (n int64) {
 	if r.Limits != "" || r.Resource != "" {
 		return 0
 	}
-	uses := availability.NewNode(status, nil).Held
+	node := availability.NewNode(status, nil)
 	for _, d := range status.Devices {
 		shared := d.Sharing != nil && d.Sharing.Claims != "" && len(d.Holders) > 0 && !d.Excluded && d.UnhealthyReason == ""
-		if shared && r.fits(d, leftOf(d, uses)) {
+		if shared && r.fits(d, node.Left(d, node.Held)) {
 			n++
 		}
 	}
 	return n
-}
-
-func leftOf(d v1alpha1.DeviceStatus, uses []availability.Use[availability.Name]) device.Share {
-	whole := device.Share{Of: uint64(max(0, d.Sharing.Memory)), OfCount: uint64(max(0, d.Sharing.Shares))}
-	return availability.Left(availability.StatusName(d), whole, slices.Values(uses))
 }
 
 func equalShares(n int64) string {
