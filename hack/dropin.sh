@@ -3,7 +3,7 @@
 # missing, or where Tandem differs from NVIDIA's programs.
 set -euo pipefail
 if [ "$(id -u)" -ne 0 ]; then
-	echo "dropin: skipped: clusters of one's own and mount namespaces need root"
+	echo "dropin: skipped: only root can create its clusters and mount namespaces"
 	exit 0
 fi
 shopt -s nullglob
