@@ -15,7 +15,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/nodelabels"
 )
 
-// removeLabels removes the labels that agents have written from all nodes. The chart runs it when it is uninstalled.
+// removeLabels removes the labels that agents have written from all nodes. A Job of the chart runs it after an uninstallation.
 func removeLabels(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	flags := flag.NewFlagSet("controller remove-labels", flag.ContinueOnError)
 	flags.SetOutput(stderr)

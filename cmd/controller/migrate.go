@@ -77,9 +77,9 @@ func parseMigrate(args []string, stderr io.Writer) (migration, error) {
 		m.files = append(m.files, s)
 		return nil
 	})
-	flags.BoolVar(&m.plan, "plan", false, "print the plan for the nodes and change nothing")
+	flags.BoolVar(&m.plan, "plan", false, "print what --apply would do, and change nothing")
 	flags.BoolVar(&m.apply, "apply", false, "print the plan and carry it out")
-	flags.BoolVar(&m.back, "back", false, "move nodes to NVIDIA's software")
+	flags.BoolVar(&m.back, "back", false, "move nodes back to NVIDIA's software")
 	flags.StringVar(&m.node, "node", "", "move only the node of this `name`")
 	flags.Func("daemonset", "further DaemonSet of a device plugin, as `namespace/name`; may be repeated", func(s string) error {
 		namespace, name, ok := strings.Cut(s, "/")
@@ -105,14 +105,14 @@ func parseMigrate(args []string, stderr io.Writer) (migration, error) {
 	case m.node != "" && !ofNodes:
 		return migration{}, errors.New("--node needs --plan or --apply")
 	case len(m.files) > 0 && ofNodes:
-		return migration{}, errors.New("-f excludes --plan and --apply: nodes do not depend on values")
+		return migration{}, errors.New("-f excludes --plan and --apply: they read the cluster, and no values")
 	case m.timeout <= 0:
 		return migration{}, fmt.Errorf("--timeout: %s is not positive", m.timeout)
 	}
 	return m, nil
 }
 
-// printValues writes values for Tandem's chart to stdout. What could not be read is an error, after the rest was written.
+// printValues writes values for Tandem's chart to stdout. If it could not read some releases, it writes the rest and returns an error.
 func (m migration) printValues(ctx context.Context, stdin io.Reader, stdout, stderr io.Writer) error {
 	var sources []migrate.Source
 	for _, file := range m.files {

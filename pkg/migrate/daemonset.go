@@ -72,7 +72,7 @@ func roleOf(set appsv1.DaemonSet) (role, bool) {
 	return "", false
 }
 
-// runsOn reports whether the DaemonSet's template admits the node. Taints are not regarded.
+// runsOn reports whether the DaemonSet's template admits the node. It ignores taints.
 func (d daemonSet) runsOn(node *corev1.Node) (bool, error) {
 	pod := &corev1.Pod{Spec: d.Spec.Template.Spec}
 	admits, err := nodeaffinity.GetRequiredNodeAffinity(pod).Match(node)
@@ -187,7 +187,7 @@ func include(set *appsv1.DaemonSet) error {
 	return nil
 }
 
-// change applies a change to a DaemonSet.
+// change updates a DaemonSet, again if another writer was faster.
 func (n *Nodes) change(ctx context.Context, d daemonSet, change func(*appsv1.DaemonSet) error) error {
 	err := retry.RetryOnConflict(retry.DefaultRetry, func() error {
 		set, err := n.Client.AppsV1().DaemonSets(d.Namespace).Get(ctx, d.Name, metav1.GetOptions{})

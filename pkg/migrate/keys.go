@@ -46,7 +46,7 @@ type table struct {
 	defaults map[string]any
 }
 
-// theTable reads the chart's files, which are parts of the program.
+// theTable reads the chart's files, which are embedded in the program.
 var theTable = sync.OnceValues(func() (table, error) {
 	var lists struct{ Moved, Variables, Unused, Refused, Own, Same []row }
 	if err := yaml.Unmarshal(helm.NVIDIAKeys, &lists); err != nil {
@@ -155,7 +155,7 @@ func isEmpty(value any) bool {
 	return reflect.ValueOf(value).IsZero()
 }
 
-// isUnset reports whether the chart's templates take a value for not set. False and 0 are set.
+// isUnset reports whether the chart's templates treat a value as not set. False and 0 are set.
 func isUnset(value any) bool {
 	switch v := value.(type) {
 	case nil:

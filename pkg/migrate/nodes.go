@@ -49,9 +49,9 @@ type Nodes struct {
 	Back bool
 	// Only is the node to move; empty for all.
 	Only string
-	// DaemonSets are further ones to handle as NVIDIA's device plugin, for those that are not recognised.
+	// DaemonSets names DaemonSets to treat as NVIDIA's device plugin although roleOf does not recognise them.
 	DaemonSets []types.NamespacedName
-	// Patience is how long a node may take.
+	// Patience is how long the move of one node may take.
 	Patience time.Duration
 	// Progress gets a line for each step.
 	Progress io.Writer
@@ -75,7 +75,7 @@ type nodePlan struct {
 	refusals []string
 }
 
-// Err says why Apply would refuse to start; nil if it would not.
+// Err returns why Apply would refuse to start; nil if it would start.
 func (p Plan) Err() error {
 	var errs []error
 	for _, refusal := range p.refusals {
@@ -89,7 +89,7 @@ func (p Plan) Err() error {
 	return errors.Join(errs...)
 }
 
-// String is the plan, for people.
+// String describes the plan for the user.
 func (p Plan) String() string {
 	var b strings.Builder
 	to, steps := "Tandem", "label it "+Label+"="+withTandem+", so that NVIDIA's pods leave; wait until Tandem's agent is ready and has every running pod as a holder"
@@ -172,7 +172,7 @@ func (n *Nodes) Plan(ctx context.Context) (Plan, error) {
 	return p, nil
 }
 
-// concerns reports whether a node has to move, or was left in between.
+// concerns reports whether a node has to move, or an interrupted run has not finished its move.
 func (n *Nodes) concerns(ctx context.Context, sets []daemonSet, node *corev1.Node) (bool, error) {
 	state, labelled := node.Labels[Label]
 	if n.Back || labelled {
@@ -209,7 +209,7 @@ func (n *Nodes) checkForward(ctx context.Context, sets []daemonSet, node *corev1
 		return nil, err
 	}
 	if agent == nil {
-		refusals = append(refusals, "no agent of Tandem runs there: install Tandem's chart, with tolerations and affinity for this node")
+		refusals = append(refusals, "no agent of Tandem runs on this node: install Tandem's chart, with tolerations and affinity for this node")
 	}
 	if slices.ContainsFunc(sets, func(d daemonSet) bool { return d.role == draDriver }) {
 		claims, err := n.claims(ctx, node.Name)
@@ -253,12 +253,12 @@ func (n *Nodes) checkBack(ctx context.Context, _ []daemonSet, node *corev1.Node,
 			". Delete their pods, or drain the node")
 	}
 	if len(object.Status.Daemons) > 0 {
-		refusals = append(refusals, "pods use Tandem's MPS daemons. Delete them, or drain the node")
+		refusals = append(refusals, "pods use Tandem's MPS daemons. Delete these pods, or drain the node")
 	}
 	return refusals, nil
 }
 
-// Apply carries out a plan. It ends at the first node that does not become healthy within Patience, and says what to do. Running it again
+// Apply carries out a plan. It stops at the first node whose move takes longer than Patience; the error says what to do. Running it again
 // continues.
 func (n *Nodes) Apply(ctx context.Context, p Plan) error {
 	if err := p.Err(); err != nil {
@@ -278,13 +278,13 @@ func (n *Nodes) Apply(ctx context.Context, p Plan) error {
 		move, again = n.back, "--back --apply"
 	}
 	for i, node := range p.nodes {
-		n.say("node %s (%d of %d): begins with %d running pods", node.name, i+1, len(p.nodes), len(node.pods))
+		n.say("node %s (%d of %d): moving it; %d running pods have GPUs by limits", node.name, i+1, len(p.nodes), len(node.pods))
 		bounded, cancel := context.WithTimeout(ctx, n.Patience)
 		err := move(bounded, p.sets, node.name)
 		cancel()
 		if err != nil {
-			return fmt.Errorf("node %s: %w. The other nodes stay as they are, and running pods run on. Remove the cause, then run migrate %s "+
-				"again; it continues with this node. `kubectl describe gpunode %s` and the log of the node's agent tell more",
+			return fmt.Errorf("node %s: %w. The other nodes stay as they are, and running pods keep running. Remove the cause, then run migrate %s "+
+				"again; it continues with this node. See `kubectl describe gpunode %s` and the log of the node's agent",
 				node.name, err, again, node.name)
 		}
 		n.say("node %s: done", node.name)
@@ -321,7 +321,7 @@ func (n *Nodes) forward(ctx context.Context, sets []daemonSet, name string) erro
 	if err != nil {
 		return err
 	}
-	// An interrupted way back has changed the mode.
+	// An interrupted run with Back may have changed the mode.
 	labels, annotations := modeBefore(node)
 	labels[Label] = withTandem
 	if slices.ContainsFunc(sets, daemonSet.byOperator) {
@@ -417,7 +417,7 @@ func (n *Nodes) leave(ctx context.Context, sets []daemonSet, node *corev1.Node) 
 				return "", fmt.Errorf("get GPUNode: %w", err)
 			}
 			if object.Status.Mode != noClaims {
-				return fmt.Sprintf("mode %s; it is %s", noClaims, object.Status.Mode), nil
+				return fmt.Sprintf("the agent to use mode %s; it is %s", noClaims, object.Status.Mode), nil
 			}
 			return "", nil
 		})
@@ -492,7 +492,7 @@ func (n *Nodes) nvidiaMissing(ctx context.Context, sets []daemonSet, name string
 	return "", err
 }
 
-// await looks until nothing is missing, and says each new reason.
+// await calls missing until nothing is missing, and prints each new reason.
 func (n *Nodes) await(ctx context.Context, name string, missing func() (string, error)) error {
 	ticker := time.NewTicker(lookAgain)
 	defer ticker.Stop()
@@ -573,7 +573,6 @@ func (n *Nodes) patchNode(ctx context.Context, name string, labels, annotations 
 	return nil
 }
 
-// pods returns a node's pods.
 func (n *Nodes) pods(ctx context.Context, node string, options metav1.ListOptions) ([]corev1.Pod, error) {
 	options.FieldSelector = "spec.nodeName=" + node
 	list, err := n.Client.CoreV1().Pods(metav1.NamespaceAll).List(ctx, options)
@@ -603,7 +602,7 @@ func (n *Nodes) agent(ctx context.Context, node string) (*corev1.Pod, error) {
 	return nil, err
 }
 
-// limitPods returns the running pods of a node with GPUs or partitions by limits, from a device plugin.
+// limitPods returns the running pods of a node that a device plugin has given GPUs or partitions by limits.
 func (n *Nodes) limitPods(ctx context.Context, node string) ([]corev1.Pod, error) {
 	pods, err := n.pods(ctx, node, metav1.ListOptions{})
 	return slices.DeleteFunc(pods, func(pod corev1.Pod) bool {

@@ -304,7 +304,7 @@ func TestPlanChangesNothing(t *testing.T) {
 func TestAbortAndResume(t *testing.T) {
 	w := newWorld(t, plugin)
 	w.stuck["b"] = true
-	w.wantError(w.migrate(w.nodes(false)), "node b: gave up", "Tandem's agent agent-b to be ready", "run migrate --apply again", "running pods run on")
+	w.wantError(w.migrate(w.nodes(false)), "node b: gave up", "Tandem's agent agent-b to be ready", "run migrate --apply again", "running pods keep running")
 	w.wantMoved("a=true", "b=true")
 	delete(w.stuck, "b")
 	w.react("b")
@@ -337,7 +337,7 @@ func TestChangeOfMind(t *testing.T) {
 	}
 	w.moved = nil
 	w.interfere = func(node string) { w.gpuNodes[node].Status.Mode = "Dual" } // the agent is slow
-	w.wantError(w.migrate(w.nodes(true)), "node a: gave up", "mode DevicePluginOnly; it is Dual")
+	w.wantError(w.migrate(w.nodes(true)), "node a: gave up", "the agent to use mode DevicePluginOnly; it is Dual")
 	w.interfere = nil
 	if err := w.migrate(w.nodes(false)); err != nil {
 		t.Fatal(err)
@@ -547,7 +547,7 @@ func TestRefusals(t *testing.T) {
 		if err := w.client.Tracker().Delete(corev1.SchemeGroupVersion.WithResource("pods"), "default", "agent-b"); err != nil {
 			t.Fatal(err)
 		}
-		w.wantError(w.migrate(w.nodes(false)), "node b: no agent of Tandem runs there: install Tandem's chart")
+		w.wantError(w.migrate(w.nodes(false)), "node b: no agent of Tandem runs on this node: install Tandem's chart")
 		w.wantMoved()
 	})
 }

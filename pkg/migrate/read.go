@@ -32,17 +32,17 @@ const (
 
 // Source is a configuration of NVIDIA's software.
 type Source struct {
-	// Name says where it is from, for messages.
+	// Name says in messages where the source is from.
 	Name string
 	Kind Kind
-	// Values are those of NVIDIA's charts. Other sources are converted to them by Read.
+	// Values are those of NVIDIA's charts. Read converts other sources to them.
 	Values map[string]any
 	// Chosen is the part of Values that a user set; nil means all. Only these are reported as lost.
 	Chosen map[string]any
 
 	// configMap is the name of the ConfigMap that Values are from.
 	configMap string
-	// lost are keys that Values do not have any more.
+	// lost are keys that the conversion to Values left out, with reasons.
 	lost []string
 }
 
@@ -85,7 +85,7 @@ func parse(text []byte) (map[string]any, error) {
 	}
 	var values map[string]any
 	if err := kjson.UnmarshalCaseSensitivePreserveInts(asJSON, &values); err != nil {
-		return nil, fmt.Errorf("it is no YAML map: %w", err)
+		return nil, fmt.Errorf("it is not a YAML map: %w", err)
 	}
 	return values, nil
 }
@@ -121,7 +121,7 @@ func sourceOf(name string, values map[string]any) (Source, error) {
 func configMapSource(name string, values map[string]any) (Source, error) {
 	data, _ := values["data"].(map[string]any)
 	if len(data) == 0 {
-		return Source{}, errors.New("ConfigMap without data")
+		return Source{}, errors.New("the ConfigMap has no data")
 	}
 	configMap, _ := at(values, "metadata.name").(string)
 	return Source{Name: name, Kind: Configuration, configMap: configMap, Values: map[string]any{"config": map[string]any{"map": data}}}, nil
@@ -145,7 +145,7 @@ var operatorKeys = map[string]string{
 	"hostPaths.driverInstallDir":              "nvidiaDriverRoot",
 }
 
-// operatorSource reads the keys that concern the device plugin. The Operator goes on to use the others.
+// operatorSource reads the keys that concern the device plugin. The Operator still uses the others.
 func operatorSource(name string, spec map[string]any) Source {
 	s := Source{Name: name, Kind: Operator, Values: map[string]any{}}
 	for from, to := range operatorKeys {

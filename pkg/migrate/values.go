@@ -83,7 +83,7 @@ func Translate(sources ...Source) (Result, error) {
 	return result, nil
 }
 
-// merge adds values to others, which stay where both have a key. Differences that stay are returned.
+// merge adds values to into. Where both have a key, into keeps its value; merge returns those that differ.
 func merge(into, values map[string]any, from Source, above string) (changes []string) {
 	for _, key := range slices.Sorted(maps.Keys(values)) {
 		at, value := above+key, values[key]
@@ -110,7 +110,7 @@ func brief(value any) string {
 	return string(text)
 }
 
-// settleMap removes what contradicts a ConfigMap's configurations, and makes sure that a node without a label has one.
+// settleMap removes what contradicts a ConfigMap's configurations, and makes sure that a node without a label has a configuration.
 func (r *Result) settleMap() error {
 	settings, _ := r.Values["config"].(map[string]any)
 	configs, _ := settings["map"].(map[string]any)
@@ -136,8 +136,8 @@ func (r *Result) settleMap() error {
 		return nil
 	}
 	settings["fallbackStrategies"] = append(slices.Clone(strategies), "empty")
-	r.Changes = append(r.Changes, "config.fallbackStrategies: empty is added. No configuration is for nodes without the label "+config.ConfigLabel+
-		": NVIDIA's plugin does not start there, Tandem has its defaults")
+	r.Changes = append(r.Changes, "config.fallbackStrategies: empty is added, because no configuration applies to nodes without the label "+config.ConfigLabel+
+		". NVIDIA's plugin does not start on them; Tandem uses its defaults there")
 	return nil
 }
 
@@ -197,7 +197,7 @@ func (t *translation) fail(path, format string, args ...any) {
 	t.errs = append(t.errs, fmt.Errorf(path+": "+format, args...))
 }
 
-// keep takes a key as it is, without what the chart has by default.
+// keep copies a key, unless it has the chart's default.
 func (t *translation) keep(path string, r row, value any) {
 	usual := at(t.defaults, path)
 	if usual == nil {
@@ -241,7 +241,7 @@ func plain(value any) (same any) {
 	return same
 }
 
-// move gives a key the name that it has here, as templates/_nvidia.tpl does.
+// move gives a key the name that it has in Tandem's chart, as templates/_nvidia.tpl does.
 func (t *translation) move(from string, r row, value any) {
 	if isUnset(value) {
 		return
@@ -365,7 +365,7 @@ func (t *translation) compare(above string, parsed map[string]any) {
 	}
 }
 
-// compareDefaults reports what is different without a key that says so.
+// compareDefaults reports differences between the defaults of NVIDIA's charts and Tandem's, and what depends on several keys.
 func (r *Result) compareDefaults(sources []Source) {
 	texts, _ := configs(r.Values) // they were valid
 	configured := func(path string) bool {

@@ -57,9 +57,9 @@ func TestGolden(t *testing.T) {
 func TestMistakes(t *testing.T) {
 	for text, want := range map[string]string{
 		"":                            "it has no values",
-		"[]":                          "it is no YAML map",
+		"[]":                          "it is not a YAML map",
 		"{kind: Pod}":                 "kind Pod: want values of a chart",
-		"{kind: ConfigMap}":           "ConfigMap without data",
+		"{kind: ConfigMap}":           "the ConfigMap has no data",
 		"{version: v2}":               "config: Tandem's agents would refuse it: version: unknown version: v2",
 		"{config: {map: {a: \"{\"}}}": "config.map.a: Tandem's agents would refuse it",
 		"{nvidiaDriverRoot: /a, cdi: {nvidiaHookPath: /b}, nvidiaCDIHookPath: /c}": `nvidiaCDIHookPath: is "/c", but cdiHook, another name of the setting, is "/b"`,
