@@ -17,8 +17,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 )
 
-// newLabels returns the writer of the node's labels from an inventory: the node's before the configuration is known, and the one with
-// sharing afterwards.
+// newLabels returns the writer of the node's labels. They describe devices, the inventory with the sharing policy.
 func (a *agent) newLabels(ctx context.Context, c components, devices inventory, registerer prometheus.Registerer) *nodelabels.Writer {
 	return nodelabels.NewWriter(a.labelConfig(ctx, c, devices, registerer))
 }
@@ -45,7 +44,7 @@ func (a *agent) labelConfig(ctx context.Context, c components, devices inventory
 	}
 }
 
-// driverAway reports whether a node may have GPUs that no driver reports for now. Its labels stay: new pods may select them.
+// driverAway reports whether the node may have GPUs although no driver reports them now. Its labels stay then: pods may select them.
 func driverAway(missing error) bool {
 	noDriver, ok := errors.AsType[*nvml.NoDriverError](missing)
 	return errors.Is(missing, nvml.ErrNoDriver) && !(ok && noDriver.NoHardware)
@@ -57,7 +56,7 @@ func (a *agent) labelWithoutGPU(ctx context.Context, c components) (stop func())
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		// The one with GPUs registers its metrics, and knows how they are shared.
+		// The metrics are those of newLabels' writer, which runs while the node has GPUs.
 		config := a.labelConfig(ctx, c, c.node, prometheus.NewRegistry())
 		want := config.Want
 		config.Want = func() (map[string]string, bool) {

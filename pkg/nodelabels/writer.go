@@ -35,7 +35,8 @@ const nfdLabels = "nfd.node.kubernetes.io/feature-labels"
 // requestTimeout bounds the requests of one attempt.
 const requestTimeout = 30 * time.Second
 
-// newRetries returns how soon a Writer tries again after one error after the other. On a large cluster all agents may lack the right.
+// newRetries returns how long a Writer waits after each of several errors in a row. If the agents of a large cluster have no right to write
+// labels, their attempts must not burden the API server.
 func newRetries() wait.Backoff {
 	return wait.Backoff{Duration: 10 * time.Second, Factor: 2, Jitter: 0.5, Steps: 6, Cap: 5 * time.Minute}
 }
@@ -44,13 +45,13 @@ func newRetries() wait.Backoff {
 type Config struct {
 	Nodes    typedcorev1.NodeInterface
 	NodeName string
-	// Want returns the labels that the node shall have. Without known the node keeps those that it has.
+	// Want returns the labels that the node is to have. If known is false, the node keeps those that it has.
 	Want func() (labels map[string]string, known bool)
-	// Changed returns a channel that is closed when Want may return something else; it is taken before.
+	// Changed returns a channel that is closed when Want may return something else. The Writer calls it before Want.
 	Changed func() <-chan struct{}
 	// Seen returns the node's labels as a watch reports them. It makes no request.
 	Seen func() map[string]string
-	// Interval is how often the Writer compares the labels that are seen with those that it left.
+	// Interval is how often the Writer compares the labels of Seen with those after its last attempt.
 	Interval time.Duration
 	// Recorder receives an event on the node when another field manager has the labels.
 	Recorder   record.EventRecorder
@@ -67,7 +68,7 @@ type Writer struct {
 	// settled is set once the node has what want asks for; the node's labels were seen then.
 	settled    bool
 	want, seen map[string]string
-	// other is who has the labels instead, and failure the last error, so that each is reported once.
+	// other says who owns the labels instead, and failure is the last error. Each is reported once.
 	other, failure string
 }
 
@@ -121,7 +122,7 @@ func (w *Writer) fail(ctx context.Context, err error, after time.Duration) {
 	}
 }
 
-// write gives the node the labels that it shall have, unless another field manager has one of them.
+// write gives the node the labels of Want, unless another field manager has one of them.
 func (w *Writer) write(ctx context.Context) error {
 	want, known := w.Want()
 	if !known || w.settled && maps.Equal(want, w.want) && maps.Equal(w.Seen(), w.seen) {
@@ -151,25 +152,25 @@ func (w *Writer) write(ctx context.Context) error {
 	return nil
 }
 
-// report reports once that another one has the labels, and once that it has not any more.
+// report reports once that another field manager has the labels, and once that it no longer has them.
 func (w *Writer) report(ctx context.Context, other string) {
 	before := w.other
 	w.other = other
 	switch {
 	case before != "" && other == "":
-		klog.FromContext(ctx).Info("The node's labels belong to no other field manager any more")
+		klog.FromContext(ctx).Info("No other field manager has the node's labels any more")
 	case before == "" && other != "":
 		klog.FromContext(ctx).Info("Writing no labels to the node", "reason", other)
 		node := &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: w.NodeName, UID: types.UID(w.NodeName)}
 		w.Recorder.Eventf(node, corev1.EventTypeNormal, "NodeLabelsNotWritten", "Tandem writes no labels of GPU Feature Discovery to this node, because %s. "+
-			"If that is GPU Feature Discovery and shall stay, set the chart's gfd.enabled=false. Otherwise remove its labels: Tandem then writes its own", other)
+			"To keep GPU Feature Discovery, set the chart's gfd.enabled=false. Otherwise uninstall it and remove its labels: Tandem then writes its own", other)
 	}
 }
 
 // RemoveFromAll removes the labels of all Writers from all nodes. It is idempotent. On an error it goes on with the other nodes. Uninstallation
 // calls it, after the agents have lost their rights.
 func RemoveFromAll(ctx context.Context, nodes typedcorev1.NodeInterface) (removed int, err error) {
-	const atOnce = 100 // a node of 50 KiB names each image of the machine
+	const atOnce = 100 // a Node lists the machine's images, and so may have 50 KiB
 	var errs []error
 	for options := (metav1.ListOptions{Limit: atOnce}); ; {
 		list, err := nodes.List(ctx, options)
@@ -194,7 +195,7 @@ func RemoveFromAll(ctx context.Context, nodes typedcorev1.NodeInterface) (remove
 	}
 }
 
-// applyTo makes the labels those that Manager owns. It removes no label that another field manager owns as well, and fails where another
+// applyTo makes Manager the owner of exactly these labels. It removes no label that another field manager owns as well, and fails where another
 // one owns a label with another value. With the UID it does not create a node that was deleted.
 func applyTo(ctx context.Context, nodes typedcorev1.NodeInterface, node *corev1.Node, labels map[string]string) (*corev1.Node, error) {
 	applied, err := nodes.Apply(ctx, applycorev1.Node(node.Name).WithUID(node.UID).WithLabels(labels), metav1.ApplyOptions{FieldManager: Manager})
@@ -233,7 +234,7 @@ func listedByNFD(node *corev1.Node) map[string]string {
 
 func nfdList(node *corev1.Node) []string { return strings.Split(node.Annotations[nfdLabels], ",") }
 
-// otherOwner returns who else has one of the labels, or GPU Feature Discovery's timestamp; empty if there is none.
+// otherOwner says who else has one of the labels, or GPU Feature Discovery's timestamp; empty if there is none.
 func otherOwner(node *corev1.Node, want map[string]string) string {
 	if len(want) == 0 {
 		return ""
