@@ -106,7 +106,7 @@ type Config struct {
 	NoTimestamp bool
 	// LabelInterval is how often removed labels are restored, at least a second.
 	LabelInterval time.Duration
-	// MachineTypeFile has the machine's model; empty for the DMI's file below SysfsRoot.
+	// MachineTypeFile is the file with the machine's model; empty for DMI's product_name below SysfsRoot.
 	MachineTypeFile string
 
 	HTTPEndpoint string
@@ -168,7 +168,7 @@ func (c *Config) setIMEXChannels(list string) error {
 }
 
 const (
-	// infinite is NVIDIA's name of an interval without end.
+	// infinite turns the interval off.
 	infinite = "infinite"
 	// shortestInterval bounds the requests of a node. NVIDIA's GPU Feature Discovery accepts any interval.
 	shortestInterval = time.Second
@@ -277,7 +277,7 @@ func (c *Config) define(flags *flag.FlagSet) {
 	flags.Func("sleep-interval", "how often removed labels are restored: `duration` of at least 1s, or infinite (default "+c.LabelInterval.String()+")",
 		func(s string) error { return c.setLabelInterval(s) })
 	text(&c.MachineTypeFile, "machine-type-file",
-		"`file` with the machine's model for the label nvidia.com/gpu.machine; empty for that of the DMI below --sysfs-root")
+		"`file` with the machine's model for the label nvidia.com/gpu.machine; empty for DMI's product_name below --sysfs-root")
 	c.defineUnused(flags)
 	text(&c.HTTPEndpoint, "http-endpoint", "`address` of /healthz, /readyz and /metrics; empty for none")
 	flags.IntVar(&c.Verbosity, "v", c.Verbosity, "log verbosity `level`")

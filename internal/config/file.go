@@ -70,7 +70,7 @@ type fileGFD struct {
 	MachineTypeFile string   `json:"machineTypeFile"`
 }
 
-// interval is "60s", a number of nanoseconds as such a text, or "infinite"; empty if it is not set.
+// interval is a duration such as "60s", or "infinite"; empty if it is not set. The file may have a number of nanoseconds instead.
 type interval string
 
 // UnmarshalJSON implements json.Unmarshaler.
@@ -193,8 +193,8 @@ func (c *Config) parseFile(data []byte) error {
 	return errors.Join(c.setSharing(f.Sharing), c.setStrategies(plugin.DeviceListStrategy))
 }
 
-// CheckFile validates the text of a configuration file, as an agent does that has no other settings. unused are the keys without effect,
-// with the reasons, sorted. unknownKeys is UnknownKeysError or UnknownKeysWarn.
+// CheckFile validates the text of a configuration file as an agent without other settings does. unused are the keys without effect, with
+// the reasons, sorted. unknownKeys is UnknownKeysError or UnknownKeysWarn.
 func CheckFile(text []byte, unknownKeys string) (unused []string, err error) {
 	c := Defaults()
 	c.UnknownKeys, c.NodeName = unknownKeys, "node"

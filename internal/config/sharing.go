@@ -28,7 +28,7 @@ type SharingRule struct {
 	Replicas int `json:"replicas,omitempty"`
 	// MemoryShares lets claims request a part of the memory (capacity.requests.memory).
 	MemoryShares bool `json:"memoryShares,omitempty"`
-	// Shares is the number of equal shares that claims get one of each, or more (capacity.requests.shares).
+	// Shares is the number of equal shares of the GPU. A claim gets one, or as many as it requests (capacity.requests.shares).
 	Shares int `json:"shares,omitempty"`
 	// Unlimited lets any number of claims share the GPU.
 	Unlimited bool `json:"unlimited,omitempty"`
@@ -431,7 +431,7 @@ func (c Config) SharingOf(gpu device.GPU) device.Sharing {
 	return withinShares(s)
 }
 
-// withinShares offers no more replicas of a device than it has equal shares.
+// withinShares limits the replicas of a device to the number of its equal shares.
 func withinShares(s device.Sharing) device.Sharing {
 	if s.Claims != device.ByCount {
 		return s

@@ -161,7 +161,7 @@ func (s Share) Plus(other Share) Share {
 	return s
 }
 
-// Fits reports whether it is no more than its whole.
+// Fits reports whether the share is no more than its whole.
 func (s Share) Fits() bool { return s.Bytes <= s.Of && s.Count <= s.OfCount }
 
 // String is "10240Mi of 24564Mi", "1 of 4 shares", "1 of 4 shares with 1024Mi of 24564Mi", or "all".

@@ -47,11 +47,11 @@ type Sharing struct {
 type ClaimShares string
 
 const (
-	// ByMemory gives a claim the memory that it asks for, and all of it to one that asks for none.
+	// ByMemory gives a claim the memory that it requests, or all of it if it requests none.
 	ByMemory ClaimShares = "memory"
-	// ByCount gives a claim one of so many equal shares, or as many as it asks for, and the memory that it asks for.
+	// ByCount gives a claim one of the equal shares, or as many as it requests, and the memory that it requests.
 	ByCount ClaimShares = "shares"
-	// Unlimited gives a claim the memory that it asks for, and none to one that asks for none: any number of claims fit.
+	// Unlimited gives a claim the memory that it requests. Any number of claims fit that request none.
 	Unlimited ClaimShares = "unlimited"
 )
 
@@ -80,7 +80,7 @@ func (s Sharing) Shared() bool { return s.Claims != "" || len(s.Replicas) > 0 }
 // resource.
 func (s Sharing) ReplicaCount() int { return max(1, s.Replicas[""].Count) }
 
-// ReplicasOf returns those of the devices of a resource.
+// ReplicasOf returns the replicas of the devices of a resource.
 func (s Sharing) ReplicasOf(resource string) Replicas {
 	if r, named := s.Replicas[resource]; named {
 		return r
@@ -128,8 +128,8 @@ func (d Device) Sharing() Sharing {
 	return d.GPU.Sharing.forDevice(d.UUID())
 }
 
-// otherShares is the number of equal shares of a device that the policy no longer divides in that way. Claims that were allocated such
-// shares before fit beside each other, and beside no share of another kind.
+// otherShares stands for the number of equal shares of a device that the policy no longer divides so. Claims that were allocated such
+// shares before fit beside each other, and beside no other share.
 const otherShares = 1 << 20
 
 // Consumed is what the scheduler allocated of a shared device to a claim, in bytes and in equal shares.
@@ -141,7 +141,7 @@ func (c Consumed) Plus(other Consumed) Consumed {
 }
 
 // Share returns the share of the device that a claim with such an allocation has. It is the whole device where claims share by memory and
-// the claim consumed all of it. The policy may be another one than when the scheduler allocated the share.
+// the claim consumed all of it. The policy may have changed since the scheduler allocated the share.
 func (d Device) Share(c Consumed) Share {
 	memory, policy := d.MemoryBytes(), d.Sharing()
 	share := Share{Bytes: min(uint64(max(c.Memory, 0)), memory), Of: memory, Count: uint64(max(c.Shares, 0))}

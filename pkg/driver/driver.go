@@ -148,8 +148,8 @@ type Config struct {
 	// Strict makes the scheduler bind a pod only after the ledger reserved the devices of its claim. It requires a controller and
 	// Kubernetes 1.36 (binding conditions), and delays each pod by up to 5 s, the scheduler's poll interval.
 	Strict bool
-	// PartitionUUIDs publishes the UUID of a partition while it exists for a claim: dcgm-exporter finds by it whose the partition's metrics
-	// are (NVIDIA/dcgm-exporter, internal/pkg/transformation/dra.go). It costs two writes of a slice for each such partition.
+	// PartitionUUIDs publishes the UUID of a partition while it exists for a claim: by it dcgm-exporter finds the pod of the partition's
+	// metrics (NVIDIA/dcgm-exporter, internal/pkg/transformation/dra.go). It costs two writes of a slice for each such partition.
 	PartitionUUIDs bool
 
 	// MetadataDir is the directory of CDI specs, in which containers are given a file with the attributes of their claim's devices

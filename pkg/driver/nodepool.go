@@ -214,7 +214,7 @@ func shareOut(d resourceapi.Device, claims device.ClaimShares, left device.Share
 	}
 }
 
-// requestPolicy omits a step that the API refuses because the capacity has no room for it.
+// requestPolicy omits the step if less than one step is left, because the API refuses it.
 func requestPolicy(value resource.Quantity, byDefault, least, step *resource.Quantity) *resourceapi.CapacityRequestPolicy {
 	policy := &resourceapi.CapacityRequestPolicy{
 		Default: ptr.To(byDefault.DeepCopy()), ValidRange: &resourceapi.CapacityRequestPolicyRange{Min: ptr.To(least.DeepCopy())},
@@ -227,7 +227,7 @@ func requestPolicy(value resource.Quantity, byDefault, least, step *resource.Qua
 	return policy
 }
 
-// leftOf returns what is left of a device without what its holders have beyond what the scheduler counts. A draining claim is still
+// leftOf subtracts from a device what its holders have and the scheduler does not count. A draining claim is still
 // allocated, or is allocated again, where kubelet unprepares a claim that another pod uses (TestDrainingShares).
 func leftOf(ref device.Ref, whole device.Share, withdrawn []withdrawal, a allocated) device.Share {
 	left := whole.Full()
@@ -242,7 +242,7 @@ func leftOf(ref device.Ref, whole device.Share, withdrawn []withdrawal, a alloca
 	return left
 }
 
-// beyond returns how much more than counted has.
+// beyond returns by how much has exceeds counted; zero if it does not.
 func beyond(has uint64, counted int64) uint64 { return has - min(has, uint64(max(counted, 0))) }
 
 // publishable returns the GPUs that can be published, ascending by minor number. The API server refuses a whole pool for one

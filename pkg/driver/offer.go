@@ -216,7 +216,7 @@ type allocated struct {
 	profiles map[device.Ref]int
 	// from has the pools of each device. The scheduler cannot count a device in a pool from which it did not allocate it.
 	from map[device.Ref]sourcePools
-	// shares are what claims have of devices: the zero Share is all.
+	// shares are what claims have of devices. The zero Share is the whole device.
 	shares map[device.Ref][]device.Share
 	// counted is what the scheduler counts for a claim.
 	counted map[holding]device.Consumed

@@ -28,7 +28,7 @@ type preparation struct {
 	answer  []kubeletplugin.Device
 	// onDemand are the devices that have to be created after they were reserved.
 	onDemand []onDemand
-	// names are the published names of the devices in request, and consumed what the scheduler allocated of those that the claim shares.
+	// names are the published names of the devices in request. consumed is what the scheduler allocated of those that the claim shares.
 	names       map[device.Ref]string
 	consumed    map[device.Ref]device.Consumed
 	reservation ledger.Reservation

@@ -152,7 +152,7 @@ func explainShare(nodes []v1alpha1.GPUNode, asked Request) string {
 	}))
 }
 
-// fits reports whether a shared device of which so much is left satisfies the request.
+// fits reports whether what is left of a shared device satisfies the request.
 func (r Request) fits(d v1alpha1.DeviceStatus, left device.Share) bool {
 	held := slices.ContainsFunc(d.Holders, func(h v1alpha1.DeviceHolder) bool { return !h.Shared && h.Memory == 0 })
 	switch {
@@ -167,7 +167,7 @@ func (r Request) fits(d v1alpha1.DeviceStatus, left device.Share) bool {
 	}
 }
 
-// divided returns how many devices that have a holder give a claim a share without an amount.
+// divided returns how many devices with holders have a share left for a claim that requests no amount.
 func (r Request) divided(status v1alpha1.GPUNodeStatus) (n int64) {
 	if r.Limits != "" || r.Resource != "" {
 		return 0
