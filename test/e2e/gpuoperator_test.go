@@ -96,7 +96,7 @@ spec:
 }
 
 // TestMIGManager: GPU Operator's MIG manager cuts a free GPU. It waits for the Operator's own pods only, which takes four seconds at least; by
-// then the agent has let go of the driver. Running pods and the agent stay, and both APIs serve the partitions afterwards.
+// then the agent has paused. Running pods and the agent stay, and both APIs serve the partitions afterwards.
 func TestMIGManager(t *testing.T) {
 	s := begin(t)
 	manager := migManager{s}

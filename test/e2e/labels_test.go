@@ -14,7 +14,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/nodelabels"
 )
 
-// hasLabels waits until the node has these labels; an empty value is for a label that it has not.
+// hasLabels waits until the node has these labels, and does not have those whose value is empty.
 func (s *story) hasLabels(want map[string]string) {
 	s.Helper()
 	s.await(patient, "labels of the node", func() error {
@@ -49,8 +49,8 @@ func (s *story) ownedLabels() (owned []string) {
 	return owned
 }
 
-// TestNodeLabels: the node has the labels of GPU Feature Discovery while Tandem is installed. They follow configuration and partitions, and
-// another one that has them keeps them.
+// TestNodeLabels: the node has the labels of GPU Feature Discovery while Tandem is installed. They follow configuration and partitions. Another
+// field manager keeps its labels.
 func TestNodeLabels(t *testing.T) {
 	const last, product = "7", "NVIDIA-H100-80GB-HBM3"
 	s := begin(t)
@@ -93,7 +93,7 @@ func TestNodeLabels(t *testing.T) {
 	}
 }
 
-// TestNodeLabelsDisabled: agents that shall write no labels remove those of agents that did.
+// TestNodeLabelsDisabled: agents without node labels remove those that earlier agents wrote.
 func TestNodeLabelsDisabled(t *testing.T) {
 	s := begin(t)
 	s.hasLabels(map[string]string{"gpu.count": "8"})

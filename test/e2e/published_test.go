@@ -206,7 +206,7 @@ func TestPublishedManifests(t *testing.T) {
 	dropin.Report(t, "manifests=%d running=%d", manifests, running)
 }
 
-// becomes installs with other values on another machine. The story's end takes that back.
+// becomes installs with other values on another machine. The end of the story undoes that.
 func (s *story) becomes(on publishedOn) {
 	s.Helper()
 	o := install.Options{Profile: on.profile, Detached: true, Values: append(slices.Clone(on.values), installValues...)}
@@ -220,7 +220,7 @@ func (s *story) becomes(on publishedOn) {
 	s.retryAgent()
 }
 
-// allOf waits until the machine's devices are offered, and returns what says whether all are free again.
+// allOf waits until the machine's devices are offered. It returns a function that reports whether all are free again.
 func (s *story) allOf(on publishedOn) (free func() error) {
 	s.Helper()
 	instances := s.migInstances()

@@ -226,7 +226,7 @@ func (podStates) PodState(h ledger.Hold) ledger.PodState {
 func (podStates) Started(ledger.Hold, []ledger.Hold) bool { return true }
 func (podStates) Reuses(ledger.Hold) bool                 { return false }
 
-// pods have no owner that replaces them.
+// pods says that no pod has an owner that replaces it.
 type pods struct{}
 
 func (pods) Movable(context.Context, ledger.ClaimRequest) bool { return false }

@@ -14,7 +14,7 @@ import (
 	"k8s.io/dynamic-resource-allocation/cel"
 )
 
-// TestDiscoveryIsASeam: files are served through both APIs as GPUs are, and one ledger gives each of them one owner.
+// TestDiscoveryIsASeam: both APIs serve files as they serve GPUs, and one ledger gives each file one owner.
 func TestDiscoveryIsASeam(t *testing.T) {
 	files := map[string]properties{
 		"file-a": {Number: 0, Bytes: 1 << 10, NUMANode: 0},
