@@ -289,6 +289,11 @@ func TestOtherDriversAreAskedOnce(t *testing.T) {
 	stop()
 	serveCounting(t, path, registerapi.CSIPlugin, "csi.example.com", &second)
 	askedOnly(t, r, &second, 1)
+	// A third socket that got the inode of the second: only its time differs.
+	if err := os.Chtimes(path, time.Now(), time.Now().Add(time.Second)); err != nil {
+		t.Fatal(err)
+	}
+	askedOnly(t, r, &second, 2)
 }
 
 // askedOnly waits until a plugin was asked that often, and a while longer.

@@ -340,7 +340,7 @@ func (d *Driver) findConflicting(ctx context.Context, ours []*ownSocket, asked m
 			return nil
 		}
 		file, err := entry.Info()
-		if err != nil || asked[path] != nil && os.SameFile(asked[path], file) {
+		if err != nil || asked[path] != nil && sameSocket(asked[path], file) {
 			return nil
 		}
 		info, err := pluginInfo(ctx, path)
@@ -356,6 +356,10 @@ func (d *Driver) findConflicting(ctx context.Context, ours []*ownSocket, asked m
 		return nil
 	})
 }
+
+// sameSocket reports whether two looks at a path found the same socket. A new socket often gets the inode of the one that was
+// removed before, so the time of its creation counts too.
+func sameSocket(a, b fs.FileInfo) bool { return os.SameFile(a, b) && a.ModTime().Equal(b.ModTime()) }
 
 // listening reports whether a process listens on the socket.
 func listening(ctx context.Context, path string) bool {
