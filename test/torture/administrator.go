@@ -79,6 +79,8 @@ var created = regexp.MustCompile(`Created GPU instance (\d+) `)
 
 // make makes a partition; wanted may name its place: "1g.10gb:3". It creates nothing without room for it.
 func (a *administrator) make(gpu int, wanted string) (skipped string, err error) {
+	a.broken.room.RLock()
+	defer a.broken.room.RUnlock()
 	h := a.hardware
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -109,6 +111,8 @@ func (a *administrator) remove(ctx context.Context, op Op) (skipped string, err 
 	if err != nil {
 		return err.Error(), nil //nolint:nilerr // the administrator does nothing if it is not sure
 	}
+	a.broken.room.RLock()
+	defer a.broken.room.RUnlock()
 	a.hardware.mu.Lock()
 	defer a.hardware.mu.Unlock()
 	if now, err := a.hardware.read(); err != nil || now.Boot != a.hardware.now.Boot {
@@ -154,6 +158,7 @@ func (a *administrator) tidy(ctx context.Context) error {
 			return nil
 		}
 	}
+	a.broken.room.RLock()
 	a.hardware.mu.Lock()
 	var extra, missing []oracle.Instance
 	for _, i := range a.hardware.static {
@@ -173,6 +178,7 @@ func (a *administrator) tidy(ctx context.Context) error {
 		}
 	}
 	a.hardware.mu.Unlock()
+	a.broken.room.RUnlock()
 	for _, f := range missing {
 		if err == nil {
 			err = a.remake(ctx, f)

@@ -46,12 +46,18 @@ type broken struct {
 	// root answers the node's root directory; an error means that the node is down.
 	root func() (string, error)
 
+	// room is held by fillDisk, and for reading by whoever changes the simulated GPUs: their state is in files of the same file system,
+	// that of real GPUs is not.
+	room sync.RWMutex
+
 	mu     sync.Mutex
 	faults map[int]simulated.GPUFaults
 }
 
 // set puts a GPU's faults in the place of those before; nil is none.
 func (b *broken) set(gpu int, fault *simulated.GPUFaults) error {
+	b.room.RLock()
+	defer b.room.RUnlock()
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.faults == nil {
@@ -159,8 +165,10 @@ func (s *injector) listPods(ctx context.Context, op Op) (done, error) {
 	return done{}, nil
 }
 
-// fillDisk fills a file system.
+// fillDisk fills a file system. The GPUs do not change meanwhile.
 func (s *injector) fillDisk(ctx context.Context, op Op) (done, error) {
+	s.broken.room.Lock()
+	defer s.broken.room.Unlock()
 	filler, err := faults.Fill(ctx, s.node, op.Component)
 	if err != nil {
 		return done{}, err
