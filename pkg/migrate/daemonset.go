@@ -146,7 +146,8 @@ func exclude(set *appsv1.DaemonSet) error {
 			}
 		}
 	}
-	if _, saved := set.Annotations[strategyAnnotation]; !saved {
+	// A Helm upgrade restores the strategy, and leaves the annotation.
+	if set.Spec.UpdateStrategy.Type != appsv1.OnDeleteDaemonSetStrategyType || set.Annotations[strategyAnnotation] == "" {
 		before, err := json.Marshal(set.Spec.UpdateStrategy)
 		if err != nil {
 			return fmt.Errorf("save the update strategy: %w", err)

@@ -17,6 +17,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
 
@@ -29,6 +30,10 @@ const (
 	fieldManager = "tandem-migrate"
 	// lookAgain is the time between two looks at a node.
 	lookAgain = time.Second
+	// operatorAnnotation of a Node says that its operatorLabel was "true" before Tandem served it.
+	operatorAnnotation = "tandem-gpu.dev/migrate-operator"
+	// computeDomains is the driver that runs in the pods of NVIDIA's DRA driver beside the one for GPUs.
+	computeDomains = "compute-domain.nvidia.com"
 	// modeAnnotation of a Node keeps what its label for the mode was before --back; empty for no label.
 	modeAnnotation = "tandem-gpu.dev/migrate-mode"
 	// mpsLabel of a Node says that NVIDIA's MPS daemons run there (k8s-device-plugin, cmd/config-manager and GPU Feature Discovery).
@@ -160,6 +165,15 @@ func (n *Nodes) Plan(ctx context.Context) (Plan, error) {
 		if !concerned {
 			continue
 		}
+		if _, leaving := node.Annotations[modeAnnotation]; !n.Back && node.Labels[Label] == withTandem && !leaving {
+			missing, err := n.missing(ctx, p.sets, node.Name)
+			if err != nil {
+				return Plan{}, err
+			}
+			if missing == "" {
+				continue // it has moved
+			}
+		}
 		one, err := n.planNode(ctx, p.sets, node)
 		if err != nil {
 			return Plan{}, err
@@ -191,11 +205,11 @@ func (n *Nodes) planNode(ctx context.Context, sets []daemonSet, node *corev1.Nod
 	for _, pod := range pods {
 		one.pods = append(one.pods, pod.Namespace+"/"+pod.Name)
 	}
-	check := n.checkForward
 	if n.Back {
-		check = n.checkBack
+		one.refusals, err = n.checkBack(ctx, node)
+	} else {
+		one.refusals, err = n.checkForward(ctx, sets, node, one.pods)
 	}
-	one.refusals, err = check(ctx, sets, node, one.pods)
 	return one, err
 }
 
@@ -204,15 +218,17 @@ func (n *Nodes) checkForward(ctx context.Context, sets []daemonSet, node *corev1
 	if node.Labels[Label] == withTandem {
 		return nil, nil // NVIDIA's software has left, or is leaving
 	}
-	agent, err := n.agent(ctx, node.Name)
-	if err != nil {
+	agent, missing, err := n.findAgent(ctx, node.Name)
+	switch {
+	case err != nil:
 		return nil, err
-	}
-	if agent == nil {
+	case agent == nil:
 		refusals = append(refusals, "no agent of Tandem runs on this node: install Tandem's chart, with tolerations and affinity for this node")
+	case missing != "":
+		refusals = append(refusals, "Tandem's agent cannot take over this node, which lacks "+missing)
 	}
 	if slices.ContainsFunc(sets, func(d daemonSet) bool { return d.role == draDriver }) {
-		claims, err := n.claims(ctx, node.Name)
+		claims, err := n.claims(ctx, node.Name, n.DriverName, computeDomains)
 		if err != nil {
 			return nil, err
 		}
@@ -229,8 +245,11 @@ func (n *Nodes) checkForward(ctx context.Context, sets []daemonSet, node *corev1
 }
 
 // checkBack returns why NVIDIA's software cannot take over a node: it would give away the GPUs of these holders.
-func (n *Nodes) checkBack(ctx context.Context, _ []daemonSet, node *corev1.Node, _ []string) (refusals []string, err error) {
-	claims, err := n.claims(ctx, node.Name)
+func (n *Nodes) checkBack(ctx context.Context, node *corev1.Node) (refusals []string, err error) {
+	if node.Labels[Label] == returning {
+		return nil, nil // NVIDIA's software has returned, or is returning: the claims are its own
+	}
+	claims, err := n.claims(ctx, node.Name, n.DriverName)
 	if err != nil {
 		return nil, err
 	}
@@ -265,7 +284,7 @@ func (n *Nodes) Apply(ctx context.Context, p Plan) error {
 		return err
 	}
 	for _, set := range p.sets {
-		if n.Back || set.byOperator() || set.isPatched() {
+		if n.Back || len(p.nodes) == 0 || set.byOperator() || set.isPatched() {
 			continue
 		}
 		n.say("%s: excluding nodes that Tandem serves", set)
@@ -273,9 +292,9 @@ func (n *Nodes) Apply(ctx context.Context, p Plan) error {
 			return err
 		}
 	}
-	move, again := n.forward, "--apply"
+	move, again, wayBack := n.forward, "--apply", ". --back --apply --node gives the node back to NVIDIA's software"
 	if n.Back {
-		move, again = n.back, "--back --apply"
+		move, again, wayBack = n.back, "--back --apply", ""
 	}
 	for i, node := range p.nodes {
 		n.say("node %s (%d of %d): moving it; %d running pods have GPUs by limits", node.name, i+1, len(p.nodes), len(node.pods))
@@ -284,8 +303,8 @@ func (n *Nodes) Apply(ctx context.Context, p Plan) error {
 		cancel()
 		if err != nil {
 			return fmt.Errorf("node %s: %w. The other nodes stay as they are, and running pods keep running. Remove the cause, then run migrate %s "+
-				"again; it continues with this node. See `kubectl describe gpunode %s` and the log of the node's agent",
-				node.name, err, again, node.name)
+				"again; it continues with this node. See `kubectl describe gpunode %s` and the log of the node's agent%s",
+				node.name, err, again, node.name, wayBack)
 		}
 		n.say("node %s: done", node.name)
 	}
@@ -321,43 +340,74 @@ func (n *Nodes) forward(ctx context.Context, sets []daemonSet, name string) erro
 	if err != nil {
 		return err
 	}
+	// The nodes before may have taken long.
+	now, err := n.planNode(ctx, sets, node)
+	if err != nil {
+		return err
+	}
+	if len(now.refusals) > 0 {
+		return errors.New(strings.Join(now.refusals, "; "))
+	}
 	// An interrupted run with Back may have changed the mode.
 	labels, annotations := modeBefore(node)
 	labels[Label] = withTandem
-	if slices.ContainsFunc(sets, daemonSet.byOperator) {
-		labels[operatorLabel] = "false"
+	if node.Labels[operatorLabel] == "true" && slices.ContainsFunc(sets, daemonSet.byOperator) {
+		labels[operatorLabel], annotations[operatorAnnotation] = "false", "true"
 	}
 	if err := n.patchNode(ctx, name, labels, annotations); err != nil {
 		return err
 	}
-	return n.await(ctx, name, func() (string, error) {
-		pods, err := n.podsOf(ctx, sets, name)
-		if err != nil || len(pods) > 0 {
-			return "NVIDIA's pods to leave: " + podNames(pods), err
-		}
-		return n.tandemMissing(ctx, name)
-	})
+	return n.await(ctx, name, func() (string, error) { return n.missing(ctx, sets, name) })
+}
+
+// missing returns what a node lacks to have moved to Tandem; empty for nothing.
+func (n *Nodes) missing(ctx context.Context, sets []daemonSet, name string) (string, error) {
+	pods, err := n.podsOf(ctx, sets, name)
+	if err != nil {
+		return "", err
+	}
+	if len(pods) > 0 {
+		return "NVIDIA's pods to leave: " + podNames(pods), nil
+	}
+	return n.tandemMissing(ctx, name)
+}
+
+// findAgent returns the agent of Tandem on a node, nil if there is none, and what it lacks to serve GPUs; empty for nothing. Beside NVIDIA's
+// software such an agent is not ready.
+func (n *Nodes) findAgent(ctx context.Context, name string) (agent *corev1.Pod, missing string, err error) {
+	agent, err = n.agent(ctx, name)
+	switch {
+	case err != nil:
+		return nil, "", err
+	case agent == nil:
+		return nil, "an agent of Tandem", nil
+	case agent.Status.Phase != corev1.PodRunning:
+		return agent, fmt.Sprintf("a running agent: pod %s/%s is %s", agent.Namespace, agent.Name, agent.Status.Phase), nil
+	}
+	object, err := n.GPUNode(ctx, name)
+	switch {
+	case apierrors.IsNotFound(err):
+		return agent, "the GPUNode, which the agent creates", nil
+	case err != nil:
+		return nil, "", fmt.Errorf("get GPUNode %s: %w", name, err)
+	case object.Status.Mode == "" || object.Status.Waiting != "":
+		return agent, "the agent to serve GPUs: " + object.Status.Waiting, nil
+	}
+	return agent, "", nil
 }
 
 // tandemMissing returns what Tandem lacks to serve a node with all its running pods; empty for nothing.
 func (n *Nodes) tandemMissing(ctx context.Context, name string) (string, error) {
-	agent, err := n.agent(ctx, name)
-	switch {
-	case err != nil:
-		return "", err
-	case agent == nil:
-		return "an agent of Tandem", nil
-	case !isReady(agent):
+	agent, missing, err := n.findAgent(ctx, name)
+	if err != nil || missing != "" {
+		return missing, err
+	}
+	if !isReady(agent) {
 		return "Tandem's agent " + agent.Name + " to be ready", nil
 	}
 	object, err := n.GPUNode(ctx, name)
-	if apierrors.IsNotFound(err) {
-		return "the agent to create the GPUNode", nil
-	} else if err != nil {
-		return "", fmt.Errorf("get GPUNode: %w", err)
-	}
-	if object.Status.Mode == "" || object.Status.Waiting != "" {
-		return "the agent to serve GPUs: " + object.Status.Waiting, nil
+	if err != nil {
+		return "", fmt.Errorf("get GPUNode %s: %w", name, err)
 	}
 	holders := map[types.UID]bool{}
 	for _, d := range object.Status.Devices {
@@ -381,7 +431,7 @@ func (n *Nodes) back(ctx context.Context, sets []daemonSet, name string) error {
 		return err
 	}
 	if node.Labels[Label] == withTandem {
-		if err := n.leave(ctx, sets, node); err != nil {
+		if err := n.leave(ctx, node); err != nil {
 			return err
 		}
 	}
@@ -397,7 +447,7 @@ func (n *Nodes) back(ctx context.Context, sets []daemonSet, name string) error {
 }
 
 // leave lets NVIDIA's software return to a node, once no claim can get a GPU there.
-func (n *Nodes) leave(ctx context.Context, sets []daemonSet, node *corev1.Node) error {
+func (n *Nodes) leave(ctx context.Context, node *corev1.Node) error {
 	agent, err := n.agent(ctx, node.Name)
 	if err != nil {
 		return err
@@ -425,7 +475,18 @@ func (n *Nodes) leave(ctx context.Context, sets []daemonSet, node *corev1.Node) 
 			return err
 		}
 	}
-	refusals, err := n.checkBack(ctx, sets, node, nil)
+	// Until its slices are gone, the scheduler allocates devices of the node.
+	err = n.await(ctx, node.Name, func() (string, error) {
+		left, err := n.slices(ctx, node.Name)
+		if err != nil || left == 0 {
+			return "", err
+		}
+		return fmt.Sprintf("%d ResourceSlices of the node to be deleted", left), nil
+	})
+	if err != nil {
+		return err
+	}
+	refusals, err := n.checkBack(ctx, node)
 	if err != nil {
 		return err
 	}
@@ -436,11 +497,11 @@ func (n *Nodes) leave(ctx context.Context, sets []daemonSet, node *corev1.Node) 
 		}
 		return errors.Join(errors.New(strings.Join(refusals, "; ")), err)
 	}
-	labels := map[string]any{Label: returning}
-	if slices.ContainsFunc(sets, daemonSet.byOperator) {
-		labels[operatorLabel] = "true"
+	labels, annotations := map[string]any{Label: returning}, map[string]any{}
+	if node.Annotations[operatorAnnotation] == "true" {
+		labels[operatorLabel], annotations[operatorAnnotation] = "true", nil
 	}
-	return n.patchNode(ctx, node.Name, labels, nil)
+	return n.patchNode(ctx, node.Name, labels, annotations)
 }
 
 // modeBefore returns the changes that undo leave's change of the mode.
@@ -501,6 +562,9 @@ func (n *Nodes) await(ctx context.Context, name string, missing func() (string, 
 		what, err := missing()
 		if err == nil && what == "" {
 			return nil
+		}
+		if apierrors.IsForbidden(err) || apierrors.IsUnauthorized(err) {
+			return err
 		}
 		if err != nil {
 			what = "an answer of the API server: " + err.Error()
@@ -612,24 +676,39 @@ func (n *Nodes) limitPods(ctx context.Context, node string) ([]corev1.Pod, error
 }
 
 func hasGPULimit(c corev1.Container) bool {
+	resources := device.Resources{GPU: config.Defaults().ResourceName}
 	for name, quantity := range c.Resources.Limits {
-		if (strings.HasPrefix(string(name), "nvidia.com/gpu") || strings.HasPrefix(string(name), "nvidia.com/mig-")) && !quantity.IsZero() {
+		if resources.Has(string(name)) && !quantity.IsZero() {
 			return true
 		}
 	}
 	return false
 }
 
-// claims returns the claims that are allocated devices of the driver on a node, sorted. NVIDIA's pool has the name of the node.
-func (n *Nodes) claims(ctx context.Context, node string) ([]string, error) {
+// slices counts the driver's ResourceSlices of a node.
+func (n *Nodes) slices(ctx context.Context, node string) (count int, err error) {
+	selector := fields.Set{resourceapi.ResourceSliceSelectorNodeName: node, resourceapi.ResourceSliceSelectorDriver: n.DriverName}.String()
+	list, err := n.Client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{FieldSelector: selector})
+	if err != nil && !apierrors.IsNotFound(err) {
+		return 0, fmt.Errorf("list ResourceSlices of node %s: %w", node, err)
+	}
+	return len(list.Items), nil
+}
+
+// claims returns the claims that are allocated devices of the drivers on a node, sorted. NVIDIA's pool has the name of the node. Without
+// the API for claims there are none.
+func (n *Nodes) claims(ctx context.Context, node string, drivers ...string) ([]string, error) {
 	list, err := n.Client.ResourceV1().ResourceClaims(metav1.NamespaceAll).List(ctx, metav1.ListOptions{})
+	if apierrors.IsNotFound(err) {
+		return nil, nil
+	}
 	if err != nil {
 		return nil, fmt.Errorf("list ResourceClaims: %w", err)
 	}
 	var names []string
 	for _, claim := range list.Items {
 		if claim.Status.Allocation != nil && slices.ContainsFunc(claim.Status.Allocation.Devices.Results, func(r resourceapi.DeviceRequestAllocationResult) bool {
-			return r.Driver == n.DriverName && device.NodeOfPool(r.Pool) == node
+			return slices.Contains(drivers, r.Driver) && device.NodeOfPool(r.Pool) == node
 		}) {
 			names = append(names, claim.Namespace+"/"+claim.Name)
 		}

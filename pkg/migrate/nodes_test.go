@@ -460,6 +460,127 @@ func TestClaims(t *testing.T) {
 	w.wantNoAnnotation("a")
 }
 
+// What a node was planned with may no longer hold when its turn comes.
+func TestNodeChangesAfterThePlan(t *testing.T) {
+	pods := corev1.SchemeGroupVersion.WithResource("pods")
+	for name, c := range map[string]struct {
+		change func(w *world)
+		want   string
+	}{
+		"a claim of NVIDIA's driver": {func(w *world) { _ = w.client.Tracker().Add(claimOn("c")) }, "node c: NVIDIA's DRA driver has prepared claims"},
+		"a ComputeDomain": {func(w *world) {
+			claim := claimOn("c")
+			claim.Status.Allocation.Devices.Results[0].Driver = computeDomains
+			_ = w.client.Tracker().Add(claim)
+		}, "node c: NVIDIA's DRA driver has prepared claims"},
+		"no agent": {func(w *world) { _ = w.client.Tracker().Delete(pods, "default", "agent-c") }, "node c: no agent of Tandem runs on this node"},
+		"an agent without an image": {func(w *world) {
+			agent := podOn("c", "agent", agentLabels, "")
+			agent.Status.Phase = corev1.PodPending
+			_ = w.client.Tracker().Update(pods, agent, "default")
+		}, "node c: Tandem's agent cannot take over this node, which lacks a running agent: pod default/agent-c is Pending"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dra := appsv1.DaemonSet{ObjectMeta: metav1.ObjectMeta{Namespace: "nvidia", Name: "dra", UID: "dra"}}
+			dra.Spec.Template.Spec.Containers = []corev1.Container{{Name: "gpus", Args: []string{"gpu-kubelet-plugin -v 4"}}}
+			dra.Spec.Template.Spec.NodeSelector = map[string]string{"gpu": "yes"}
+			w := newWorld(t, dra)
+			w.interfere = func(node string) {
+				if node == "a" {
+					w.interfere = nil
+					c.change(w)
+				}
+			}
+			w.wantError(w.migrate(w.nodes(false)), c.want)
+			w.wantMoved("a=true", "b=true")
+		})
+	}
+}
+
+// On the way back NVIDIA's plugin returns only when the scheduler can allocate nothing of the node. The claims that a node has afterwards
+// are NVIDIA's.
+func TestSlicesAndClaimsOnTheWayBack(t *testing.T) {
+	w := newWorld(t, plugin)
+	if err := w.migrate(w.nodes(false)); err != nil {
+		t.Fatal(err)
+	}
+	w.moved = nil
+	slice := &resourceapi.ResourceSlice{ObjectMeta: metav1.ObjectMeta{Name: "a-gpus"}, Spec: resourceapi.ResourceSliceSpec{Driver: "gpu.nvidia.com", NodeName: ptr.To("a")}}
+	if err := w.client.Tracker().Add(slice); err != nil {
+		t.Fatal(err)
+	}
+	w.wantError(w.migrate(w.nodes(true)), "node a: gave up", "1 ResourceSlices of the node to be deleted")
+	w.wantMoved()
+	slices := resourceapi.SchemeGroupVersion.WithResource("resourceslices")
+	if err := w.client.Tracker().Delete(slices, "", "a-gpus"); err != nil {
+		t.Fatal(err)
+	}
+	w.interfere = func(node string) {
+		if node == "a" && w.node("a").Labels[Label] == returning {
+			w.interfere = nil
+			_ = w.client.Tracker().Add(claimOn("a"))
+			_ = w.client.Tracker().Delete(corev1.SchemeGroupVersion.WithResource("pods"), "default", "plugin-a")
+		}
+	}
+	w.wantError(w.migrate(w.nodes(true)), "node a: gave up", "a ready pod of DaemonSet nvidia/plugin")
+	w.react("a")
+	if err := w.migrate(w.nodes(true)); err != nil {
+		t.Fatal(err)
+	}
+	w.wantMoved("a=back", "a=", "b=back", "b=", "c=back", "c=")
+}
+
+// A node that has moved is not looked at again, so that its agent's trouble does not stop the others. Where nothing moves, no DaemonSet
+// changes.
+func TestNothingToMove(t *testing.T) {
+	w := newWorld(t, plugin)
+	n := w.nodes(false)
+	n.Only = "d"
+	if err := w.migrate(n); err != nil {
+		t.Fatal(err)
+	}
+	if w.set("plugin").Annotations[strategyAnnotation] != "" {
+		t.Error("the DaemonSet was changed")
+	}
+	if err := w.migrate(w.nodes(false)); err != nil {
+		t.Fatal(err)
+	}
+	plan, err := w.nodes(false).Plan(t.Context())
+	if err != nil || len(plan.nodes) > 0 {
+		t.Errorf("after the move the plan is\n%s, %v", plan, err)
+	}
+}
+
+// Without the API for claims no claim can be in the way.
+func TestWithoutTheClaimsAPI(t *testing.T) {
+	w := newWorld(t, plugin)
+	w.client.PrependReactor("list", "resourceclaims", func(k8stesting.Action) (bool, runtime.Object, error) {
+		return true, nil, apierrors.NewNotFound(resourceapi.Resource("resourceclaims"), "")
+	})
+	for _, back := range []bool{false, true} {
+		if err := w.migrate(w.nodes(back)); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// A missing right ends the wait at once.
+func TestForbidden(t *testing.T) {
+	w := newWorld(t, plugin)
+	n, seen := w.nodes(false), 0
+	get := n.GPUNode
+	n.GPUNode = func(ctx context.Context, name string) (*v1alpha1.GPUNode, error) {
+		if seen++; w.node("a").Labels[Label] == withTandem {
+			return nil, apierrors.NewForbidden(v1alpha1.Resource.GroupResource(), name, nil)
+		}
+		return get(ctx, name)
+	}
+	w.wantError(w.migrate(n), "node a: get GPUNode a:", "forbidden")
+	if seen > 10 {
+		t.Errorf("asked %d times", seen)
+	}
+}
+
 func TestMPSClients(t *testing.T) {
 	w := newWorld(t, plugin)
 	w.label("a", mpsLabel, "true")
@@ -493,6 +614,21 @@ func TestOperator(t *testing.T) {
 	}
 	if diff := cmp.Diff(set.Spec, w.set("plugin").Spec); diff != "" {
 		t.Error(diff)
+	}
+	w.wantNoAnnotation("a")
+
+	// A node that the Operator did not serve keeps its label.
+	w.label("c", operatorLabel, "false")
+	node := w.node("c").DeepCopy()
+	node.Labels[Label] = withTandem
+	if err := w.client.Tracker().Update(corev1.SchemeGroupVersion.WithResource("nodes"), node, ""); err != nil {
+		t.Fatal(err)
+	}
+	if err := w.nodes(true).leave(t.Context(), w.node("c")); err != nil {
+		t.Fatal(err)
+	}
+	if got := w.node("c").Labels; got[operatorLabel] != "false" || got[Label] != returning {
+		t.Errorf("labels %v", got)
 	}
 }
 
@@ -620,6 +756,12 @@ func TestExcludeInclude(t *testing.T) {
 			if err := include(set); err != nil {
 				t.Fatal(err)
 			}
+		}
+		// A Helm upgrade restores strategy and template while the annotation stays.
+		upgraded := before.DeepCopy()
+		upgraded.Annotations = d.Annotations
+		if err := exclude(upgraded); err != nil || upgraded.Spec.UpdateStrategy.Type != appsv1.OnDeleteDaemonSetStrategyType {
+			t.Errorf("after an upgrade: %v, %v", upgraded.Spec.UpdateStrategy, err)
 		}
 		before.Annotations, set.Annotations = nil, nil
 		if diff := cmp.Diff(before, set); diff != "" {

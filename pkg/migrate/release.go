@@ -81,7 +81,10 @@ func releaseSource(secret corev1.Secret) (source Source, ok bool, err error) {
 	if err != nil {
 		return Source{}, false, fmt.Errorf("decompress release: %w", err)
 	}
-	text, err := io.ReadAll(io.LimitReader(reader, largestRelease))
+	text, err := io.ReadAll(io.LimitReader(reader, largestRelease+1))
+	if err == nil && len(text) > largestRelease {
+		err = fmt.Errorf("it is larger than %d bytes", largestRelease)
+	}
 	if err != nil {
 		return Source{}, false, fmt.Errorf("decompress release: %w", err)
 	}

@@ -96,13 +96,17 @@ func merge(into, values map[string]any, from Source, above string) (changes []st
 		case isMap && wasMap && at != "affinity" && at != "nodeSelector":
 			changes = append(changes, merge(oldInside, inside, from, at+".")...)
 		case !reflect.DeepEqual(old, value):
-			changes = append(changes, fmt.Sprintf("%s: %s has %s, which is not used: an earlier source sets it to %s", at, from.Name, brief(value), brief(old)))
+			changes = append(changes, fmt.Sprintf("%s: %s has %s, which is not used: an earlier source sets it to %s", at, from.Name, brief(at, value), brief(at, old)))
 		}
 	}
 	return changes
 }
 
-func brief(value any) string {
+// brief is a value for people. Variables may be secret.
+func brief(path string, value any) string {
+	if strings.HasSuffix(strings.ToLower(path), "env") {
+		return "a list of variables"
+	}
 	text, err := json.Marshal(value)
 	if err != nil {
 		return fmt.Sprint(value)
@@ -194,7 +198,7 @@ func (t *translation) lose(path string, r row, value any) {
 func (t *translation) change(path, what string) { t.changes = append(t.changes, path+": "+what) }
 
 func (t *translation) fail(path, format string, args ...any) {
-	t.errs = append(t.errs, fmt.Errorf(path+": "+format, args...))
+	t.errs = append(t.errs, fmt.Errorf("%s: %w", path, fmt.Errorf(format, args...)))
 }
 
 // keep copies a key, unless it has the chart's default.
@@ -265,7 +269,7 @@ func (t *translation) move(from string, r row, value any) {
 	}
 	is := at(t.out, r.To)
 	if !isUnset(is) && !reflect.DeepEqual(plain(is), plain(value)) {
-		t.fail(from, "is %s, but %s, another name of the setting, is %s: remove one of them", brief(value), r.To, brief(is))
+		t.fail(from, "is %s, but %s, another name of the setting, is %s: remove one of them", brief(from, value), r.To, brief(r.To, is))
 		return
 	}
 	if reflect.DeepEqual(plain(value), plain(r.Default)) {

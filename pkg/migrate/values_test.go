@@ -7,6 +7,7 @@ import (
 	"compress/gzip"
 	"encoding/base64"
 	"encoding/json"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
@@ -51,6 +52,31 @@ func TestGolden(t *testing.T) {
 			}
 			golden.Compare(t, strings.TrimSuffix(file, ".yaml")+".golden", got)
 		})
+	}
+}
+
+// Variables may be secret, and names of configurations may look like formats.
+func TestMessages(t *testing.T) {
+	first := "{kubeletPlugin: {containers: {gpus: {env: [{name: A, value: used}]}}}}"
+	second := "{kubeletPlugin: {containers: {gpus: {env: [{name: A, value: s3cret}]}}}}"
+	sources, err := Read("second", []byte(second))
+	if err != nil {
+		t.Fatal(err)
+	}
+	one, err := Read("first", []byte(first))
+	if err != nil {
+		t.Fatal(err)
+	}
+	result, err := Translate(append(one, sources...)...)
+	if text := fmt.Sprint(result); err != nil || strings.Contains(text, "s3cret") || !strings.Contains(text, "second has a list of variables, which is not used") {
+		t.Errorf("two lists of variables: %s, %v", text, err)
+	}
+	if sources, err = Read("file", []byte(`{config: {map: {"50%d": "{"}}}`)); err != nil {
+		t.Fatal(err)
+	}
+	_, err = Translate(sources...)
+	if err == nil || strings.Contains(err.Error(), "MISSING") || !strings.Contains(err.Error(), "config.map.50%d: ") {
+		t.Errorf("a configuration with a percent sign in its name: %v", err)
 	}
 }
 
