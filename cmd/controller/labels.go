@@ -4,6 +4,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"flag"
 	"fmt"
 	"io"
@@ -36,10 +37,10 @@ func removeLabels(ctx context.Context, args []string, stdout, stderr io.Writer) 
 	if err != nil {
 		return fmt.Errorf("create API client: %w", err)
 	}
-	removed, err := nodelabels.RemoveFromAll(ctx, client.CoreV1().Nodes())
-	if err != nil {
-		return fmt.Errorf("remove labels: %w", err)
+	removed, failed := nodelabels.RemoveFromAll(ctx, client.CoreV1().Nodes())
+	if failed != nil {
+		failed = fmt.Errorf("remove labels: %w", failed)
 	}
 	_, err = fmt.Fprintf(stdout, "Removed Tandem's labels from %d nodes.\n", removed)
-	return err
+	return errors.Join(failed, err)
 }

@@ -119,6 +119,12 @@ const (
 	requestBurst      = 400
 )
 
+// withLimits names the program to the API server, and bounds its requests.
+func withLimits(api *rest.Config, program string) *rest.Config {
+	api.QPS, api.Burst = requestsPerSecond, requestBurst
+	return rest.AddUserAgent(api, program+"/"+version.Version)
+}
+
 func newAPI(kubeconfig string) (*rest.Config, error) {
 	api, err := rest.InClusterConfig()
 	if kubeconfig != "" {
@@ -127,6 +133,5 @@ func newAPI(kubeconfig string) (*rest.Config, error) {
 	if err != nil {
 		return nil, fmt.Errorf("configure API client: %w (outside a cluster --kubeconfig is needed)", err)
 	}
-	api.QPS, api.Burst = requestsPerSecond, requestBurst
-	return rest.AddUserAgent(api, "tandem-controller/"+version.Version), nil
+	return withLimits(api, "tandem-controller"), nil
 }

@@ -25,7 +25,6 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/config"
-	"github.com/tandem-gpu/tandem/internal/version"
 	"github.com/tandem-gpu/tandem/pkg/migrate"
 )
 
@@ -211,6 +210,5 @@ func (m migration) api() (*rest.Config, error) {
 	if err != nil {
 		return nil, fmt.Errorf("configure API client: %w", err)
 	}
-	api.QPS, api.Burst = requestsPerSecond, requestBurst
-	return rest.AddUserAgent(api, "tandem-migrate/"+version.Version), nil
+	return withLimits(api, "tandem-migrate"), nil
 }

@@ -13,7 +13,6 @@ import (
 	"strings"
 	"testing"
 
-	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
@@ -53,12 +52,11 @@ func TestMigrateReadsTheCluster(t *testing.T) {
 			t.Errorf("%s %s", r.Method, r.URL)
 		}
 		w.Header().Set("Content-Type", "application/json")
-		lists := map[string]string{"daemonsets": "DaemonSetList", "nodes": "NodeList", "secrets": "SecretList"}
-		version := corev1.SchemeGroupVersion.String()
-		if strings.Contains(r.URL.Path, "/apps/") {
-			version = "apps/v1"
-		}
-		if err := json.NewEncoder(w).Encode(metav1.TypeMeta{APIVersion: version, Kind: lists[filepath.Base(r.URL.Path)]}); err != nil {
+		list := map[string]metav1.TypeMeta{
+			"daemonsets": {APIVersion: "apps/v1", Kind: "DaemonSetList"}, "nodes": {APIVersion: "v1", Kind: "NodeList"},
+			"secrets": {APIVersion: "v1", Kind: "SecretList"}, "resourceclaims": {APIVersion: "resource.k8s.io/v1", Kind: "ResourceClaimList"},
+		}[filepath.Base(r.URL.Path)]
+		if err := json.NewEncoder(w).Encode(list); err != nil {
 			t.Error(err)
 		}
 	}))

@@ -291,8 +291,15 @@ func (a *agent) serveWithDriver(ctx context.Context, c components) error {
 	return group.Wait()
 }
 
+func (a *agent) partitionPolicy() partition.Policy {
+	return partition.Policy{Dynamic: a.config.Dynamic, Sharing: a.config.SharingOf}
+}
+
+// reservesAtOnce reports whether claims reserve their devices before their pods are bound. Only Dual has another API to reserve them from.
+func (a *agent) reservesAtOnce() bool { return a.config.Strict && a.config.Mode == config.ModeDual }
+
 func (a *agent) serveDevices(ctx context.Context, c components) error {
-	c.devices = partition.NewMaker(c.partitions, c.node, partition.Policy{Dynamic: a.config.Dynamic, Sharing: a.config.SharingOf})
+	c.devices = partition.NewMaker(c.partitions, c.node, a.partitionPolicy())
 	c.specs = a.newSpecs(c.node)
 	c.shared = sharing.NewManager(sharing.Options{
 		Records: c.settings, RunDir: a.config.RunDir, DriverRoot: c.node.DriverRoot(), Hardware: c.node, Specs: c.specs,

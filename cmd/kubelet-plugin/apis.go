@@ -16,7 +16,6 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
-	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/cdi"
 	"github.com/tandem-gpu/tandem/pkg/driver"
 	"github.com/tandem-gpu/tandem/pkg/gpunode"
@@ -159,7 +158,7 @@ func (a *agent) claimsConfig(c components, object *gpunode.Object) driver.Config
 		Recorder: a.recorder, Registerer: a.metrics,
 		OfferedToClaims: a.config.OfferedToClaims, OfferedToPods: a.config.OfferedToPods, Limits: a.config.Resources(),
 		PublishNothing: !a.config.Mode.Claims(),
-		Allocations:    object, Strict: a.config.Strict && a.config.Mode == config.ModeDual,
+		Allocations:    object, Strict: a.reservesAtOnce(),
 		PartitionUUIDs: a.config.PartitionUUIDs,
 	}
 }

@@ -22,7 +22,6 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/cdi"
 	"github.com/tandem-gpu/tandem/pkg/driver"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
-	"github.com/tandem-gpu/tandem/pkg/partition"
 )
 
 // inspect is the command "kubelet-plugin inspect". It prints what the agent would find on this node, without Kubernetes, and returns an
@@ -35,6 +34,9 @@ func inspect(ctx context.Context, args []string, stdout, stderr io.Writer) error
 	logger, err := newLogger(c.Verbosity)
 	if err != nil {
 		return err
+	}
+	if c.Output == "slices" && !c.Mode.Claims() {
+		return fmt.Errorf("mode %s publishes no slices: add --mode=Dual or --mode=ClaimsOnly", c.Mode)
 	}
 	a := agent{config: c.Config}
 	report := nvml.Inspect(klog.NewContext(ctx, logger), a.nodeOptions())
@@ -60,15 +62,11 @@ const anyNode = "node"
 
 // writeSlices writes the slices of a new node with the GPUs of the report.
 func (a *agent) writeSlices(out io.Writer, report nvml.Report) error {
-	if !a.config.Mode.Claims() {
-		return fmt.Errorf("mode %s publishes no slices: add --mode=Dual or --mode=ClaimsOnly", a.config.Mode)
-	}
 	if report.Err() != nil {
 		return nil // the caller reports it
 	}
-	policy := partition.Policy{Dynamic: a.config.Dynamic, Sharing: a.config.SharingOf}
-	template := driver.Template(a.config.DriverName, cmp.Or(a.config.NodeName, anyNode), policy.Apply(report.Devices()),
-		a.config.OfferedToClaims, a.config.Strict && a.config.Mode == config.ModeDual)
+	template := driver.Template(a.config.DriverName, cmp.Or(a.config.NodeName, anyNode), a.partitionPolicy().Apply(report.Devices()),
+		a.config.OfferedToClaims, a.reservesAtOnce())
 	for _, slice := range template {
 		text, err := yaml.Marshal(slice)
 		if err != nil {

@@ -5,7 +5,6 @@ package driver
 import (
 	"maps"
 	"slices"
-	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -15,7 +14,7 @@ import (
 
 // Template returns the ResourceSlices that a new node with these GPUs publishes: all are healthy, none has a holder, dynamic ones have no
 // partition, and the API server keeps all fields of a slice, as Kubernetes does from 1.36 on. The slices have no owner. offered and strict
-// are as in Config. The command inspect prints them for cluster autoscalers. Pure.
+// are as in Config. The command inspect prints them for cluster autoscalers.
 func Template(driverName, nodeName string, inv device.Inventory, offered func(device.GPU) bool, strict bool) []resourceapi.ResourceSlice {
 	inv.GPUs = slices.Clone(inv.GPUs)
 	for i := range inv.GPUs {
@@ -30,7 +29,7 @@ func Template(driverName, nodeName string, inv device.Inventory, offered func(de
 	}
 	offer := Offer{NodeName: nodeName, Offered: offered, Strict: strict}
 	pools, _ := offer.Pools(Facts{
-		Inventory: inv, Kept: Capabilities{Taints: true, BindingConditions: true, Counters: true, Shares: true}, Now: time.Now(),
+		Inventory: inv, Kept: Capabilities{Taints: true, BindingConditions: true, Counters: true, Shares: true},
 	})
 	var objects []resourceapi.ResourceSlice
 	for _, name := range slices.Sorted(maps.Keys(pools)) {

@@ -14,7 +14,9 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/util/retry"
+	scheduling "k8s.io/component-helpers/scheduling/corev1"
 	"k8s.io/component-helpers/scheduling/corev1/nodeaffinity"
+	"k8s.io/klog/v2"
 )
 
 const (
@@ -72,8 +74,18 @@ func roleOf(set appsv1.DaemonSet) (role, bool) {
 	return "", false
 }
 
-// runsOn reports whether the DaemonSet's template admits the node. It ignores taints.
+// kubernetesTaints are those of kubelet and of the controllers of Kubernetes. Pods of DaemonSets tolerate most of them.
+const kubernetesTaints = "node.kubernetes.io/"
+
+// runsOn reports whether the DaemonSet's template admits the node.
 func (d daemonSet) runsOn(node *corev1.Node) (bool, error) {
+	keepsOff := func(t *corev1.Taint) bool {
+		return t.Effect != corev1.TaintEffectPreferNoSchedule && !strings.HasPrefix(t.Key, kubernetesTaints)
+	}
+	_, untolerated := scheduling.FindMatchingUntoleratedTaint(klog.Background(), node.Spec.Taints, d.Spec.Template.Spec.Tolerations, keepsOff, true)
+	if untolerated {
+		return false, nil
+	}
 	pod := &corev1.Pod{Spec: d.Spec.Template.Spec}
 	admits, err := nodeaffinity.GetRequiredNodeAffinity(pod).Match(node)
 	if err != nil {

@@ -151,6 +151,10 @@ func (n *Nodes) Plan(ctx context.Context) (Plan, error) {
 	if err != nil {
 		return Plan{}, fmt.Errorf("list nodes: %w", err)
 	}
+	claims, err := n.allocatedClaims(ctx)
+	if err != nil {
+		return Plan{}, err
+	}
 	found := false
 	for i := range nodes.Items {
 		node := &nodes.Items[i]
@@ -174,7 +178,7 @@ func (n *Nodes) Plan(ctx context.Context) (Plan, error) {
 				continue // it has moved
 			}
 		}
-		one, err := n.planNode(ctx, p.sets, node)
+		one, err := n.planNode(ctx, p.sets, node, claims)
 		if err != nil {
 			return Plan{}, err
 		}
@@ -196,7 +200,7 @@ func (n *Nodes) concerns(ctx context.Context, sets []daemonSet, node *corev1.Nod
 	return len(pods) > 0, err
 }
 
-func (n *Nodes) planNode(ctx context.Context, sets []daemonSet, node *corev1.Node) (nodePlan, error) {
+func (n *Nodes) planNode(ctx context.Context, sets []daemonSet, node *corev1.Node, claims []resourceapi.ResourceClaim) (nodePlan, error) {
 	one := nodePlan{name: node.Name, begun: node.Labels[Label] == returning || !n.Back && node.Labels[Label] == withTandem}
 	pods, err := n.limitPods(ctx, node.Name)
 	if err != nil {
@@ -206,15 +210,17 @@ func (n *Nodes) planNode(ctx context.Context, sets []daemonSet, node *corev1.Nod
 		one.pods = append(one.pods, pod.Namespace+"/"+pod.Name)
 	}
 	if n.Back {
-		one.refusals, err = n.checkBack(ctx, node)
+		one.refusals, err = n.checkBack(ctx, node, claims)
 	} else {
-		one.refusals, err = n.checkForward(ctx, sets, node, one.pods)
+		one.refusals, err = n.checkForward(ctx, sets, node, one.pods, claims)
 	}
 	return one, err
 }
 
 // checkForward returns why Tandem cannot take over a node.
-func (n *Nodes) checkForward(ctx context.Context, sets []daemonSet, node *corev1.Node, pods []string) (refusals []string, err error) {
+func (n *Nodes) checkForward(
+	ctx context.Context, sets []daemonSet, node *corev1.Node, pods []string, claims []resourceapi.ResourceClaim,
+) (refusals []string, err error) {
 	if node.Labels[Label] == withTandem {
 		return nil, nil // NVIDIA's software has left, or is leaving
 	}
@@ -228,12 +234,8 @@ func (n *Nodes) checkForward(ctx context.Context, sets []daemonSet, node *corev1
 		refusals = append(refusals, "Tandem's agent cannot take over this node, which lacks "+missing)
 	}
 	if slices.ContainsFunc(sets, func(d daemonSet) bool { return d.role == draDriver }) {
-		claims, err := n.claims(ctx, node.Name, n.DriverName, computeDomains)
-		if err != nil {
-			return nil, err
-		}
-		if len(claims) > 0 {
-			refusals = append(refusals, "NVIDIA's DRA driver has prepared claims, which only it can unprepare: "+strings.Join(claims, ", ")+
+		if names := claimsOn(node.Name, claims, n.DriverName, computeDomains); len(names) > 0 {
+			refusals = append(refusals, "NVIDIA's DRA driver serves claims, which only it can unprepare: "+strings.Join(names, ", ")+
 				". Drain the node, or wait until their pods have ended")
 		}
 	}
@@ -245,14 +247,11 @@ func (n *Nodes) checkForward(ctx context.Context, sets []daemonSet, node *corev1
 }
 
 // checkBack returns why NVIDIA's software cannot take over a node: it would give away the GPUs of these holders.
-func (n *Nodes) checkBack(ctx context.Context, node *corev1.Node) (refusals []string, err error) {
+func (n *Nodes) checkBack(ctx context.Context, node *corev1.Node, claims []resourceapi.ResourceClaim) (refusals []string, err error) {
 	if node.Labels[Label] == returning {
 		return nil, nil // NVIDIA's software has returned, or is returning: the claims are its own
 	}
-	claims, err := n.claims(ctx, node.Name, n.DriverName)
-	if err != nil {
-		return nil, err
-	}
+	names := claimsOn(node.Name, claims, n.DriverName)
 	object, err := n.GPUNode(ctx, node.Name)
 	if apierrors.IsNotFound(err) {
 		object = &v1alpha1.GPUNode{}
@@ -262,13 +261,13 @@ func (n *Nodes) checkBack(ctx context.Context, node *corev1.Node) (refusals []st
 	for _, d := range object.Status.Devices {
 		for _, h := range d.Holders {
 			if h.Kind == v1alpha1.HolderClaim {
-				claims = append(claims, h.Namespace+"/"+h.Name)
+				names = append(names, h.Namespace+"/"+h.Name)
 			}
 		}
 	}
-	slices.Sort(claims)
-	if claims = slices.Compact(claims); len(claims) > 0 {
-		refusals = append(refusals, "claims have GPUs, which NVIDIA's plugin would give to other pods: "+strings.Join(claims, ", ")+
+	slices.Sort(names)
+	if names = slices.Compact(names); len(names) > 0 {
+		refusals = append(refusals, "claims have GPUs, which NVIDIA's plugin would give to other pods: "+strings.Join(names, ", ")+
 			". Delete their pods, or drain the node")
 	}
 	if len(object.Status.Daemons) > 0 {
@@ -341,7 +340,11 @@ func (n *Nodes) forward(ctx context.Context, sets []daemonSet, name string) erro
 		return err
 	}
 	// The nodes before may have taken long.
-	now, err := n.planNode(ctx, sets, node)
+	claims, err := n.allocatedClaims(ctx)
+	if err != nil {
+		return err
+	}
+	now, err := n.planNode(ctx, sets, node, claims)
 	if err != nil {
 		return err
 	}
@@ -391,7 +394,7 @@ func (n *Nodes) findAgent(ctx context.Context, name string) (agent *corev1.Pod, 
 	case err != nil:
 		return nil, "", fmt.Errorf("get GPUNode %s: %w", name, err)
 	case object.Status.Mode == "" || object.Status.Waiting != "":
-		return agent, "the agent to serve GPUs: " + object.Status.Waiting, nil
+		return agent, "the agent to serve GPUs: " + cmp.Or(object.Status.Waiting, "its GPUNode has no mode yet"), nil
 	}
 	return agent, "", nil
 }
@@ -486,7 +489,11 @@ func (n *Nodes) leave(ctx context.Context, node *corev1.Node) error {
 	if err != nil {
 		return err
 	}
-	refusals, err := n.checkBack(ctx, node)
+	claims, err := n.allocatedClaims(ctx)
+	if err != nil {
+		return err
+	}
+	refusals, err := n.checkBack(ctx, node, claims)
 	if err != nil {
 		return err
 	}
@@ -544,7 +551,7 @@ func (n *Nodes) nvidiaMissing(ctx context.Context, sets []daemonSet, name string
 		}
 	}
 	if !serving {
-		return "a DaemonSet of NVIDIA's whose affinity admits the node", nil
+		return "a DaemonSet of NVIDIA's whose affinity and tolerations admit the node", nil
 	}
 	agent, err := n.agent(ctx, name)
 	if err == nil && agent != nil && isReady(agent) {
@@ -695,9 +702,8 @@ func (n *Nodes) slices(ctx context.Context, node string) (count int, err error) 
 	return len(list.Items), nil
 }
 
-// claims returns the claims that are allocated devices of the drivers on a node, sorted. NVIDIA's pool has the name of the node. Without
-// the API for claims there are none.
-func (n *Nodes) claims(ctx context.Context, node string, drivers ...string) ([]string, error) {
+// allocatedClaims lists the claims that have devices. Without the API for claims there are none.
+func (n *Nodes) allocatedClaims(ctx context.Context) ([]resourceapi.ResourceClaim, error) {
 	list, err := n.Client.ResourceV1().ResourceClaims(metav1.NamespaceAll).List(ctx, metav1.ListOptions{})
 	if apierrors.IsNotFound(err) {
 		return nil, nil
@@ -705,16 +711,21 @@ func (n *Nodes) claims(ctx context.Context, node string, drivers ...string) ([]s
 	if err != nil {
 		return nil, fmt.Errorf("list ResourceClaims: %w", err)
 	}
+	return slices.DeleteFunc(list.Items, func(claim resourceapi.ResourceClaim) bool { return claim.Status.Allocation == nil }), nil
+}
+
+// claimsOn returns the names of the claims with devices of the drivers on a node, sorted. NVIDIA's pool has the name of the node.
+func claimsOn(node string, claims []resourceapi.ResourceClaim, drivers ...string) []string {
 	var names []string
-	for _, claim := range list.Items {
-		if claim.Status.Allocation != nil && slices.ContainsFunc(claim.Status.Allocation.Devices.Results, func(r resourceapi.DeviceRequestAllocationResult) bool {
+	for _, claim := range claims {
+		if slices.ContainsFunc(claim.Status.Allocation.Devices.Results, func(r resourceapi.DeviceRequestAllocationResult) bool {
 			return slices.Contains(drivers, r.Driver) && device.NodeOfPool(r.Pool) == node
 		}) {
 			names = append(names, claim.Namespace+"/"+claim.Name)
 		}
 	}
 	slices.Sort(names)
-	return names, nil
+	return names
 }
 
 func isReady(pod *corev1.Pod) bool {

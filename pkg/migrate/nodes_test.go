@@ -424,7 +424,7 @@ func TestClaims(t *testing.T) {
 	if err := w.client.Tracker().Add(claimOn("b")); err != nil {
 		t.Fatal(err)
 	}
-	w.wantError(w.migrate(w.nodes(false)), "node b: NVIDIA's DRA driver has prepared claims", "default/claim-b", "Drain the node")
+	w.wantError(w.migrate(w.nodes(false)), "node b: NVIDIA's DRA driver serves claims", "default/claim-b", "Drain the node")
 	w.wantMoved()
 	if w.set("dra").Spec.Template.Spec.Affinity != nil {
 		t.Error("the DaemonSet was changed")
@@ -467,12 +467,12 @@ func TestNodeChangesAfterThePlan(t *testing.T) {
 		change func(w *world)
 		want   string
 	}{
-		"a claim of NVIDIA's driver": {func(w *world) { _ = w.client.Tracker().Add(claimOn("c")) }, "node c: NVIDIA's DRA driver has prepared claims"},
+		"a claim of NVIDIA's driver": {func(w *world) { _ = w.client.Tracker().Add(claimOn("c")) }, "node c: NVIDIA's DRA driver serves claims"},
 		"a ComputeDomain": {func(w *world) {
 			claim := claimOn("c")
 			claim.Status.Allocation.Devices.Results[0].Driver = computeDomains
 			_ = w.client.Tracker().Add(claim)
-		}, "node c: NVIDIA's DRA driver has prepared claims"},
+		}, "node c: NVIDIA's DRA driver serves claims"},
 		"no agent": {func(w *world) { _ = w.client.Tracker().Delete(pods, "default", "agent-c") }, "node c: no agent of Tandem runs on this node"},
 		"an agent without an image": {func(w *world) {
 			agent := podOn("c", "agent", agentLabels, "")
@@ -766,6 +766,22 @@ func TestExcludeInclude(t *testing.T) {
 		before.Annotations, set.Annotations = nil, nil
 		if diff := cmp.Diff(before, set); diff != "" {
 			t.Errorf("(-before +after)\n%s", diff)
+		}
+	}
+}
+
+// A DaemonSet runs on a node only if it tolerates the administrator's taints. Those of Kubernetes itself do not keep it off.
+func TestTaints(t *testing.T) {
+	set := daemonSet{}
+	set.Spec.Template.Spec.Tolerations = []corev1.Toleration{{Key: "nvidia.com/gpu", Operator: corev1.TolerationOpExists}}
+	for key, want := range map[string]bool{"nvidia.com/gpu": true, "team": false, "node.kubernetes.io/unschedulable": true} {
+		for effect, keepsOff := range map[corev1.TaintEffect]bool{
+			corev1.TaintEffectNoSchedule: true, corev1.TaintEffectNoExecute: true, corev1.TaintEffectPreferNoSchedule: false,
+		} {
+			node := &corev1.Node{Spec: corev1.NodeSpec{Taints: []corev1.Taint{{Key: key, Effect: effect}}}}
+			if got, err := set.runsOn(node); err != nil || got != (want || !keepsOff) {
+				t.Errorf("taint %s:%s: runs %t, %v", key, effect, got, err)
+			}
 		}
 	}
 }

@@ -43,7 +43,7 @@ type Source struct {
 	// configMap is the name of the ConfigMap that Values are from.
 	configMap string
 	// lost are keys that the conversion to Values left out, with reasons.
-	lost []string
+	lost []lostKeys
 }
 
 // Read returns the sources in a file with one or more YAML documents: values of NVIDIA's charts, configuration files of the device
@@ -174,7 +174,7 @@ func operatorSource(name string, spec map[string]any) Source {
 		put(s.Values, "kubeletPlugin.containers.gpus.env", slices.DeleteFunc(slices.Clone(variables), isRuntimes))
 	}
 	if arguments := at(spec, "devicePlugin.args"); !isEmpty(arguments) {
-		s.lost = append(s.lost, "devicePlugin.args: set these flags in the configuration or in extraArgs")
+		s.lost = append(s.lost, lostKeys{path: "devicePlugin.args", why: "set these flags in the configuration or in extraArgs"})
 	}
 	return s
 }

@@ -69,7 +69,7 @@ func Translate(sources ...Source) (Result, error) {
 			return Result{}, fmt.Errorf("%s: %w", s.Name, err)
 		}
 		result.From = append(result.From, fmt.Sprintf("%s (%s)", s.Name, s.Kind))
-		result.Changes, result.Lost = append(result.Changes, one.changes...), append(result.Lost, one.lost...)
+		result.Changes, result.Lost = append(result.Changes, one.changes...), append(result.Lost, one.lostLines()...)
 		result.Changes = append(result.Changes, merge(result.Values, one.out, s, "")...)
 	}
 	if err := result.settleMap(); err != nil {
@@ -148,14 +148,15 @@ func (r *Result) settleMap() error {
 // translation of one source.
 type translation struct {
 	table
-	source        Source
-	out           map[string]any
-	changes, lost []string
-	errs          []error
+	source  Source
+	out     map[string]any
+	changes []string
+	lost    []lostKeys
+	errs    []error
 }
 
 func (t *translation) run() error {
-	t.lost = t.source.lost
+	t.lost = slices.Clone(t.source.lost)
 	var moves []func()
 	t.visit(t.source.Values, func(path string, r row, value any) {
 		switch r.does {
@@ -178,21 +179,43 @@ func (t *translation) run() error {
 	return errors.Join(t.errs...)
 }
 
+// lostKeys are keys without effect.
+type lostKeys struct {
+	// path of the key, or of the keys' common parent.
+	path string
+	// keys are relative to path; empty for path itself.
+	keys []string
+	why  string
+}
+
+// lostLines has a line for each lostKeys.
+func (t *translation) lostLines() []string {
+	var lines []string
+	for _, l := range t.lost {
+		line := l.path
+		if len(l.keys) > 0 {
+			line += " (" + strings.Join(l.keys, ", ") + ")"
+		}
+		lines = append(lines, line+": "+l.why)
+	}
+	return lines
+}
+
 // lose reports a key without effect, if it is set and a user set it. Keys of one row have one line.
 func (t *translation) lose(path string, r row, value any) {
 	if r.Why == "" || isEmpty(value) || t.source.Chosen != nil && at(t.source.Chosen, path) == nil {
 		return
 	}
 	if len(r.Keys) == 0 {
-		t.lost = append(t.lost, path+": "+r.Why)
+		t.lost = append(t.lost, lostKeys{path: path, why: r.Why})
 		return
 	}
 	key := strings.TrimPrefix(path, r.Key+".")
-	if last := len(t.lost) - 1; last >= 0 && strings.HasPrefix(t.lost[last], r.Key+" (") {
-		t.lost[last] = strings.Replace(t.lost[last], ")", ", "+key+")", 1)
+	if last := len(t.lost) - 1; last >= 0 && t.lost[last].path == r.Key && len(t.lost[last].keys) > 0 {
+		t.lost[last].keys = append(t.lost[last].keys, key)
 		return
 	}
-	t.lost = append(t.lost, fmt.Sprintf("%s (%s): %s", r.Key, key, r.Why))
+	t.lost = append(t.lost, lostKeys{path: r.Key, keys: []string{key}, why: r.Why})
 }
 
 func (t *translation) change(path, what string) { t.changes = append(t.changes, path+": "+what) }
@@ -336,10 +359,11 @@ func (t *translation) checkConfigs() {
 			put(t.out, "unknownConfigKeys", config.UnknownKeysWarn)
 		}
 		for _, line := range without {
-			if key, isUnknown := strings.CutPrefix(line, "unknown field "); isUnknown {
-				line = strings.Trim(key, `"`) + ": unknown key"
+			key, why, _ := strings.Cut(line, ": ")
+			if unknown, isUnknown := strings.CutPrefix(line, "unknown field "); isUnknown {
+				key, why = strings.Trim(unknown, `"`), "unknown key"
 			}
-			t.lost = append(t.lost, at+"."+line)
+			t.lost = append(t.lost, lostKeys{path: at + "." + key, why: why})
 		}
 		parsed, err := parse([]byte(text))
 		if err != nil {
