@@ -3,6 +3,7 @@
 package driver
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"slices"
@@ -141,10 +142,10 @@ func (d *Driver) planResult(ctx context.Context, p *preparation, result resource
 	}
 	p.addDevice(found, result.Device, consumed, shared)
 	switch {
-	case parameters.Sharing != nil && !share.Whole():
-		return refuseParameters(result.Request, fmt.Errorf("%s: the claim has a share of device %s (%s), which other holders share by the node's policy",
-			parameters.Path.Child("sharing"), found.Name(), share))
-	case parameters.Sharing != nil:
+	case parameters.Sharing != nil && !share.Whole() && !agrees(*parameters.Sharing, found.Sharing()):
+		return refuseParameters(result.Request, fmt.Errorf("%s: the claim has a share of device %s (%s), and all holders of a shared device have the settings "+
+			"of the node's policy (%s): leave out sharing, or request these", parameters.Path.Child("sharing"), found.Name(), share, describeSettings(found.Sharing())))
+	case parameters.Sharing != nil && share.Whole():
 		p.addToGroup(sharedGroup{
 			key: fmt.Sprint(parameters.Entry), path: parameters.Path, request: result.Request, sharing: *parameters.Sharing,
 		}, found)
@@ -157,6 +158,28 @@ func (d *Driver) planResult(ctx context.Context, p *preparation, result resource
 		}, found)
 	}
 	return nil
+}
+
+// agrees reports whether a claim requests the settings that the policy gives all holders of a device.
+func agrees(asked parametersv1beta1.Sharing, policy device.Sharing) bool {
+	if string(asked.Strategy) != string(policy.Strategy) {
+		return false
+	}
+	if mps := asked.MPS; mps != nil {
+		return mps.ActiveThreadPercentage == nil && mps.PinnedMemoryLimit == nil && len(mps.PerDevicePinnedMemoryLimit) == 0 && !mps.MultiUser
+	}
+	// A partition has no interval.
+	return asked.Interval == "" || string(asked.Interval) == cmp.Or(policy.Interval, string(parametersv1beta1.IntervalDefault))
+}
+
+func describeSettings(policy device.Sharing) string {
+	switch policy.Strategy {
+	case "":
+		return "none"
+	case device.MPS:
+		return fmt.Sprintf("strategy %s without mpsConfig", policy.Strategy)
+	}
+	return fmt.Sprintf("strategy %s with interval %s", policy.Strategy, cmp.Or(policy.Interval, string(parametersv1beta1.IntervalDefault)))
 }
 
 // has reports whether a claim holds the device.

@@ -162,6 +162,40 @@ func TestPrepareByPolicy(t *testing.T) {
 	}
 }
 
+// A claim with a share may request the settings that the node's policy has for the GPU, and no others.
+func TestSettingsOfThePolicy(t *testing.T) {
+	const sliced = `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"TimeSlicing"}}`
+	r, _, _ := newPolicyRig(t, 1, 1)
+	k := r.ready()
+	for name, test := range map[string]struct {
+		gpu, settings, want string
+	}{
+		"time-slicing":            {"gpu-1", sliced, ""},
+		"another interval":        {"gpu-1", gpuSliced, "the settings of the node's policy (strategy TimeSlicing with interval Default): leave out sharing"},
+		"MPS of a GPU without":    {"gpu-1", fmt.Sprintf(gpuMPS, "{}"), "strategy TimeSlicing with interval Default"},
+		"MPS":                     {"gpu-0", fmt.Sprintf(gpuMPS, "{}"), ""},
+		"MPS with a limit":        {"gpu-0", fmt.Sprintf(gpuMPS, `{"defaultPinnedDeviceMemoryLimit":"1Gi"}`), "strategy MPS without mpsConfig"},
+		"MPS with a percentage":   {"gpu-0", fmt.Sprintf(gpuMPS, `{"defaultActiveThreadPercentage":50}`), "strategy MPS without mpsConfig"},
+		"MPS with per-GPU limits": {"gpu-0", fmt.Sprintf(gpuMPS, `{"defaultPerDevicePinnedMemoryLimit":{"0":"1Gi"}}`), "strategy MPS without mpsConfig"},
+		"MPS with several users":  {"gpu-0", fmt.Sprintf(gpuMPS, `{"multiUser":true}`), "strategy MPS without mpsConfig"},
+		"time-slicing beside MPS": {"gpu-0", sliced, "strategy MPS without mpsConfig"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := r.partsClaim("a", "10Gi", []string{test.gpu}, []string{"one"})
+			c.Status.Allocation.Devices.Config = list(parameters(claimSource, test.settings))
+			r.api.put("resourceclaims", c)
+			_, errs, err := k.prepare("v1", c)
+			if got := fmt.Sprint(errs["uid-a"]); err != nil || (test.want == "") != (len(errs) == 0) || !strings.Contains(got, test.want) {
+				t.Fatalf("got %v %s, want %q", err, got, test.want)
+			}
+			if errs, err := k.unprepare("v1", c); err != nil || len(errs) > 0 {
+				t.Fatal(err, errs)
+			}
+			r.awaitFree(t)
+		})
+	}
+}
+
 // A client of a daemon sees that daemon's GPU only.
 func TestPartsOfSeveralGPUsByMPS(t *testing.T) {
 	r, _, _ := newPolicyRig(t, 2, 2)
