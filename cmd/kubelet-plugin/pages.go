@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"bufio"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// pageRange is memory from start, inclusive, to end.
+type pageRange struct{ start, end uint64 }
+
+// unmapProgram unmaps the pages of the program's own file. Startup touches most of them, and the agent needs a fifth afterwards, which
+// the kernel maps again at their next use. The others can then be reclaimed at once where memory is short. The bench figure rss_idle
+// shows the difference.
+func unmapProgram() error {
+	program, err := os.Readlink("/proc/self/exe")
+	if err != nil {
+		return fmt.Errorf("find the program's file: %w", err)
+	}
+	maps, err := os.Open("/proc/self/smaps")
+	if err != nil {
+		return fmt.Errorf("read the program's memory: %w", err)
+	}
+	defer maps.Close()
+	ranges, err := unchanged(maps, program)
+	if err != nil {
+		return fmt.Errorf("read the program's memory: %w", err)
+	}
+	var errs []error
+	for _, r := range ranges {
+		if _, _, failed := unix.Syscall(unix.SYS_MADVISE, uintptr(r.start), uintptr(r.end-r.start), unix.MADV_DONTNEED); failed != 0 {
+			errs = append(errs, fmt.Errorf("unmap pages %x-%x of the program: %w", r.start, r.end, failed))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// unchanged returns the mappings of a file whose pages are all those of the file: they cannot be written, and none was, by the dynamic
+// linker either. smaps has the format of proc(5).
+func unchanged(smaps io.Reader, file string) (ranges []pageRange, err error) {
+	lines := bufio.NewScanner(smaps)
+	var current pageRange
+	candidate := false
+	for lines.Scan() {
+		fields := strings.Fields(lines.Text())
+		switch {
+		case len(fields) == 0:
+		case !strings.HasSuffix(fields[0], ":"):
+			candidate = len(fields) == 6 && fields[5] == file && !strings.Contains(fields[1], "w")
+			if !candidate {
+				continue
+			}
+			start, end, _ := strings.Cut(fields[0], "-")
+			if current.start, err = strconv.ParseUint(start, 16, 64); err == nil {
+				current.end, err = strconv.ParseUint(end, 16, 64)
+			}
+			if err != nil {
+				return nil, fmt.Errorf("parse mapping %q: %w", fields[0], err)
+			}
+		case candidate && fields[0] == "Anonymous:" && len(fields) > 1 && fields[1] == "0":
+			ranges = append(ranges, current)
+		}
+	}
+	return ranges, lines.Err()
+}
