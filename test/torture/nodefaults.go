@@ -46,8 +46,8 @@ type broken struct {
 	// root answers the node's root directory; an error means that the node is down.
 	root func() (string, error)
 
-	// room is held by fillDisk, and for reading by whoever changes the simulated GPUs: their state is in files of the same file system,
-	// that of real GPUs is not.
+	// room is held by fillDisk, and for reading during each change of the simulated GPUs: their state is in files of the same file
+	// system, that of real GPUs is not.
 	room sync.RWMutex
 
 	mu     sync.Mutex
