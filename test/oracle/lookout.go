@@ -21,15 +21,15 @@ import (
 // is for one goroutine.
 type Lookout struct {
 	node *cluster.Node
-	// shared are the GPUs that several may have at once, by minor, with as how many devices limits see each.
-	shared map[int]int
+	// shared are the GPUs that several may have at once, by minor.
+	shared map[int]Sharing
 	// known are the devices of containers whose processes are in their own file systems, by container ID.
 	known map[string][]Device
 }
 
-// NewLookout looks at nothing yet. The GPUs that the node's configuration shares are told by their minors, with as how many
-// devices each is offered to pods; that cannot be read from outside.
-func NewLookout(node *cluster.Node, shared map[int]int) *Lookout {
+// NewLookout looks at nothing yet. The GPUs that the node's configuration shares are told by their minors; how it shares them cannot
+// be read from outside.
+func NewLookout(node *cluster.Node, shared map[int]Sharing) *Lookout {
 	return &Lookout{node: node, shared: shared, known: map[string][]Device{}}
 }
 
@@ -153,7 +153,7 @@ func (l *Lookout) name(root string, devices []Device) (all bool) {
 			all = all && devices[i].GPU.UUID != "" && (devices[i].Whole() || devices[i].Partition.UUID != "")
 		}
 		if devices[i].Whole() {
-			devices[i].GPU.Replicas = l.shared[devices[i].Minor()]
+			devices[i].GPU.Sharing = l.shared[devices[i].Minor()]
 		}
 	}
 	return all

@@ -64,7 +64,7 @@ func TestLookFirst(t *testing.T) {
 		"a look that fails":              {[]int{process}, map[int]answer{process: {err: failure}}, 0, false, failure},
 	} {
 		t.Run(name, func(t *testing.T) {
-			l := NewLookout(&cluster.Node{}, map[int]int{6: 4})
+			l := NewLookout(&cluster.Node{}, map[int]Sharing{6: {Replicas: 4}})
 			seen, err := l.lookFirst(root, group{id: id("c")}, test.pids, func(pid int) (*sighting, error) {
 				return test.looks[pid].seen, test.looks[pid].err
 			})

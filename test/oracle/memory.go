@@ -90,7 +90,7 @@ func (m *Memory) Judge(s Suspicion) (Double, bool) {
 			share := device.Share
 			if s.Number != s.other {
 				// Two partitions of a GPU do not overlap.
-				share = 0
+				share = Share{}
 			}
 			double.add(container, device, share)
 		}

@@ -21,8 +21,9 @@ const (
 	resourceName = "nvidia.com/gpu"
 	// sharedSuffix may follow the resource name of replicas.
 	sharedSuffix = ".shared"
-	// memoryCapacity is what of a device claims can be given a part of.
+	// memoryCapacity and sharesCapacity are what of a device claims can be given a part of.
 	memoryCapacity = "memory"
+	sharesCapacity = "shares"
 	// partitionResources begins the names of what limits ask for partitions by.
 	partitionResources = "nvidia.com/mig-"
 )
@@ -127,8 +128,8 @@ func (o objects) attribute(device Device, seen sighting, pod corev1.Pod) Device 
 				device.ClaimUID, device.ClaimName = string(claim.UID), claim.Name
 			}
 			// It is unknown from outside which of several allocations was prepared. The smallest one causes no false accusation.
-			if device.ClaimUID == string(claim.UID) && share > 0 && (device.Share == 0 || share < device.Share) {
-				device.Share = share
+			if device.ClaimUID == string(claim.UID) {
+				device.Share = device.Share.least(share)
 			}
 		}
 	}
@@ -195,11 +196,11 @@ func claimsByReference(pod corev1.Pod) map[string]string {
 	return names
 }
 
-// allocates reports whether a claim has a device of a node allocated, whether by admin access only, and how many bytes of the
-// device's memory it has: zero for all of it, which is what it has unless the scheduler counted what it gave (KEP-5075).
-func allocates(claim resourceapi.ResourceClaim, node string, device Device) (allocated, adminAccess bool, share int64) {
+// allocates reports whether a claim has a device of a node allocated, whether by admin access only, and what it has of the device:
+// all of it, unless the scheduler counted what it gave (KEP-5075).
+func allocates(claim resourceapi.ResourceClaim, node string, device Device) (allocated, adminAccess bool, share Share) {
 	if claim.Status.Allocation == nil {
-		return false, false, 0
+		return false, false, Share{}
 	}
 	whole := false
 	for _, result := range claim.Status.Allocation.Devices.Results {
@@ -215,11 +216,11 @@ func allocates(claim resourceapi.ResourceClaim, node string, device Device) (all
 		allocated, adminAccess = true, false
 		consumed, counted := result.ConsumedCapacity[memoryCapacity]
 		whole = whole || result.ShareID == nil || !counted
-		// Equal and unlimited shares need no memory of their own.
-		share += max(1, consumed.Value())
+		shares := result.ConsumedCapacity[sharesCapacity]
+		share = Share{Part: true, Memory: share.Memory + consumed.Value(), Count: share.Count + shares.Value()}
 	}
 	if whole {
-		share = 0
+		share = Share{}
 	}
 	return allocated, adminAccess, share
 }
@@ -243,8 +244,11 @@ func (c *Container) shareOut(asked int64) {
 		if len(shared) == 1 {
 			replicas = min(max(asked-others, 1), int64(gpu.Replicas))
 		}
-		// Of a GPU whose memory is not known it is still not all.
-		c.Devices[i].Share = max(1, replicas*(gpu.Memory/int64(gpu.Replicas)>>20<<20))
+		c.Devices[i].Share = Share{Part: true, Memory: replicas * (gpu.Memory / int64(gpu.Replicas) >> 20 << 20)}
+		if gpu.Shares > 0 {
+			// Of a GPU that is divided into equal shares a replica is one of them, or several.
+			c.Devices[i].Share = Share{Part: true, Count: replicas * int64(max(1, gpu.Shares/gpu.Replicas))}
+		}
 	}
 }
 

@@ -32,8 +32,43 @@ type GPU struct {
 	Index, Minor, NUMANode int
 	// Memory in bytes; zero where unknown.
 	Memory int64
-	// Replicas is as how many devices limits see a GPU that several may have at once, as the Lookout was told.
+	// Sharing is what the Lookout was told.
+	Sharing
+}
+
+// Sharing is how the configuration of a node shares a GPU among several holders.
+type Sharing struct {
+	// Replicas is as how many devices limits see the GPU; zero where it is not shared.
 	Replicas int
+	// Shares is the number of equal shares for claims; zero where it is not divided so.
+	Shares int
+}
+
+// Share is what a holder has of a device. The zero Share is all of it.
+type Share struct {
+	// Part tells that it is not all. A claim of a GPU without a limit has neither memory nor equal shares of its own.
+	Part bool
+	// Memory is in bytes, Count the number of equal shares.
+	Memory, Count int64
+}
+
+// least is the smaller of what a holder may have.
+func (s Share) least(other Share) Share {
+	switch {
+	case !s.Part:
+		return other
+	case !other.Part:
+		return s
+	}
+	return Share{Part: true, Memory: min(s.Memory, other.Memory), Count: min(s.Count, other.Count)}
+}
+
+// most is the larger of what a holder may have.
+func (s Share) most(other Share) Share {
+	if !s.Part || !other.Part {
+		return Share{}
+	}
+	return Share{Part: true, Memory: max(s.Memory, other.Memory), Count: max(s.Count, other.Count)}
 }
 
 // Partition is a compute instance of a GPU.
@@ -120,8 +155,8 @@ type Device struct {
 	ClaimUID, ClaimName string
 	// Holder is equal for those who hold the device together: "claim/UID" or "pod/UID"; empty where API is Admin.
 	Holder string
-	// Share is how many bytes of the device's memory the holder has; zero for the whole device.
-	Share int64
+	// Share is what the holder has of the device.
+	Share Share
 }
 
 // Container is a container with a live process, on a node.
@@ -159,8 +194,8 @@ type Double struct {
 	// Holders, at least two, and the containers in which they have it.
 	Holders    []string
 	Containers []Container
-	// shares are what the holders have of it; zero for all.
-	shares map[string]int64
+	// shares are what the holders have of it.
+	shares map[string]Share
 }
 
 // String names the device and the pods.
@@ -170,8 +205,12 @@ func (d Double) String() string {
 		text += fmt.Sprintf(" %s/%s", container.Title(), container.Name)
 	}
 	for _, holder := range d.Holders {
-		if share := d.shares[holder]; share > 0 {
-			text += fmt.Sprintf("; %s has %d MiB of %d", holder, share>>20, d.GPU.Memory>>20)
+		share := d.shares[holder]
+		if share.Memory > 0 {
+			text += fmt.Sprintf("; %s has %d MiB of %d", holder, share.Memory>>20, d.GPU.Memory>>20)
+		}
+		if share.Count > 0 {
+			text += fmt.Sprintf("; %s has %d shares of %d", holder, share.Count, d.GPU.Shares)
 		}
 	}
 	return text
@@ -179,39 +218,39 @@ func (d Double) String() string {
 
 // add notes a container in which a holder has the device, or so much of it. The containers of one holder use what it has
 // together.
-func (d *Double) add(container Container, device Device, share int64) {
+func (d *Double) add(container Container, device Device, share Share) {
 	if d.shares == nil {
-		d.shares = map[string]int64{}
+		d.shares = map[string]Share{}
 	}
-	before, known := d.shares[device.Holder]
-	if !known {
+	if before, known := d.shares[device.Holder]; known {
+		share = share.most(before)
+	} else {
 		d.Holders = append(d.Holders, device.Holder)
 	}
-	if known && (before == 0 || share == 0) {
-		d.shares[device.Holder] = 0
-	} else {
-		d.shares[device.Holder] = max(before, share)
-	}
+	d.shares[device.Holder] = share
 	d.Containers = append(d.Containers, container)
 }
 
 // guilty reports whether the holders may not have the device at once: there are several, and one of them has it whole, or there
-// is not enough memory for all. The latter is not decidable for a GPU of unknown memory.
+// is not enough memory for all, or there are not enough equal shares. The latter two are not decidable where it is unknown how much
+// the GPU has.
 func (d Double) guilty() bool {
-	sum := int64(0)
+	var sum Share
 	for _, share := range d.shares {
-		if share == 0 {
+		if !share.Part {
 			return len(d.Holders) > 1
 		}
-		sum += share
+		sum.Memory += share.Memory
+		sum.Count += share.Count
 	}
-	return len(d.Holders) > 1 && d.GPU.Memory > 0 && sum > d.GPU.Memory
+	memory, shares := d.GPU.Memory, int64(d.GPU.Shares)
+	return len(d.Holders) > 1 && (memory > 0 && sum.Memory > memory || shares > 0 && sum.Count > shares)
 }
 
 // DoublyOwned returns the devices that containers of different holders see and may not see at once, in order of node and number.
 // A pod is one holder. Pods that share a ResourceClaim for the same device are one holder. Admin access holds nothing. A
 // partition belongs to its GPU: it conflicts with a holder of the whole GPU. Claims with shares of a GPU do not conflict while
-// there is memory for all of them. Pods with an extended resource hold the whole GPU, because the oracle is not told how many
+// there is memory for all of them. How many equal shares there are, the oracle is not told here. Pods with an extended resource hold the whole GPU, because the oracle is not told how many
 // replicas there are.
 func (p Picture) DoublyOwned() []Double {
 	type place struct {
@@ -235,7 +274,7 @@ func (p Picture) DoublyOwned() []Double {
 		for _, device := range container.Devices {
 			whole := seen[place{container.Node, device.Partition.GPU}]
 			if device.Holder != "" && !device.Whole() && whole != nil {
-				whole.add(container, device, 0)
+				whole.add(container, device, Share{})
 			}
 		}
 	}

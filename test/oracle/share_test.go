@@ -101,6 +101,47 @@ func TestOneBudgetOfMemory(t *testing.T) {
 	}
 }
 
+// equal adds a claim that was given so many of the equal shares of a GPU, and no memory of its own.
+func (w *world) equal(name, device string, shares int64) *world {
+	w.shares(name, device, 0)
+	results := w.claims[len(w.claims)-1].Status.Allocation.Devices.Results
+	results[0].ConsumedCapacity[sharesCapacity] = *resource.NewQuantity(shares, resource.DecimalSI)
+	return w
+}
+
+// TestOneBudgetOfEqualShares: claims and replicas may be on a GPU together as long as there are equal shares, and memory, for all.
+func TestOneBudgetOfEqualShares(t *testing.T) {
+	two := func() *world { return new(world).pod("a", claim("a")).pod("b", claim("b")).sees("a", 0).sees("b", 0) }
+	beside := func(n int64) *world {
+		return new(world).pod("a", claim("a")).pod("b", limits(n)).sees("a", 0).sees("b", 0)
+	}
+	for name, test := range map[string]struct {
+		world  *world
+		shares int
+		guilty bool
+	}{
+		"as many as there are":               {two().equal("a", "gpu-0", 6).equal("b", "gpu-0", 2), 8, false},
+		"one more":                           {two().equal("a", "gpu-0", 6).equal("b", "gpu-0", 3), 8, true},
+		"one beside all":                     {two().equal("a", "gpu-0", 1).claim("b", false, "gpu-0"), 8, true},
+		"a replica of four has two of eight": {beside(3).equal("a", "gpu-0", 2), 8, false},
+		"and no less":                        {beside(3).equal("a", "gpu-0", 3), 8, true},
+		"and one of three":                   {beside(2).equal("a", "gpu-0", 1), 3, false},
+		"memory counts beside them":          {two().shares("a", "gpu-0", 50).shares("b", "gpu-0", 31), 8, true},
+		"claims without a limit":             {two().equal("a", "gpu-0", 0).shares("b", "gpu-0", 80), 0, false},
+		"one of them beside all":             {two().equal("a", "gpu-0", 0).claim("b", false, "gpu-0"), 0, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			suspicion := theOnly(t, test.world.glimpse(t))
+			for _, one := range suspicion.those {
+				one.devices[0].GPU.Shares = test.shares
+			}
+			if double, guilty := test.world.remembered().Judge(suspicion); guilty != test.guilty {
+				t.Errorf("guilty: %t: %s", guilty, double)
+			}
+		})
+	}
+}
+
 // TestACrowdIsOfLivingProcesses, and of several pods; each GPU has its own.
 func TestACrowdIsOfLivingProcesses(t *testing.T) {
 	g := new(world).sees("a", 0).sees("b", 0, 1).sees("c", 0).sees("b", 0).glimpse(t)

@@ -137,9 +137,9 @@ func newRun(ctx context.Context, c *cluster.Cluster, o Options) (*run, error) {
 		r.hardware = &hardware{root: node.Root, statistics: r.statistics, trace: trace, touched: r.unmanagedChanged}
 		r.administrator = &administrator{hardware: r.hardware, broken: r.broken, used: r.used}
 	}
-	var shared map[int]int
+	var shared map[int]oracle.Sharing
 	if o.State.Sharing {
-		shared = replicasOfGPUs()
+		shared = sharingOfGPUs()
 	}
 	r.watch = newWatch(client, node, shared, r.room, r.statistics, r.heals)
 	r.watch.trace, r.watch.found = r.trace, r.doubleFound

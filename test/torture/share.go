@@ -67,11 +67,11 @@ func valuesOfPolicies() string {
 		"  tandem:\n    devices:\n" + rules
 }
 
-// replicasOfGPUs is what the oracle has to be told.
-func replicasOfGPUs() map[int]int {
-	shared := map[int]int{}
+// sharingOfGPUs is what the oracle has to be told.
+func sharingOfGPUs() map[int]oracle.Sharing {
+	shared := map[int]oracle.Sharing{}
 	for gpu, p := range policies {
-		shared[gpu] = max(1, p.replicas)
+		shared[gpu] = oracle.Sharing{Replicas: max(1, p.replicas)}
 	}
 	return shared
 }

@@ -83,8 +83,10 @@ type watch struct {
 	wrongs []string
 }
 
-// newWatch is told which GPUs are shared, with as how many devices limits see each.
-func newWatch(client kubernetes.Interface, node *cluster.Node, shared map[int]int, room func() room, t *statistics, h *heals) *watch {
+// newWatch is told which GPUs are shared, and how.
+func newWatch(
+	client kubernetes.Interface, node *cluster.Node, shared map[int]oracle.Sharing, room func() room, t *statistics, h *heals,
+) *watch {
 	return &watch{
 		client: client, lookout: oracle.NewLookout(node, shared), memory: oracle.NewMemory(), room: room, statistics: t, heals: h,
 		podHistories: map[string]*podHistory{}, seen: map[string][]oracle.Device{}, suspected: map[string]bool{},
