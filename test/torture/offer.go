@@ -78,6 +78,9 @@ func (a auditor) claimsOffer(ctx context.Context) ([]string, error) {
 			if device.AllowMultipleAllocations != nil && *device.AllowMultipleAllocations {
 				memory := device.Capacity[memoryCapacity]
 				name += " with " + memory.Value.String()
+				if shares, divided := device.Capacity[sharesCapacity]; divided {
+					name += " in " + shares.Value.String() + " shares"
+				}
 			}
 			all = append(all, name)
 		}

@@ -106,7 +106,7 @@ func (u user) do(ctx context.Context, op Op) error {
 }
 
 func (u user) create(ctx context.Context, w Workload) error {
-	if w.Memory > 0 && w.Shape != Shared {
+	if w.sharing() && w.Shape != Shared {
 		// These are too many to be created before they are needed.
 		err := persist(ctx, "create ResourceClaimTemplate", func(ctx context.Context) error {
 			_, err := u.client.ResourceV1().ResourceClaimTemplates(u.namespace).Create(ctx, template(w), metav1.CreateOptions{})

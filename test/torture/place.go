@@ -57,8 +57,10 @@ func (a ask) String() string {
 	switch {
 	case a.profile != "":
 		return fmt.Sprintf("%d %s", a.gpus, a.profile)
-	case a.mib > 0:
-		return fmt.Sprintf("%d times %d MiB", a.gpus, a.mib)
+	case a.mib > 0 || a.shares > 0:
+		return fmt.Sprintf("%d times %s", a.gpus, part{mib: a.mib, shares: a.shares})
+	case a.of != "":
+		return fmt.Sprintf("%d GPUs, %s", a.gpus, a.of)
 	case a.renamed:
 		return fmt.Sprintf("%d renamed replicas", a.gpus)
 	default:

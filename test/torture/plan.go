@@ -40,8 +40,10 @@ type Workload struct {
 	// Profile is that of the partitions; empty for whole GPUs. Together they have to be of one GPU.
 	Profile  string
 	Together bool
-	// Memory is how many GiB of each GPU a claim asks for; zero for all of it.
-	Memory int
+	// Memory is how many GiB of each GPU a claim asks for, Shares how many of its equal shares; zero where it asks for no amount.
+	Memory, Shares int
+	// Of has a claim select the GPUs that it would have in this way without an amount; empty for any.
+	Of way
 	// Renamed asks for replicas that have a resource of their own.
 	Renamed bool
 	// Linger is how long its containers take to end.
@@ -67,6 +69,12 @@ func (w Workload) String() string {
 	if w.Memory > 0 {
 		text += fmt.Sprintf(" memory=%dGi", w.Memory)
 	}
+	if w.Shares > 0 {
+		text += fmt.Sprintf(" shares=%d", w.Shares)
+	}
+	if w.Of != "" {
+		text += fmt.Sprintf(" of=%s", w.Of)
+	}
 	if w.Shape != Bare || w.Replicas > 1 {
 		text += fmt.Sprintf(" replicas=%d", w.Replicas)
 	}
@@ -87,6 +95,9 @@ func (w Workload) String() string {
 	return text
 }
 
+// sharing reports whether the claim is one of those that only runs with sharing have.
+func (w Workload) sharing() bool { return w.Memory > 0 || w.Shares > 0 || w.Of != "" }
+
 // slices is how much of all GPUs the workload wants at once, in memory slices.
 func (w Workload) slices() int {
 	one := w.GPUs * slicesAGPU
@@ -94,6 +105,10 @@ func (w Workload) slices() int {
 		one = w.GPUs * profileNamed(w.Profile).size
 	}
 	switch {
+	case w.Shares > 0 || w.Of == equal:
+		one = w.GPUs * max(1, w.Shares) * slicesAGPU / 4
+	case w.Of == unlimited:
+		one = w.GPUs // they leave room for each other, and the pods still take time
 	case w.Memory > 0:
 		one = w.GPUs * (w.Memory*slicesAGPU + gibAGPU - 1) / gibAGPU
 	case w.Renamed:
@@ -372,13 +387,16 @@ func DrawSeed(draw func() uint64, mix Mix) uint64 {
 }
 
 // proves reports whether in a round claims and limits race for all GPUs, something is killed that always runs, as a pod may not, and
-// where GPUs are shared a workload requests replicas that other GPUs do not have.
+// where GPUs are shared a workload requests replicas that other GPUs do not have, one equal shares, and one a GPU without a limit.
 func (r Round) proves(mix Mix) bool {
 	has := func(is func(Op) bool) bool { return slices.ContainsFunc(r.Ops, is) }
-	renamed := func(w Workload) bool { return w.Renamed }
+	creates := func(is func(Workload) bool) bool {
+		return has(func(o Op) bool { return slices.ContainsFunc(o.Workloads, is) })
+	}
 	return has(func(o Op) bool { return o.Kind == Burst }) &&
 		has(func(o Op) bool { return o.Kind == Kill && o.Component != agentName && o.Component != controllerName }) &&
-		(!mix.Sharing || has(func(o Op) bool { return slices.ContainsFunc(o.Workloads, renamed) }))
+		(!mix.Sharing || creates(func(w Workload) bool { return w.Renamed }) &&
+			creates(func(w Workload) bool { return w.Shares > 0 || w.Of == equal }) && creates(func(w Workload) bool { return w.Of == unlimited }))
 }
 
 // planner knows what would exist if each operation were done at once; what exists by then is for the run to see.
@@ -498,6 +516,12 @@ func (p *planner) burstOf(name string) Op {
 }
 
 func (p *planner) add(kind Kind, workloads ...Workload) Op {
+	for i := range workloads {
+		if w := &workloads[i]; p.mix.Sharing && w.API == oracle.Claim && !w.sharing() && !w.Last {
+			// Otherwise all of them would be given the one GPU that any number may have.
+			w.Of = alone
+		}
+	}
 	p.there = append(p.there, workloads...)
 	return Op{Kind: kind, Workloads: workloads}
 }

@@ -9,8 +9,8 @@ import (
 	"github.com/tandem-gpu/tandem/test/oracle"
 )
 
-// sizes in GiB that claims ask for. The GPUs have a little less than 80 GiB, so that no replica is as large as one of these.
-var sizes = []int{5, 10, 20, 35, 60}
+// sizesInGiB that claims ask for. The GPUs have a little less than 80 GiB, so that no replica is as large as one of these.
+var sizesInGiB = []int{5, 10, 20, 35, 60}
 
 // WithSharing is a mix for GPUs that several may have at once.
 func (m Mix) WithSharing() Mix {
@@ -19,7 +19,25 @@ func (m Mix) WithSharing() Mix {
 	return m.without(ForeignPlugin)
 }
 
-// createShares is create for parts of GPUs: memory for claims, replicas for limits.
+// ofPart has a claim ask for a part of a GPU in one of the three ways, by weight.
+func (p *planner) ofPart(w *Workload, sizes, shares []int, weights ...int) {
+	switch p.weighted(weights...) {
+	case 0:
+		w.Memory = sizesInGiB[p.weighted(sizes...)]
+		return
+	case 1:
+		if w.Shares = p.weighted(shares...); w.Shares == 0 {
+			w.Of = equal
+		}
+	case 2:
+		w.Of = unlimited
+	}
+	if p.chance(25) {
+		w.Memory = sizesInGiB[p.weighted(sizes...)]
+	}
+}
+
+// createShares is create for parts of GPUs: memory, equal shares or no limit for claims, replicas for limits.
 func (p *planner) createShares(name string) Op {
 	w := Workload{Name: name, API: oracle.Claim, GPUs: 1, Replicas: 1}
 	switch p.weighted(40, 30, 12, 18) {
@@ -34,13 +52,13 @@ func (p *planner) createShares(name string) Op {
 	}
 	switch {
 	case w.Shape == Shared || p.chance(60):
-		w.Memory = sizes[p.weighted(15, 30, 30, 15, 10)]
+		p.ofPart(&w, []int{15, 30, 30, 15, 10}, []int{25, 35, 25, 10, 5}, 55, 28, 17)
 	default:
 		w.API, w.Renamed = oracle.Limits, p.chance(40)
 	}
-	if p.chance(20) && !w.Renamed {
+	if p.chance(20) && !w.Renamed && w.Shares == 0 && w.Of == "" {
 		// For a claim shares of two GPUs, for limits two replicas, of one GPU or not, but none of the renamed, which are by MPS: a
-		// container can be the client of one daemon.
+		// container can be the client of one daemon. One GPU has equal shares, and one no limit.
 		w.GPUs, w.Replicas = 2, min(w.Replicas, 3)
 	}
 	return p.add(Create, p.decorate(w))
@@ -52,9 +70,8 @@ func (p *planner) burstOfShares(name string) Op {
 	if p.chance(50) {
 		shape = Bare
 	}
-	claims := Workload{
-		Name: name + "-claims", Shape: shape, API: oracle.Claim, GPUs: 1, Replicas: 8, Memory: sizes[p.weighted(0, 20, 50, 30, 0)],
-	}
+	claims := Workload{Name: name + "-claims", Shape: shape, API: oracle.Claim, GPUs: 1, Replicas: 8}
+	p.ofPart(&claims, []int{0, 20, 50, 30, 0}, []int{20, 50, 30}, 50, 30, 20)
 	limits := Workload{Name: name + "-limits", Shape: shape, API: oracle.Limits, GPUs: 1, Replicas: 8}
 	if p.chance(50) {
 		// More of the GPUs are full with them, and those that claims are given first are among them.

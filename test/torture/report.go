@@ -52,11 +52,14 @@ type Counters struct {
 	PartitionsMade      int  `json:"partitionsMade,omitempty"`
 	PartitionsDestroyed int  `json:"partitionsDestroyed,omitempty"`
 	UnmanagedChanged    int  `json:"unmanagedChanged,omitempty"`
-	// Sharing is whether GPUs were shared: PlacedShares counts the pods that were seen with a GPU of which their claims have a part,
-	// PlacedReplicas those with one that limits see as several.
-	Sharing        bool `json:"sharing,omitempty"`
-	PlacedShares   int  `json:"placedShares,omitempty"`
-	PlacedReplicas int  `json:"placedReplicas,omitempty"`
+	// Sharing is whether GPUs were shared: PlacedShares counts the pods that were seen with a GPU of which their claims have a part of
+	// the memory, PlacedEqual and PlacedUnlimited those with one that is divided into equal shares, or has no limit, and PlacedReplicas
+	// those with one that limits see as several.
+	Sharing         bool `json:"sharing,omitempty"`
+	PlacedShares    int  `json:"placedShares,omitempty"`
+	PlacedEqual     int  `json:"placedEqual,omitempty"`
+	PlacedUnlimited int  `json:"placedUnlimited,omitempty"`
+	PlacedReplicas  int  `json:"placedReplicas,omitempty"`
 }
 
 // Line is a run's last line.
@@ -69,7 +72,8 @@ func (c Counters) Line(seed uint64) string {
 		line += fmt.Sprintf(" partitions_made=%d partitions_destroyed=%d unmanaged_changed=%d", c.PartitionsMade, c.PartitionsDestroyed, c.UnmanagedChanged)
 	}
 	if c.Sharing {
-		line += fmt.Sprintf(" placed_shares=%d placed_replicas=%d", c.PlacedShares, c.PlacedReplicas)
+		line += fmt.Sprintf(" placed_shares=%d placed_equal=%d placed_unlimited=%d placed_replicas=%d",
+			c.PlacedShares, c.PlacedEqual, c.PlacedUnlimited, c.PlacedReplicas)
 	}
 	return line
 }
@@ -110,21 +114,18 @@ func (c Counters) PodState() error {
 	}
 	var missing []string
 	for _, must := range []struct {
-		name  string
-		count int
-	}{{"placed_claims", c.PlacedClaims}, {"placed_limits", c.PlacedPods}, {"contended", c.Contended}, {"kills", c.Kills}} {
-		if must.count == 0 {
+		name   string
+		played bool
+		count  int
+	}{
+		{"placed_claims", true, c.PlacedClaims}, {"placed_limits", true, c.PlacedPods}, {"contended", true, c.Contended}, {"kills", true, c.Kills},
+		{"partitions_destroyed", c.MIG, c.PartitionsDestroyed},
+		{"placed_shares", c.Sharing, c.PlacedShares}, {"placed_equal", c.Sharing, c.PlacedEqual},
+		{"placed_unlimited", c.Sharing, c.PlacedUnlimited}, {"placed_replicas", c.Sharing, c.PlacedReplicas},
+	} {
+		if must.played && must.count == 0 {
 			missing = append(missing, must.name+"=0")
 		}
-	}
-	if c.MIG && c.PartitionsDestroyed == 0 {
-		missing = append(missing, "partitions_destroyed=0")
-	}
-	if c.Sharing && c.PlacedShares == 0 {
-		missing = append(missing, "placed_shares=0")
-	}
-	if c.Sharing && c.PlacedReplicas == 0 {
-		missing = append(missing, "placed_replicas=0")
 	}
 	if len(missing) > 0 {
 		return fmt.Errorf("%w: %s", ErrNothingTested, strings.Join(missing, " "))

@@ -27,8 +27,8 @@ func TestTheLastLine(t *testing.T) {
 	if got := c.Line(9); got != want+" partitions_made=8 partitions_destroyed=7 unmanaged_changed=0" {
 		t.Errorf("got\n%s", got)
 	}
-	c.MIG, c.Sharing, c.PlacedShares, c.PlacedReplicas = false, true, 8, 7
-	if got := c.Line(9); got != want+" placed_shares=8 placed_replicas=7" {
+	c.MIG, c.Sharing, c.PlacedShares, c.PlacedEqual, c.PlacedUnlimited, c.PlacedReplicas = false, true, 8, 6, 5, 7
+	if got := c.Line(9); got != want+" placed_shares=8 placed_equal=6 placed_unlimited=5 placed_replicas=7" {
 		t.Errorf("got\n%s", got)
 	}
 }
@@ -48,10 +48,21 @@ func TestResult(t *testing.T) {
 			t.Errorf("%+v: %v", bad, err)
 		}
 	}
+	sharing := func(spoil func(*Counters)) func(*Counters) {
+		return func(c *Counters) {
+			c.Sharing, c.PlacedShares, c.PlacedEqual, c.PlacedUnlimited, c.PlacedReplicas = true, 1, 1, 1, 1
+			spoil(c)
+		}
+	}
+	all := good
+	if sharing(func(*Counters) {})(&all); all.PodState() != nil {
+		t.Error(all.PodState())
+	}
 	for _, spoil := range []func(*Counters){
 		func(c *Counters) { c.PlacedClaims = 0 }, func(c *Counters) { c.PlacedPods = 0 },
 		func(c *Counters) { c.Contended = 0 }, func(c *Counters) { c.Kills = 0 }, func(c *Counters) { c.MIG = true },
-		func(c *Counters) { c.Sharing, c.PlacedShares = true, 1 }, func(c *Counters) { c.Sharing, c.PlacedReplicas = true, 1 },
+		sharing(func(c *Counters) { c.PlacedShares = 0 }), sharing(func(c *Counters) { c.PlacedReplicas = 0 }),
+		sharing(func(c *Counters) { c.PlacedEqual = 0 }), sharing(func(c *Counters) { c.PlacedUnlimited = 0 }),
 	} {
 		empty := good
 		spoil(&empty)

@@ -6,7 +6,9 @@ import (
 	"cmp"
 	"fmt"
 	"maps"
+	"math"
 	"slices"
+	"strconv"
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
@@ -23,8 +25,11 @@ type policy struct {
 	replicas int
 	// renamed ones have a resource of their own.
 	renamed bool
-	// memory tells that claims can ask for a part of it.
-	memory bool
+	// memory tells that claims can ask for a part of it. In place of that, shares is how many equal ones there are for claims, and
+	// unlimited lets any number of claims have it.
+	memory    bool
+	shares    int
+	unlimited bool
 	// mps has a daemon for all who have a part of it. Limits get its replicas only.
 	mps bool
 }
@@ -37,11 +42,41 @@ func (p policy) limits() int {
 	return max(1, p.replicas)
 }
 
+// way is how a claim has a GPU if it asks for no amount.
+type way string
+
+const (
+	alone     way = "alone"
+	equal     way = "equal"
+	unlimited way = "unlimited"
+)
+
+func (p policy) way() way {
+	switch {
+	case p.shares > 0:
+		return equal
+	case p.unlimited:
+		return unlimited
+	default:
+		return alone
+	}
+}
+
 // policies of a run with sharing by the GPUs' minors; the others are not shared. The last three have to be those that limits are
 // given first (race).
 var policies = map[int]policy{
 	0: {replicas: 4, memory: true}, 1: {memory: true, mps: true},
-	2: {memory: true}, 3: {replicas: 4, renamed: true, mps: true}, 4: {replicas: 2},
+	2: {replicas: 2, shares: 4}, 3: {replicas: 4, renamed: true, mps: true}, 4: {unlimited: true},
+}
+
+// gpusOf are the minors of the GPUs that claims have in a way.
+func gpusOf(w way) (gpus []string) {
+	for gpu := range gpusANode {
+		if policies[gpu].way() == w {
+			gpus = append(gpus, strconv.Itoa(gpu))
+		}
+	}
+	return gpus
 }
 
 // valuesOfPolicies are the chart's: by Tandem's rules, and what is renamed in NVIDIA's words, which rules have none for.
@@ -53,15 +88,22 @@ func valuesOfPolicies() string {
 			renamed += fmt.Sprintf("      - {name: %s, devices: [\"%d\"], replicas: %d}\n", install.ResourceName, gpu, p.replicas)
 			continue
 		}
-		more := ""
-		if p.replicas > 0 {
-			more = fmt.Sprintf(", replicas: %d", p.replicas)
-		}
-		strategy := "TimeSlicing"
+		sharing := "strategy: TimeSlicing"
 		if p.mps {
-			strategy = "MPS"
+			sharing = "strategy: MPS"
 		}
-		rules += fmt.Sprintf("    - {match: {index: %d}, sharing: {strategy: %s, memoryShares: %t%s}}\n", gpu, strategy, p.memory, more)
+		for _, key := range []struct {
+			is   bool
+			text string
+		}{
+			{p.replicas > 0, fmt.Sprintf("replicas: %d", p.replicas)}, {p.memory, "memoryShares: true"},
+			{p.shares > 0, fmt.Sprintf("shares: %d", p.shares)}, {p.unlimited, "unlimited: true"},
+		} {
+			if key.is {
+				sharing += ", " + key.text
+			}
+		}
+		rules += fmt.Sprintf("    - {match: {index: %d}, sharing: {%s}}\n", gpu, sharing)
 	}
 	return "config:\n  version: v1\n  sharing:\n    mps:\n      renameByDefault: true\n      resources:\n" + renamed +
 		"  tandem:\n    devices:\n" + rules
@@ -71,53 +113,94 @@ func valuesOfPolicies() string {
 func sharingOfGPUs() map[int]oracle.Sharing {
 	shared := map[int]oracle.Sharing{}
 	for gpu, p := range policies {
-		shared[gpu] = oracle.Sharing{Replicas: max(1, p.replicas)}
+		shared[gpu] = oracle.Sharing{Replicas: max(1, p.replicas), Shares: p.shares}
 	}
 	return shared
 }
 
 const (
 	memoryCapacity = "memory"
+	sharesCapacity = "shares"
 	mibibytes      = 1 << 20
 	mibAGib        = 1 << 10
 	// renamedResource is by which limits ask for replicas of renamed GPUs.
 	renamedResource = install.ResourceName + ".shared"
 )
 
-// parts are what holders have of GPUs: MiB by the GPU's minor and by holder, zero for all of it.
-type parts map[int]map[string]int
+// part is what a holder has of a GPU: so many MiB of its memory, and so many of its equal shares. A claim without a limit has neither.
+type part struct {
+	// all tells that the holder has the GPU alone.
+	all         bool
+	mib, shares int
+}
+
+// String is "all", "10240", "2 shares", "2 shares with 10240" or "no limit".
+func (p part) String() string {
+	var words []string
+	if p.shares > 0 {
+		words = append(words, fmt.Sprintf("%d shares", p.shares))
+	}
+	if p.mib > 0 {
+		words = append(words, strconv.Itoa(p.mib))
+	}
+	switch {
+	case p.all:
+		return "all"
+	case len(words) == 0:
+		return "no limit"
+	default:
+		return strings.Join(words, " with ")
+	}
+}
+
+// times is so many such parts.
+func (p part) times(n int) part { return part{all: p.all, mib: n * p.mib, shares: n * p.shares} }
+
+// parts are what holders have of GPUs, by the GPU's minor and by holder.
+type parts map[int]map[string]part
 
 // give notes a part; the most that is known of a holder counts.
-func (p parts) give(gpu int, holder string, mib int) {
+func (p parts) give(gpu int, holder string, has part) {
 	if p[gpu] == nil {
-		p[gpu] = map[string]int{}
+		p[gpu] = map[string]part{}
 	}
-	if before, known := p[gpu][holder]; known && (before == 0 || mib == 0) {
-		mib = 0
+	if before := p[gpu][holder]; before.all || has.all {
+		has = part{all: true}
 	} else {
-		mib = max(mib, before)
+		has = part{mib: max(has.mib, before.mib), shares: max(has.shares, before.shares)}
 	}
-	p[gpu][holder] = mib
+	p[gpu][holder] = has
 }
 
 // add notes all that others have.
 func (p parts) add(others parts) {
 	for gpu, holders := range others {
-		for holder, mib := range holders {
-			p.give(gpu, holder, mib)
+		for holder, has := range holders {
+			p.give(gpu, holder, has)
 		}
 	}
 }
 
-// left returns the memory of a GPU that is not allocated.
-func (p parts) left(gpu, memory int) int {
-	for _, mib := range p[gpu] {
-		if mib == 0 {
+// fit is how often a part can still be had of a GPU that has so much.
+func (p parts) fit(gpu int, whole, one part) int {
+	if one.all {
+		return 1 - min(1, len(p[gpu]))
+	}
+	for _, has := range p[gpu] {
+		if has.all {
 			return 0
 		}
-		memory -= mib
+		whole.mib -= has.mib
+		whole.shares -= has.shares
 	}
-	return max(0, memory)
+	times := math.MaxInt
+	if one.mib > 0 {
+		times = min(times, max(0, whole.mib/one.mib))
+	}
+	if one.shares > 0 {
+		times = min(times, max(0, whole.shares/one.shares))
+	}
+	return times
 }
 
 // String is "0: a has 10240, b has all".
@@ -126,49 +209,56 @@ func (p parts) String() string {
 	for _, gpu := range slices.Sorted(maps.Keys(p)) {
 		var holders []string
 		for _, holder := range slices.Sorted(maps.Keys(p[gpu])) {
-			amount := "all"
-			if mib := p[gpu][holder]; mib > 0 {
-				amount = fmt.Sprint(mib)
-			}
-			holders = append(holders, holder+" has "+amount)
+			holders = append(holders, fmt.Sprintf("%s has %s", holder, p[gpu][holder]))
 		}
 		gpus = append(gpus, fmt.Sprintf("%d: %s", gpu, strings.Join(holders, ", ")))
 	}
 	return strings.Join(gpus, "; ")
 }
 
+// whole is what a GPU has.
+func (r room) whole(gpu int) part { return part{mib: r.memory[gpu], shares: policies[gpu].shares} }
+
+// one is what a GPU gives for one unit of what is asked for; false where it gives nothing.
+func (r room) one(gpu int, asked ask) (part, bool) {
+	p := policies[gpu]
+	limits := asked.api == oracle.Limits
+	switch {
+	case limits && (asked.renamed != p.renamed || p.limits() == 0), asked.mib > r.memory[gpu], asked.shares > p.shares,
+		asked.of != "" && asked.of != p.way():
+		return part{}, false
+	case limits && p.replicas > 0 && p.shares > 0:
+		return part{shares: max(1, p.shares/p.replicas)}, true
+	case limits && p.replicas > 0:
+		return part{mib: r.memory[gpu] / p.replicas}, true
+	case limits, p.way() == alone && (asked.mib == 0 || !p.memory):
+		return part{all: true}, true
+	default:
+		return part{mib: asked.mib, shares: min(p.shares, max(1, asked.shares))}, true
+	}
+}
+
 // seenBy are the parts of what a pod sees that asked for so much. Of several GPUs that are shared each has one part at least: which
 // has more, only kubelet or the scheduler knows.
 func (r room) seenBy(holder string, asked ask, devices []oracle.Device) parts {
-	found := parts{}
-	var several []int
+	found, several := parts{}, parts{}
 	units := asked.gpus
 	for _, d := range devices {
-		gpu := d.Minor()
-		p := policies[gpu]
-		switch {
-		case asked.api == oracle.Limits && p.replicas > 0, asked.api == oracle.Claim && asked.mib > 0 && p.memory:
-			several = append(several, gpu)
-		default:
-			found.give(gpu, holder, 0)
+		if one, ok := r.one(d.Minor(), asked); ok && !one.all {
+			several.give(d.Minor(), holder, one)
+		} else {
+			found.give(d.Minor(), holder, part{all: true})
 			units--
 		}
 	}
-	for _, gpu := range several {
-		one := asked.mib
-		if asked.api == oracle.Limits {
-			one = r.replica(gpu)
-		}
+	for gpu, one := range several {
 		if len(several) > 1 {
 			units = 1
 		}
-		found.give(gpu, holder, one*max(1, units))
+		found.give(gpu, holder, one[holder].times(max(1, units)))
 	}
 	return found
 }
-
-// replica is what one replica of a GPU has.
-func (r room) replica(gpu int) int { return r.memory[gpu] / policies[gpu].replicas }
 
 // fitsBeside is fits where GPUs are shared.
 func (r room) fitsBeside(asked ask, taken parts) bool {
@@ -181,24 +271,15 @@ func (r room) fitsBeside(asked ask, taken parts) bool {
 
 // sharedUnits is how often a GPU has what is asked for.
 func (r room) sharedUnits(gpu int, asked ask, taken parts) int {
-	p, left, whole := policies[gpu], taken.left(gpu, r.memory[gpu]), 0
-	if len(taken[gpu]) == 0 {
-		whole = 1
-	}
+	one, ok := r.one(gpu, asked)
 	switch {
-	case asked.api == oracle.Limits && (asked.renamed != p.renamed || p.limits() == 0):
+	case !ok:
 		return 0
-	case asked.api == oracle.Limits && p.replicas > 0:
-		return left / r.replica(gpu)
-	case asked.api == oracle.Limits || asked.mib == 0:
-		return whole
-	case p.memory:
-		// Schedulers from 1.37 on give a request a device once (allocateOne continues after the last one).
-		return min(1, left/asked.mib)
-	case asked.mib > r.memory[gpu]:
-		return 0
+	case asked.api == oracle.Limits:
+		return taken.fit(gpu, r.whole(gpu), one)
 	default:
-		return whole
+		// Schedulers from 1.37 on give a request a device once (allocateOne continues after the last one).
+		return min(1, taken.fit(gpu, r.whole(gpu), one))
 	}
 }
 
@@ -206,17 +287,11 @@ func (r room) sharedUnits(gpu int, asked ask, taken parts) int {
 func (r room) serves(asked ask, places []place) bool {
 	units := 0
 	for _, at := range places {
-		p := policies[at.gpu]
-		switch {
-		case at.size > 0, asked.api == oracle.Limits && (asked.renamed != p.renamed || p.limits() == 0):
+		one, ok := r.one(at.gpu, asked)
+		if at.size > 0 || !ok {
 			return false
-		case asked.api == oracle.Limits:
-			units += p.limits()
-		case asked.mib > 0 && p.memory:
-			units += r.memory[at.gpu] / asked.mib
-		default:
-			units++
 		}
+		units += min(asked.gpus, parts{}.fit(at.gpu, r.whole(at.gpu), one))
 	}
 	return len(places) > 0 && len(places) <= asked.gpus && units >= asked.gpus
 }
@@ -227,20 +302,22 @@ func partsOf(claim resourceapi.ResourceClaim) parts {
 	if claim.Status.Allocation == nil {
 		return found
 	}
-	sums := map[int]int{}
+	sums := map[int]part{}
 	for _, result := range claim.Status.Allocation.Devices.Results {
 		at, ok := placeNamed(result.Device)
 		if !ok || result.Driver != install.DriverName {
 			continue
 		}
-		if consumed, counted := result.ConsumedCapacity[memoryCapacity]; counted && result.ShareID != nil {
-			sums[at.gpu] += int(consumed.Value() / mibibytes)
-		} else {
-			found.give(at.gpu, claim.Name, 0)
+		memory, counted := result.ConsumedCapacity[memoryCapacity]
+		if !counted || result.ShareID == nil {
+			found.give(at.gpu, claim.Name, part{all: true})
+			continue
 		}
+		shares, sum := result.ConsumedCapacity[sharesCapacity], sums[at.gpu]
+		sums[at.gpu] = part{mib: sum.mib + int(memory.Value()/mibibytes), shares: sum.shares + int(shares.Value())}
 	}
-	for gpu, mib := range sums {
-		found.give(gpu, claim.Name, mib)
+	for gpu, sum := range sums {
+		found.give(gpu, claim.Name, sum)
 	}
 	return found
 }
@@ -274,7 +351,7 @@ func (s snapshot) seenParts(except map[string]bool) parts {
 		pod := pods[uid]
 		if pod == nil {
 			for _, d := range devices {
-				taken.give(d.Minor(), uid, 0)
+				taken.give(d.Minor(), uid, part{all: true})
 			}
 			continue
 		}
@@ -290,8 +367,7 @@ func (s snapshot) seenParts(except map[string]bool) parts {
 func (s snapshot) crowded(claim resourceapi.ResourceClaim) bool {
 	others := s.seenParts(map[string]bool{claim.Name: true})
 	for gpu, holders := range partsOf(claim) {
-		mib := holders[claim.Name]
-		if mib == 0 && len(others[gpu]) > 0 || others.left(gpu, s.room.memory[gpu]) < mib {
+		if others.fit(gpu, s.room.whole(gpu), holders[claim.Name]) < 1 {
 			return true
 		}
 	}

@@ -4,6 +4,7 @@ package torture
 
 import (
 	"fmt"
+	"maps"
 	"strings"
 	"testing"
 
@@ -18,7 +19,7 @@ import (
 	"github.com/tandem-gpu/tandem/test/oracle"
 )
 
-// sharedRoom has GPUs of 81559 MiB: replicas of 20389 on 0 and 3, of 27186 on 1, of 40779 on 4.
+// sharedRoom has GPUs of 81559 MiB: replicas of 20389 on 0 and 3, of two equal shares of four on 2.
 func sharedRoom() room {
 	memory := map[int]int{}
 	for gpu := range gpusANode {
@@ -30,17 +31,22 @@ func sharedRoom() room {
 func TestRoomBesideOthers(t *testing.T) {
 	claim := func(n, gib int) ask { return ask{api: oracle.Claim, gpus: n, mib: gib * mibAGib} }
 	limits := func(n int, renamed bool) ask { return ask{api: oracle.Limits, gpus: n, renamed: renamed} }
+	of := func(n int, w way) ask { return ask{api: oracle.Claim, gpus: n, of: w} }
+	shares := func(n, gib int) ask { return ask{api: oracle.Claim, gpus: 1, shares: n, mib: gib * mibAGib} }
 	all := func(gpus ...int) parts {
 		p := parts{}
 		for _, gpu := range gpus {
-			p.give(gpu, "other", 0)
+			p.give(gpu, "other", part{all: true})
 		}
 		return p
 	}
-	with := func(p parts, gpu int, holder string, mib int) parts {
-		p.give(gpu, holder, mib)
+	has := func(p parts, gpu int, holder string, one part) parts {
+		p.give(gpu, holder, one)
 		return p
 	}
+	with := func(p parts, gpu int, holder string, mib int) parts { return has(p, gpu, holder, part{mib: mib}) }
+	butTwo, butFour := all(0, 1, 3, 4, 5, 6, 7), all(0, 1, 2, 3, 5, 6, 7)
+	clone := func(p parts) parts { q := parts{}; q.add(p); return q }
 	for name, test := range map[string]struct {
 		ask   ask
 		taken parts
@@ -53,13 +59,30 @@ func TestRoomBesideOthers(t *testing.T) {
 		"what is left beside replicas":                  {claim(1, 20), with(all(1, 2, 3, 4, 5, 6, 7), 0, "x", 2*20389), true},
 		"what is left beside more of them":              {claim(1, 20), with(all(1, 2, 3, 4, 5, 6, 7), 0, "x", 4*20389), false},
 		"a GPU without shares goes to a claim as it is": {claim(1, 60), all(0, 1, 2, 3, 4, 5, 6), true},
-		"replicas of all, and whole ones":               {limits(4+0+1+2+3, false), nil, true},
-		"one more":                                      {limits(4+0+1+2+3+1, false), nil, false},
+		"replicas of all, and whole ones":               {limits(4+0+2+1+3, false), nil, true},
+		"one more":                                      {limits(4+0+2+1+3+1, false), nil, false},
 		"renamed ones":                                  {limits(4, true), all(0, 1, 2, 4, 5, 6, 7), true},
 		"are not for other GPUs":                        {limits(1, false), all(0, 1, 2, 4, 5, 6, 7), false},
 		"replicas beside shares":                        {limits(2, false), with(all(1, 2, 4, 5, 6, 7), 0, "x", 35*mibAGib), true},
 		"beside more of them":                           {limits(2, false), with(with(all(1, 2, 4, 5, 6, 7), 0, "x", 35*mibAGib), 0, "y", 5*mibAGib+400), false},
-		"a GPU with shares only is whole for limits":    {limits(1, false), with(all(0, 1, 3, 4, 5, 6, 7), 2, "x", 1), false},
+		"a GPU with shares only is whole for limits":    {limits(1, false), has(clone(butFour), 4, "x", part{}), false},
+		"and for no holder beside that":                 {of(1, unlimited), has(clone(butFour), 4, "x", part{all: true}), false},
+		"claims without a limit beside each other":      {of(1, unlimited), has(clone(butFour), 4, "x", part{}), true},
+		"beside one with memory":                        {of(1, unlimited), with(clone(butFour), 4, "x", 81559), true},
+		"memory without a limit counts":                 {claim(1, 60), with(clone(butFour), 4, "x", 20*mibAGib), false},
+		"one without a limit, but not two":              {of(2, unlimited), nil, false},
+		"claims alone on a GPU":                         {of(6, alone), nil, true},
+		"and not on others":                             {of(7, alone), nil, false},
+		"an equal share by default":                     {of(1, equal), has(clone(butTwo), 2, "x", part{shares: 3}), true},
+		"of which none is left":                         {of(1, equal), has(clone(butTwo), 2, "x", part{shares: 4}), false},
+		"all of them":                                   {shares(4, 0), clone(butTwo), true},
+		"more than there are":                           {shares(5, 0), nil, false},
+		"beside a replica of two":                       {shares(2, 60), has(clone(butTwo), 2, "x", part{shares: 2}), true},
+		"not beside two replicas":                       {shares(1, 0), has(clone(butTwo), 2, "x", part{shares: 4}), false},
+		"a replica beside two shares":                   {limits(1, false), has(clone(butTwo), 2, "x", part{shares: 2}), true},
+		"not beside three":                              {limits(1, false), has(clone(butTwo), 2, "x", part{shares: 3}), false},
+		"equal shares with memory":                      {shares(1, 60), has(clone(butTwo), 2, "x", part{shares: 1, mib: 20 * mibAGib}), false},
+		"memory of a GPU whose shares are gone":         {claim(1, 5), has(clone(butTwo), 2, "x", part{shares: 4}), false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			if got := sharedRoom().fitsBeside(test.ask, test.taken); got != test.want {
@@ -79,11 +102,16 @@ func TestWhatIsSeenIsAPart(t *testing.T) {
 		{ask{api: oracle.Limits, gpus: 1}, []uint32{0}, "0: x has 20389"},
 		{ask{api: oracle.Limits, gpus: 2}, []uint32{0}, "0: x has 40778"},
 		{ask{api: oracle.Limits, gpus: 2}, []uint32{0, 7}, "0: x has 20389; 7: x has all"},
-		{ask{api: oracle.Limits, gpus: 2}, []uint32{0, 4}, "0: x has 20389; 4: x has 40779"},
+		{ask{api: oracle.Limits, gpus: 2}, []uint32{0, 2}, "0: x has 20389; 2: x has 2 shares"},
+		{ask{api: oracle.Limits, gpus: 2}, []uint32{2}, "2: x has 4 shares"},
+		{ask{api: oracle.Limits, gpus: 1}, []uint32{4}, "4: x has all"},
+		{ask{api: oracle.Claim, gpus: 2}, []uint32{2, 4}, "2: x has 1 shares; 4: x has no limit"},
+		{ask{api: oracle.Claim, gpus: 1, shares: 3, mib: 5120}, []uint32{2}, "2: x has 3 shares with 5120"},
+		{ask{api: oracle.Claim, gpus: 2, mib: 5120}, []uint32{2, 4}, "2: x has 1 shares with 5120; 4: x has 5120"},
 		{ask{api: oracle.Claim, gpus: 1}, []uint32{0}, "0: x has all"},
 		{ask{api: oracle.Claim, gpus: 1, mib: 5120}, []uint32{0}, "0: x has 5120"},
 		{ask{api: oracle.Claim, gpus: 2, mib: 5120}, []uint32{0}, "0: x has 10240"},
-		{ask{api: oracle.Claim, gpus: 2, mib: 5120}, []uint32{0, 4}, "0: x has 5120; 4: x has all"},
+		{ask{api: oracle.Claim, gpus: 2, mib: 5120}, []uint32{0, 7}, "0: x has 5120; 7: x has all"},
 	} {
 		var devices []oracle.Device
 		for _, minor := range test.sees {
@@ -111,6 +139,15 @@ func TestSharesThatServe(t *testing.T) {
 		{ask{api: oracle.Claim, gpus: 2, mib: 60 * mibAGib}, []place{{gpu: 0}}, false},
 		{ask{api: oracle.Claim, gpus: 2}, []place{{gpu: 0}}, false},
 		{ask{api: oracle.Claim, gpus: 1}, nil, false},
+		{ask{api: oracle.Limits, gpus: 2}, []place{{gpu: 2}}, true},
+		{ask{api: oracle.Limits, gpus: 3}, []place{{gpu: 2}}, false},
+		{ask{api: oracle.Claim, gpus: 1, shares: 4}, []place{{gpu: 2}}, true},
+		{ask{api: oracle.Claim, gpus: 1, shares: 1}, []place{{gpu: 0}}, false},
+		{ask{api: oracle.Claim, gpus: 1, of: equal}, []place{{gpu: 2}}, true},
+		{ask{api: oracle.Claim, gpus: 1, of: equal}, []place{{gpu: 4}}, false},
+		{ask{api: oracle.Claim, gpus: 1, of: unlimited}, []place{{gpu: 4}}, true},
+		{ask{api: oracle.Claim, gpus: 1, of: alone}, []place{{gpu: 4}}, false},
+		{ask{api: oracle.Claim, gpus: 2, of: alone}, []place{{gpu: 0}, {gpu: 7}}, true},
 	} {
 		if got := sharedRoom().serves(test.ask, test.places); got != test.want {
 			t.Errorf("%s served by %v: %t", test.ask, test.places, got)
@@ -131,6 +168,27 @@ func (s *scene) share(pod string, minor uint32, parts ...int64) {
 		})
 	}
 	s.claims = append(s.claims, claim)
+}
+
+// equal allocates equal shares of a GPU to the claim of a pod, and no memory.
+func (s *scene) equal(pod string, minor uint32, shares int64) {
+	s.share(pod, minor, 0)
+	results := s.claims[len(s.claims)-1].Status.Allocation.Devices.Results
+	results[0].ConsumedCapacity[sharesCapacity] = *resource.NewQuantity(shares, resource.DecimalSI)
+}
+
+// hold has a pod run with a GPU that has no limit.
+func (s *scene) hold(pod string, minor uint32) {
+	asking(Workload{Of: unlimited})(s.pod(pod, oracle.Claim, 1, corev1.PodRunning, minor))
+	s.share(pod, minor, 0)
+}
+
+// asking labels a pod like those of a workload.
+func asking(w Workload) func(*corev1.Pod) {
+	return func(p *corev1.Pod) {
+		w.GPUs, w.API = max(1, w.GPUs), oracle.Claim
+		maps.Copy(p.Labels, labels(w))
+	}
 }
 
 func ofMemory(gib int) func(*corev1.Pod) {
@@ -200,6 +258,76 @@ func TestTheJudgeOfShares(t *testing.T) {
 	}
 }
 
+// TestTheJudgeOfEqualShares: all GPUs but those that are divided into equal shares, or have no limit, are in other hands as a whole.
+func TestTheJudgeOfEqualShares(t *testing.T) {
+	for name, test := range map[string]struct {
+		set  func(*scene)
+		want string
+	}{
+		"shares beside a replica": {set: func(s *scene) {
+			s.pod("a", oracle.Limits, 1, corev1.PodRunning, 2)
+			asking(Workload{Shares: 2})(s.pod("b", oracle.Claim, 1, corev1.PodRunning, 2))
+			s.equal("b", 2, 2)
+		}},
+		"a share waits while there is one": {set: func(s *scene) {
+			s.pod("a", oracle.Limits, 1, corev1.PodRunning, 2)
+			asking(Workload{Shares: 1})(s.pod("b", oracle.Claim, 1, corev1.PodRunning, 2))
+			s.equal("b", 2, 1)
+			asking(Workload{Of: equal})(s.pod("c", oracle.Claim, 1, corev1.PodPending))
+		}, want: "2: a has 2 shares, claim-of-b has 1 shares"},
+		"shares wait for more than there are": {set: func(s *scene) {
+			s.pod("a", oracle.Limits, 1, corev1.PodRunning, 2)
+			asking(Workload{Shares: 3})(s.pod("c", oracle.Claim, 1, corev1.PodPending))
+		}},
+		"a replica waits while there are two shares": {set: func(s *scene) {
+			asking(Workload{Shares: 2})(s.pod("b", oracle.Claim, 1, corev1.PodRunning, 2))
+			s.equal("b", 2, 2)
+			s.hold("f", 4)
+			s.pod("c", oracle.Limits, 1, corev1.PodPending)
+		}, want: "there is room"},
+		"a replica waits for more than there are": {set: func(s *scene) {
+			asking(Workload{Shares: 3})(s.pod("b", oracle.Claim, 1, corev1.PodRunning, 2))
+			s.equal("b", 2, 3)
+			s.hold("f", 4)
+			s.pod("c", oracle.Limits, 1, corev1.PodPending)
+		}},
+		"a claim in conflict waits for its shares": {set: func(s *scene) {
+			s.pod("a", oracle.Limits, 2, corev1.PodRunning, 2)
+			asking(Workload{Shares: 1})(s.pod("b", oracle.Claim, 1, corev1.PodPending))
+			s.equal("b", 2, 1)
+		}},
+		"no holder has the shares that its claim was allocated": {set: func(s *scene) {
+			s.pod("a", oracle.Limits, 1, corev1.PodRunning, 2)
+			asking(Workload{Shares: 1})(s.pod("b", oracle.Claim, 1, corev1.PodPending))
+			s.equal("b", 2, 1)
+		}, want: "no other holder uses"},
+		"a claim waits for a GPU without a limit": {set: func(s *scene) {
+			s.hold("f", 4)
+			asking(Workload{Of: unlimited})(s.pod("c", oracle.Claim, 1, corev1.PodPending))
+		}, want: "there is room"},
+		"a limit has it alone": {set: func(s *scene) {
+			s.pod("a", oracle.Limits, 1, corev1.PodRunning, 4)
+			asking(Workload{Of: unlimited})(s.pod("c", oracle.Claim, 1, corev1.PodPending))
+		}},
+		"a limit waits for it": {set: func(s *scene) {
+			s.pod("a", oracle.Limits, 2, corev1.PodRunning, 2)
+			s.hold("f", 4)
+			s.pod("c", oracle.Limits, 1, corev1.PodPending)
+		}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := &scene{snapshot{seen: map[string][]oracle.Device{}, room: sharedRoom()}}
+			asking(Workload{Of: alone, GPUs: 6})(s.pod("others", oracle.Claim, 6, corev1.PodRunning, 0, 1, 3, 5, 6, 7))
+			s.allocated("others", 0, 1, 3, 5, 6, 7)
+			test.set(s)
+			problems := fmt.Sprint(s.unsettled())
+			if test.want == "" && problems != "map[]" || !strings.Contains(problems, test.want) {
+				t.Errorf("problems: %s, want %q", problems, test.want)
+			}
+		})
+	}
+}
+
 // TestKubeletGivesReplicas: they are as many as the limits asked for, of what the container sees.
 func TestKubeletGivesReplicas(t *testing.T) {
 	s := &scene{snapshot{seen: map[string][]oracle.Device{}, room: sharedRoom()}}
@@ -223,11 +351,12 @@ func TestAPlanForSharing(t *testing.T) {
 	for seed := range uint64(30) {
 		for _, op := range PlanRound(seed, 0, 100, Usual().WithSharing()).Ops {
 			for _, w := range op.Workloads {
-				asked := ask{api: w.API, gpus: w.GPUs, mib: w.Memory * mibAGib, renamed: w.Renamed}
+				asked, _ := askOf(barePod(w, 0))
 				if !sharedRoom().fitsBeside(asked, nil) {
 					t.Errorf("seed %d: %s: not to be had at all", seed, op)
 				}
 				shapes[fmt.Sprintf("%s %s %t %t", w.Shape, w.API, w.Memory > 0, w.Renamed)]++
+				shapes[fmt.Sprintf("%s shares=%d of=%s memory=%t", w.Shape, w.Shares, w.Of, w.Memory > 0)]++
 			}
 		}
 	}
@@ -235,6 +364,8 @@ func TestAPlanForSharing(t *testing.T) {
 		"pod claim true false", "deployment claim true false", "job claim true false", "shared claim true false",
 		"pod limits false true", "deployment limits false true", "job limits false true",
 		"pod claim false false", "pod limits false false", "deployment limits false false",
+		"pod shares=0 of=alone memory=false", "pod shares=0 of=equal memory=false", "deployment shares=0 of=unlimited memory=false",
+		"shared shares=2 of= memory=false", "pod shares=1 of= memory=true", "pod shares=0 of=unlimited memory=true", "job shares=1 of= memory=false",
 	} {
 		if shapes[shape] == 0 {
 			t.Errorf("30 rounds without %s", shape)
@@ -260,6 +391,8 @@ func TestValuesOfPolicies(t *testing.T) {
 						Strategy     string
 						Replicas     int
 						MemoryShares bool
+						Shares       int
+						Unlimited    bool
 					}
 				}
 			}
@@ -270,7 +403,8 @@ func TestValuesOfPolicies(t *testing.T) {
 	}
 	found := map[int]policy{}
 	for _, rule := range values.Config.Tandem.Devices {
-		found[rule.Match.Index] = policy{replicas: rule.Sharing.Replicas, memory: rule.Sharing.MemoryShares, mps: rule.Sharing.Strategy == "MPS"}
+		found[rule.Match.Index] = policy{replicas: rule.Sharing.Replicas, memory: rule.Sharing.MemoryShares, mps: rule.Sharing.Strategy == "MPS",
+			shares: rule.Sharing.Shares, unlimited: rule.Sharing.Unlimited}
 	}
 	for _, r := range values.Config.Sharing.MPS.Resources {
 		found[int(r.Devices[0][0]-'0')] = policy{replicas: r.Replicas, renamed: true, mps: true}

@@ -211,6 +211,12 @@ func (w *watch) countShares() {
 			case l.ask.api == oracle.Claim && l.ask.mib > 0 && p.memory:
 				l.shared = true
 				w.statistics.add(func(c *Counters) { c.PlacedShares++ })
+			case l.ask.api == oracle.Claim && p.way() == equal:
+				l.shared = true
+				w.statistics.add(func(c *Counters) { c.PlacedEqual++ })
+			case l.ask.api == oracle.Claim && p.way() == unlimited:
+				l.shared = true
+				w.statistics.add(func(c *Counters) { c.PlacedUnlimited++ })
 			}
 		}
 	}

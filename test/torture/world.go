@@ -5,6 +5,7 @@ package torture
 import (
 	"fmt"
 	"strconv"
+	"strings"
 	"time"
 
 	appsv1 "k8s.io/api/apps/v1"
@@ -27,6 +28,8 @@ const (
 	profileLabel   = "torture/profile"
 	togetherLabel  = "torture/together"
 	memoryLabel    = "torture/memory"
+	sharesLabel    = "torture/shares"
+	ofLabel        = "torture/of"
 	renamedLabel   = "torture/renamed"
 	namespaceLabel = "torture/namespace"
 
@@ -63,8 +66,8 @@ func template(w Workload) *resourceapi.ResourceClaimTemplate {
 }
 
 func templateName(w Workload) string {
-	if w.Memory > 0 {
-		return fmt.Sprintf("memory-%d-%d", w.Memory, w.GPUs)
+	if w.sharing() {
+		return strings.TrimSuffix(fmt.Sprintf("memory-%d-shares-%d-gpus-%d-%s", w.Memory, w.Shares, w.GPUs, w.Of), "-")
 	}
 	if w.Profile == "" {
 		return "gpus-" + strconv.Itoa(w.GPUs)
@@ -103,10 +106,20 @@ func claimSpec(w Workload) resourceapi.ResourceClaimSpec {
 			Expression: fmt.Sprintf("device.attributes[%q].profile == %q", install.DriverName, w.Profile),
 		}}}
 	}
+	if w.Of != "" {
+		wanted.Selectors = []resourceapi.DeviceSelector{{CEL: &resourceapi.CELDeviceSelector{
+			Expression: fmt.Sprintf("device.attributes[%q].index in [%s]", install.DriverName, strings.Join(gpusOf(w.Of), ", ")),
+		}}}
+	}
+	amounts := map[resourceapi.QualifiedName]resource.Quantity{}
 	if w.Memory > 0 {
-		wanted.Count, wanted.Capacity = 1, &resourceapi.CapacityRequirements{Requests: map[resourceapi.QualifiedName]resource.Quantity{
-			memoryCapacity: *resource.NewQuantity(int64(w.Memory)*mibAGib*mibibytes, resource.BinarySI),
-		}}
+		amounts[memoryCapacity] = *resource.NewQuantity(int64(w.Memory)*mibAGib*mibibytes, resource.BinarySI)
+	}
+	if w.Shares > 0 {
+		amounts[sharesCapacity] = *resource.NewQuantity(int64(w.Shares), resource.DecimalSI)
+	}
+	if len(amounts) > 0 {
+		wanted.Count, wanted.Capacity = 1, &resourceapi.CapacityRequirements{Requests: amounts}
 		// A request that gets a part of a GPU by MPS and of another is refused.
 		for i := 1; i < w.GPUs; i++ {
 			spec.Devices.Requests = append(spec.Devices.Requests, resourceapi.DeviceRequest{Name: fmt.Sprint("gpus-", i), Exactly: wanted})
@@ -129,8 +142,8 @@ func labels(w Workload) map[string]string {
 	if w.Profile != "" {
 		all[profileLabel], all[togetherLabel] = w.Profile, strconv.FormatBool(w.Together)
 	}
-	if w.Memory > 0 {
-		all[memoryLabel] = strconv.Itoa(w.Memory)
+	if w.sharing() {
+		all[memoryLabel], all[sharesLabel], all[ofLabel] = strconv.Itoa(w.Memory), strconv.Itoa(w.Shares), string(w.Of)
 	}
 	if w.Renamed {
 		all[renamedLabel] = strconv.FormatBool(w.Renamed)
@@ -271,6 +284,10 @@ type ask struct {
 	together bool
 	// mib is how much memory of each GPU a claim wants; zero for all of it.
 	mib int
+	// shares is how many of the equal shares of each GPU a claim wants; zero where it does not say.
+	shares int
+	// of are the only GPUs that a claim wants; empty for any.
+	of way
 	// renamed are replicas that have a resource of their own.
 	renamed bool
 }
@@ -278,9 +295,10 @@ type ask struct {
 // askOf answers false for a pod that is none of ours.
 func askOf(pod *corev1.Pod) (ask, bool) {
 	gpus, err := strconv.Atoi(pod.Labels[gpusLabel])
-	gib, _ := strconv.Atoi(pod.Labels[memoryLabel]) //nolint:errcheck // zero where there is none
+	gib, _ := strconv.Atoi(pod.Labels[memoryLabel])    //nolint:errcheck // zero where there is none
+	shares, _ := strconv.Atoi(pod.Labels[sharesLabel]) //nolint:errcheck // as above
 	return ask{
 		api: oracle.API(pod.Labels[apiLabel]), gpus: gpus, profile: pod.Labels[profileLabel], together: pod.Labels[togetherLabel] == "true",
-		mib: gib * mibAGib, renamed: pod.Labels[renamedLabel] == "true",
+		mib: gib * mibAGib, shares: shares, of: way(pod.Labels[ofLabel]), renamed: pod.Labels[renamedLabel] == "true",
 	}, err == nil
 }
