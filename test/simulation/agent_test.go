@@ -697,11 +697,9 @@ func (l parkedLedger) ReserveClaim(ctx context.Context, r ledger.ClaimRequest) (
 	if l.s.faults.noCrossCheck {
 		r = unknownPods(r)
 	}
-	if l.s.faults.noSum {
-		r.Shares = maps.Clone(r.Shares)
-		for ref, share := range r.Shares {
-			r.Shares[ref] = crumb(share)
-		}
+	r.Shares = maps.Clone(r.Shares)
+	for ref, share := range r.Shares {
+		r.Shares[ref] = l.s.faults.counted(share)
 	}
 	var patience time.Duration
 	if r.PodsFirst != nil {
@@ -747,12 +745,18 @@ func unknownPods(r ledger.ClaimRequest) ledger.ClaimRequest {
 	return r
 }
 
-// crumb is next to nothing of what a share is of, so that however many there are they never come to too much.
-func crumb(share device.Share) device.Share {
-	if share.Whole() {
+// counted is what of a share the ledger counts: next to nothing of what it is of, or its memory only, so that however many there are
+// they never come to too much.
+func (f faults) counted(share device.Share) device.Share {
+	switch {
+	case share.Whole():
 		return share
+	case f.noSum:
+		share.Bytes, share.Count = 1, 0
+	case f.noCount:
+		share.Count = 0
 	}
-	return device.Share{Bytes: 1, Of: share.Of}
+	return share
 }
 
 func (l parkedLedger) CancelReservation(r ledger.Reservation) error {
@@ -775,11 +779,9 @@ func (l parkedLedger) DrainClaim(ctx context.Context, uid string) error {
 
 func (l parkedLedger) ReservePod(requests []ledger.PodRequest) error {
 	l.s.pause("reserves")
-	if l.s.faults.noSum {
-		requests = slices.Clone(requests)
-		for i := range requests {
-			requests[i].Share = crumb(requests[i].Share)
-		}
+	requests = slices.Clone(requests)
+	for i := range requests {
+		requests[i].Share = l.s.faults.counted(requests[i].Share)
 	}
 	err := l.Ledger.ReservePod(requests)
 	l.s.pause("has reserved")
@@ -876,8 +878,8 @@ func newResourceClaim(c *claim) *resourceapi.ResourceClaim {
 	wanted := &resourceapi.ExactDeviceRequest{
 		DeviceClassName: gpuClass, AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: int64(c.count),
 	}
-	if c.memory > 0 {
-		wanted.Capacity = &resourceapi.CapacityRequirements{Requests: mebibytes(c.memory)}
+	if c.asks != (amount{}) {
+		wanted.Capacity = &resourceapi.CapacityRequirements{Requests: capacities(c.asks)}
 	}
 	object.Spec.Devices.Requests = []resourceapi.DeviceRequest{{Name: "gpu", Exactly: wanted}}
 	if c.ownDaemon {
@@ -894,6 +896,13 @@ func newResourceClaim(c *claim) *resourceapi.ResourceClaim {
 	return object
 }
 
-func mebibytes(n int) map[resourceapi.QualifiedName]resource.Quantity {
-	return map[resourceapi.QualifiedName]resource.Quantity{"memory": *resource.NewQuantity(int64(n)<<20, resource.BinarySI)}
+func capacities(asked amount) map[resourceapi.QualifiedName]resource.Quantity {
+	all := map[resourceapi.QualifiedName]resource.Quantity{}
+	if asked.mib > 0 {
+		all["memory"] = *resource.NewQuantity(int64(asked.mib)<<20, resource.BinarySI)
+	}
+	if asked.shares > 0 {
+		all["shares"] = *resource.NewQuantity(int64(asked.shares), resource.DecimalSI)
+	}
+	return all
 }

@@ -53,8 +53,8 @@ type claim struct {
 	count     int
 	// pod is the UID of the pod that it was made for; empty for a shared claim.
 	pod string
-	// memory is how many MiB of each GPU it asks for; zero for all.
-	memory int
+	// asks is what it asks for of each GPU; zero for no amount.
+	asks amount
 	// ownDaemon is set where its parameters ask for an MPS daemon for its pods.
 	ownDaemon bool
 	// allocation is the scheduler's answer; nil for none.
@@ -81,20 +81,21 @@ func (c *claim) devices() []string {
 
 // String is for the trace.
 func (c *claim) String() string {
-	return fmt.Sprintf("%s of %q for %d of %d MiB has %v, reserved for %v, deleting %v", c.uid, c.pod, c.count, c.memory, c.devices(), c.reservedFor, c.deleting)
+	return fmt.Sprintf("%s of %q for %d of %d MiB and %d shares has %v, reserved for %v, deleting %v", c.uid, c.pod, c.count, c.asks.mib, c.asks.shares, c.devices(), c.reservedFor, c.deleting)
 }
 
 // slice is the ResourceSlice of the node's pool. It has the devices as the product publishes them.
 type slice struct{ *resourceapi.ResourceSlice }
 
-// String lists the devices: those that are shared out with how many MiB are left, and those that are withdrawn in parentheses.
+// String lists the devices: those that are shared out with what is left of them, and those that are withdrawn in parentheses.
 func (s *slice) String() string {
 	var devices []string
 	for _, d := range s.Spec.Devices {
 		name := d.Name
 		if d.AllowMultipleAllocations != nil && *d.AllowMultipleAllocations {
-			left := d.Capacity["memory"].Value
-			name = part(name, int(left.Value()>>20))
+			memory, shares := d.Capacity["memory"].Value, d.Capacity["shares"].Value
+			left := int(shares.Value())
+			name = part(name, amount{mib: int(memory.Value() >> 20), shares: left, of: left})
 		}
 		for _, taint := range d.Taints {
 			name = fmt.Sprintf("(%s: %s)", name, taint.Key)

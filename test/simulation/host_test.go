@@ -115,7 +115,7 @@ func (h *host) checkOwner(uid string, mine grant) {
 				continue
 			}
 			for _, p := range mine.parts {
-				whole := func(q string) bool { return gpuOf(q) == gpuOf(p) && (mibOf(p) == 0 || mibOf(q) == 0) }
+				whole := func(q string) bool { return gpuOf(q) == gpuOf(p) && (amountOf(p).all || amountOf(q).all) }
 				if slices.ContainsFunc(g.parts, whole) {
 					h.fail("%s has two owners: %s in pod %s still runs, %s in pod %s starts", p, g.owner, other, mine.owner, uid)
 				}
@@ -124,19 +124,28 @@ func (h *host) checkOwner(uid string, mine grant) {
 		}
 	}
 	for _, p := range mine.parts {
-		if mibOf(p) > 0 && beside.left(gpuOf(p), mine.owner) < mibOf(p) {
+		has := amountOf(p)
+		if !has.all && beside.fit(gpuOf(p), mine.owner, has) == 0 {
 			h.fail("%s is too much for %s in pod %s beside %v", p, mine.owner, uid, beside)
 		}
-		if mibOf(p) > 0 {
-			h.sawBeside(mine.owner, beside[gpuOf(p)])
+		if !has.all {
+			h.sawBeside(mine.owner, has, beside[gpuOf(p)])
 		}
 	}
 }
 
 // sawBeside counts what starts with a part of a GPU of which others have some, too.
-func (h *host) sawBeside(owner string, others map[string]int) {
+func (h *host) sawBeside(owner string, has amount, others map[string]amount) {
 	ofClaim := func(owner string) bool { return strings.HasPrefix(owner, "claim-") }
 	for _, other := range sorted(others) {
+		switch both := ofClaim(owner) && ofClaim(other); {
+		case both && has == amount{}:
+			h.hit(noLimitBesideShare)
+		case both && has.of > 0:
+			h.hit(equalBesideEqual)
+		case has.of > 0 && ofClaim(owner) != ofClaim(other):
+			h.hit(equalBesideReplica)
+		}
 		switch {
 		case ofClaim(owner) && ofClaim(other):
 			h.hit(shareBesideShare)

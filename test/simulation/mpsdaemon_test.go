@@ -430,7 +430,7 @@ func (s *simulation) policyWaits() (gpus []string) {
 		for _, g := range s.host.pods[uid].grants {
 			for _, p := range g.parts {
 				byDaemon := s.inventory.GPUs[minorOf(gpuOf(p))].Sharing.Strategy == device.MPS
-				if s.host.pods[uid].busy && mibOf(p) > 0 && byDaemon != (g.daemon != "") {
+				if s.host.pods[uid].busy && !amountOf(p).all && byDaemon != (g.daemon != "") {
 					gpus = append(gpus, gpuOf(p))
 				}
 			}

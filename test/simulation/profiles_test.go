@@ -26,8 +26,9 @@ type profile struct {
 	peaceful bool
 	// prompt worlds have no message that takes longer than 40 ms.
 	prompt bool
-	// sharing worlds let several pods have a GPU, mps worlds by MPS.
-	sharing, mps bool
+	// sharing worlds let several pods have a GPU, by these policies, mps worlds by MPS.
+	sharing []policy
+	mps     bool
 }
 
 // inject is what happens just before some of the events of a life whose names begin so. It gets the rest of the name.
@@ -188,30 +189,43 @@ var profiles = []profile{
 			do: func(s *simulation, rest string) { s.morePods("shared"+rest, pod{own: []int{1}, finite: true}) }},
 	}},
 	{name: "claims beside limits", actions: []string{claimAndLimit, podOwners, claimOwners}, gpus: 4, injections: watchView},
-	{name: "parts of GPUs", sharing: true, gpus: 3},
-	{name: "parts of GPUs by several claims", sharing: true, gpus: 3, actions: []string{several, ownAndShared, claimAndLimit}},
-	{name: "parts of GPUs in a rush", sharing: true, gpus: 4, actions: []string{burst},
+	{name: "parts of GPUs", sharing: byMemory, gpus: 3},
+	{name: "parts of GPUs by several claims", sharing: byMemory, gpus: 3, actions: []string{several, ownAndShared, claimAndLimit}},
+	{name: "parts of GPUs in a rush", sharing: byMemory, gpus: 4, actions: []string{burst},
 		pace: 300 * time.Millisecond, injections: watchView},
-	{name: "parts of GPUs and the agent", sharing: true, gpus: 3, actions: []string{agentDies, claimOwners, podOwners},
+	{name: "parts of GPUs and the agent", sharing: byMemory, gpus: 3, actions: []string{agentDies, claimOwners, podOwners},
 		faultInterval: 3 * time.Second},
-	{name: "parts of GPUs and reboots", sharing: true, gpus: 3, actions: []string{reboots, endlessClaims, endlessPods},
+	{name: "parts of GPUs and reboots", sharing: byMemory, gpus: 3, actions: []string{reboots, endlessClaims, endlessPods},
 		faultInterval: 20 * time.Second},
-	{name: "parts of GPUs force-deleted", sharing: true, gpus: 3, actions: []string{forceDeletes, orphans, orphanClaims},
+	{name: "parts of GPUs force-deleted", sharing: byMemory, gpus: 3, actions: []string{forceDeletes, orphans, orphanClaims},
 		pace: 300 * time.Millisecond},
-	{name: "daemons", sharing: true, mps: true, gpus: 3, actions: []string{claimOwners, podOwners, deletes}},
-	{name: "daemons die", sharing: true, mps: true, gpus: 3, actions: []string{daemonDies, daemonPodGoes, claimOwners, podOwners},
+	{name: "equal shares", sharing: equalShares, gpus: 3},
+	{name: "equal shares by several claims", sharing: equalShares, gpus: 4, actions: []string{several, ownAndShared, claimAndLimit}},
+	{name: "equal shares in a rush", sharing: equalShares, gpus: 3, actions: []string{burst}, pace: 300 * time.Millisecond, injections: watchView},
+	{name: "equal shares and the agent", sharing: equalShares, gpus: 2, actions: []string{agentDies, claimOwners, podOwners},
+		faultInterval: 3 * time.Second},
+	{name: "equal shares and reboots", sharing: equalShares, gpus: 4, actions: []string{reboots, endlessClaims, endlessPods},
+		faultInterval: 20 * time.Second},
+	{name: "equal shares force-deleted", sharing: equalShares, gpus: 2, actions: []string{forceDeletes, orphans, orphanClaims},
+		pace: 300 * time.Millisecond},
+	{name: "no limit", sharing: noLimit, gpus: 3},
+	{name: "no limit in a rush", sharing: noLimit, gpus: 4, actions: []string{burst, agentDies}, pace: 300 * time.Millisecond, injections: watchView},
+	{name: "no limit force-deleted", sharing: noLimit, gpus: 3, actions: []string{forceDeletes, orphans, orphanClaims, podOwners},
+		pace: 300 * time.Millisecond},
+	{name: "daemons", sharing: byMemory, mps: true, gpus: 3, actions: []string{claimOwners, podOwners, deletes}},
+	{name: "daemons die", sharing: byMemory, mps: true, gpus: 3, actions: []string{daemonDies, daemonPodGoes, claimOwners, podOwners},
 		faultInterval: 4 * time.Second, injections: daemonsLate},
-	{name: "daemons, agent and controller die", sharing: true, mps: true, gpus: 3,
+	{name: "daemons, agent and controller die", sharing: byMemory, mps: true, gpus: 3,
 		actions: []string{agentDies, controllerDies, claimOwners, podOwners}, faultInterval: 4 * time.Second, injections: daemonsLate},
-	{name: "daemons and reboots", sharing: true, mps: true, gpus: 3, actions: []string{reboots, endlessClaims, podOwners},
+	{name: "daemons and reboots", sharing: byMemory, mps: true, gpus: 3, actions: []string{reboots, endlessClaims, podOwners},
 		faultInterval: 30 * time.Second},
-	{name: "daemons of a changing policy", sharing: true, mps: true, gpus: 4, actions: []string{policyChanges, claimOwners, podOwners, ownerGoes},
+	{name: "daemons of a changing policy", sharing: byMemory, mps: true, gpus: 4, actions: []string{policyChanges, claimOwners, podOwners, ownerGoes},
 		faultInterval: 10 * time.Second},
-	{name: "daemons with clients under a changing policy", sharing: true, mps: true, gpus: 4,
+	{name: "daemons with clients under a changing policy", sharing: byMemory, mps: true, gpus: 4,
 		actions: []string{policyChanges, endlessClaims, podOwners}, faultInterval: 20 * time.Second},
-	{name: "daemons and several claims", sharing: true, mps: true, gpus: 4, actions: []string{several, ownAndShared, sharedOwners},
+	{name: "daemons and several claims", sharing: byMemory, mps: true, gpus: 4, actions: []string{several, ownAndShared, sharedOwners},
 		injections: daemonsLate},
-	{name: "daemons and force-deleted pods", sharing: true, mps: true, gpus: 3, actions: []string{forceDeletes, orphans, orphanClaims},
+	{name: "daemons and force-deleted pods", sharing: byMemory, mps: true, gpus: 3, actions: []string{forceDeletes, orphans, orphanClaims},
 		pace: 500 * time.Millisecond},
 }
 

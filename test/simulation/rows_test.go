@@ -72,6 +72,9 @@ const (
 	shareBesideShare         row = "claims-share-one-gpu"
 	shareBesideReplica       row = "claim-and-pod-share-one-gpu"
 	replicaBesideReplica     row = "pods-share-one-gpu"
+	equalBesideEqual         row = "claims-with-equal-shares-of-one-gpu"
+	equalBesideReplica       row = "claim-and-pod-with-equal-shares"
+	noLimitBesideShare       row = "claim-without-a-limit-beside-another"
 )
 
 // allRows must all be met by a full run.
@@ -85,5 +88,5 @@ var allRows = []row{
 	severalPrepared, severalUnprepared, refusedTogether, someClaimsPrepared, attachedInPart, reservedInPart, claimBesideLimit,
 	clientStarts, daemonAwaited, daemonNotReady, podWithoutDaemon, daemonStopped, daemonLosesClients, daemonPodDeleted,
 	daemonOutlivesAgent, daemonsControllerDies, policyChangesInUse,
-	shareBesideShare, shareBesideReplica, replicaBesideReplica,
+	shareBesideShare, shareBesideReplica, replicaBesideReplica, equalBesideEqual, equalBesideReplica, noLimitBesideShare,
 }

@@ -5,6 +5,7 @@ package simulation
 import (
 	"fmt"
 	"maps"
+	"math"
 	"slices"
 	"strconv"
 	"strings"
@@ -15,11 +16,24 @@ import (
 // memory of each GPU in MiB, in worlds that share them.
 const memory = 80 << 10
 
-// replicasOf and sharesOf are how the GPUs of such a world are shared, by their minors: as how many limits see each, and whether
-// claims can have a part of the memory. Further GPUs are as these.
+// policy is how a GPU of such a world is shared.
+type policy struct {
+	// replicas is as how many devices limits see it; zero where they see it as it is.
+	replicas int
+	// claims is how claims share it, and shares is how many equal ones there are.
+	claims device.ClaimShares
+	shares int
+}
+
+// The policies of worlds, by the GPUs' minors. Further GPUs are as these.
 var (
-	replicasOf = []int{4, 0, 3, 0}
-	sharesOf   = []bool{true, true, false, false}
+	byMemory    = []policy{{replicas: 4, claims: device.ByMemory}, {claims: device.ByMemory}, {replicas: 3}, {}}
+	equalShares = []policy{
+		{replicas: 2, claims: device.ByCount, shares: 5}, {claims: device.ByCount, shares: 2}, {replicas: 4, claims: device.ByMemory}, {},
+	}
+	noLimit = []policy{
+		{replicas: 3, claims: device.Unlimited}, {claims: device.Unlimited}, {replicas: 2, claims: device.ByCount, shares: 2}, {},
+	}
 )
 
 // firstShares is the version of Kubernetes that first shares GPUs out to claims.
@@ -30,30 +44,52 @@ func (s *simulation) shareGPUs() {
 	for i := range s.inventory.GPUs {
 		gpu := &s.inventory.GPUs[i]
 		gpu.MemoryBytes = memory << 20
-		replicas, shares := replicasOf[i%len(replicasOf)], sharesOf[i%len(sharesOf)]
-		if replicas == 0 && !shares {
+		p := s.profile.sharing[i%len(s.profile.sharing)]
+		if p.replicas == 0 && p.claims == "" {
 			continue
 		}
-		gpu.Sharing = device.Sharing{Strategy: device.TimeSlicing}
-		if shares {
-			gpu.Sharing.Claims = device.ByMemory
-		}
+		gpu.Sharing = device.Sharing{Strategy: device.TimeSlicing, Claims: p.claims, Shares: p.shares}
 		if s.profile.mps {
 			gpu.Sharing.Strategy, gpu.ComputeCapability = device.MPS, "9.0"
 		}
-		if replicas > 0 {
-			gpu.Sharing.Replicas = map[string]device.Replicas{"": {Count: replicas}}
+		if p.replicas > 0 {
+			gpu.Sharing.Replicas = map[string]device.Replicas{"": {Count: p.replicas}}
 		}
 	}
 }
 
-// What a pod has is a GPU by its name, or a part of it: "gpu-0=20480" is so many MiB of it.
+// amount is what a holder has of a GPU, or asks for: so many MiB of its memory, and so many of its equal shares, of which it has so many.
+// A claim of a GPU without a limit has neither.
+type amount struct {
+	// all is the whole GPU.
+	all             bool
+	mib, shares, of int
+}
 
-func part(gpu string, mib int) string {
-	if mib == 0 {
+func (a amount) plus(other amount) amount {
+	return amount{all: a.all || other.all, mib: a.mib + other.mib, shares: a.shares + other.shares, of: max(a.of, other.of)}
+}
+
+// What a pod has is a GPU by its name, or a part of it: "gpu-0=20480" is so many MiB of it, "gpu-0=20480+2/5" has two of five equal
+// shares as well.
+
+func part(gpu string, a amount) string {
+	if a.all {
 		return gpu
 	}
-	return fmt.Sprintf("%s=%d", gpu, mib)
+	return gpu + "=" + a.String()
+}
+
+// String is for the trace.
+func (a amount) String() string {
+	switch {
+	case a.all:
+		return "all"
+	case a.of == 0:
+		return strconv.Itoa(a.mib)
+	default:
+		return fmt.Sprintf("%d+%d/%d", a.mib, a.shares, a.of)
+	}
 }
 
 func gpuOf(part string) string {
@@ -61,11 +97,13 @@ func gpuOf(part string) string {
 	return gpu
 }
 
-// mibOf is zero for all of it.
-func mibOf(part string) int {
-	_, amount, _ := strings.Cut(part, "=")
-	mib, _ := strconv.Atoi(amount) //nolint:errcheck // zero where there is none
-	return mib
+func amountOf(part string) (a amount) {
+	_, text, isPart := strings.Cut(part, "=")
+	if !isPart {
+		return amount{all: true}
+	}
+	_, _ = fmt.Sscanf(text, "%d+%d/%d", &a.mib, &a.shares, &a.of) // no equal shares where there are none
+	return a
 }
 
 // gpusOf are the names of GPUs, each once.
@@ -83,22 +121,51 @@ func minorOf(gpu string) int {
 	return minor
 }
 
-// replicas is as how many limits see a GPU; zero where they see it as it is.
-func (s *simulation) replicas(gpu string) int {
-	if !s.profile.sharing {
-		return 0
+// policyOf is how a GPU is shared.
+func (s *simulation) policyOf(gpu string) policy {
+	if s.profile.sharing == nil {
+		return policy{}
 	}
-	return replicasOf[minorOf(gpu)%len(replicasOf)]
+	p := s.profile.sharing[minorOf(gpu)%len(s.profile.sharing)]
+	if s.version < firstShares {
+		p.claims = ""
+	}
+	return p
 }
 
-// shared reports whether claims have parts of a GPU.
-func (s *simulation) shared(gpu string) bool {
-	return s.profile.sharing && s.version >= firstShares && sharesOf[minorOf(gpu)%len(sharesOf)]
+// replicas is as how many limits see a GPU; zero where they see it as it is.
+func (s *simulation) replicas(gpu string) int { return s.policyOf(gpu).replicas }
+
+// replica is what one of them has. How limits share a GPU does not depend on the version of Kubernetes.
+func (s *simulation) replica(gpu string) amount {
+	p := s.profile.sharing[minorOf(gpu)%len(s.profile.sharing)]
+	if p.claims == device.ByCount {
+		return amount{shares: max(1, p.shares/p.replicas), of: p.shares}
+	}
+	return amount{mib: memory / p.replicas}
+}
+
+// amountOn is what a claim that asks for an amount has of a GPU.
+func (s *simulation) amountOn(gpu string, asked amount) amount {
+	switch p := s.policyOf(gpu); {
+	case p.claims == "", p.claims == device.ByMemory && asked.mib == 0:
+		return amount{all: true}
+	case p.claims == device.ByCount:
+		return amount{mib: asked.mib, shares: max(1, asked.shares), of: p.shares}
+	default:
+		return amount{mib: asked.mib}
+	}
+}
+
+// published is what the slice offers of a GPU without holders.
+func (s *simulation) published(gpu string) amount {
+	p := s.policyOf(gpu)
+	return amount{all: p.claims == "", mib: memory, shares: p.shares, of: p.shares}
 }
 
 // forClaimsOnly reports whether limits never see a GPU: its daemon would have to end first.
 func (s *simulation) forClaimsOnly(gpu string) bool {
-	return s.profile.mps && s.replicas(gpu) == 0 && sharesOf[minorOf(gpu)%len(sharesOf)]
+	return s.profile.mps && s.replicas(gpu) == 0 && s.profile.sharing[minorOf(gpu)%len(s.profile.sharing)].claims != ""
 }
 
 // slots is how many devices limits see when nothing is given out.
@@ -115,23 +182,25 @@ func (s *simulation) slots() (n int) {
 func (s *simulation) partsOf(uid string, gpus []string) []string {
 	var parts []string
 	for _, gpu := range gpus {
-		mib := 0
-		if s.shared(gpu) {
-			mib = s.wanted[uid]
-		}
-		parts = append(parts, part(gpu, mib))
+		parts = append(parts, part(gpu, s.amountOn(gpu, s.wanted[uid])))
 	}
 	return parts
 }
 
-// newClaim asks for all of a GPU, or in a world that shares them, often for a part.
+// newClaim asks for no amount, or in a world that shares GPUs, often for a part.
 func (s *simulation) newClaim(k claim) *claim {
-	if s.profile.sharing && !s.chance(4) {
-		k.memory = []int{10, 20, 30, 40}[s.rand.IntN(4)] << 10
-		s.wanted[k.uid] = k.memory
+	if s.profile.sharing != nil && !s.chance(4) {
+		// Equal shares where there are some, with memory as well at times, or memory alone.
+		if divided := func(p policy) bool { return p.shares > 0 }; slices.ContainsFunc(s.profile.sharing, divided) && !s.chance(3) {
+			k.asks.shares = 1 + s.rand.IntN(2)
+		}
+		if k.asks.shares == 0 || s.chance(4) {
+			k.asks.mib = []int{10, 20, 30, 40}[s.rand.IntN(4)] << 10
+		}
+		s.wanted[k.uid] = k.asks
 	}
 	if s.profile.mps {
-		if k.ownDaemon = k.memory == 0 && s.chance(3); k.memory > 0 {
+		if k.ownDaemon = k.asks.mib == 0 && s.chance(3); k.asks.mib > 0 {
 			k.count = 1 // a client sees the GPU of its daemon only
 		}
 	}
@@ -140,54 +209,68 @@ func (s *simulation) newClaim(k claim) *claim {
 
 // allocatedTo are what a pod has by IDs of kubelet's device manager, the replicas of a GPU together.
 func (s *simulation) allocatedTo(ids []string) []string {
-	mib := map[string]int{}
+	has := map[string]amount{}
 	for _, id := range ids {
 		uuid, _, replica := strings.Cut(id, "::")
 		gpu := "gpu-" + uuid[len("GPU-"):]
 		if replica {
-			mib[gpu] += memory / s.replicas(gpu)
+			has[gpu] = has[gpu].plus(s.replica(gpu))
 		} else {
-			mib[gpu] = 0
+			has[gpu] = amount{all: true}
 		}
 	}
 	var parts []string
-	for _, gpu := range sorted(mib) {
-		parts = append(parts, part(gpu, mib[gpu]))
+	for _, gpu := range sorted(has) {
+		parts = append(parts, part(gpu, has[gpu]))
 	}
 	return parts
 }
 
-// having is who has what of GPUs, in MiB; zero is all of one.
-type having map[string]map[string]int
+// having is who has what of GPUs.
+type having map[string]map[string]amount
 
 func (h having) give(owner string, parts []string) {
 	for _, p := range parts {
-		gpu, mib := gpuOf(p), mibOf(p)
+		gpu, has := gpuOf(p), amountOf(p)
 		if h[gpu] == nil {
-			h[gpu] = map[string]int{}
+			h[gpu] = map[string]amount{}
 		}
-		if before, known := h[gpu][owner]; known && (before == 0 || mib == 0) {
-			mib = 0
+		if before := h[gpu][owner]; before.all || has.all {
+			has = amount{all: true}
 		} else {
-			mib = max(mib, before)
+			has = amount{mib: max(has.mib, before.mib), shares: max(has.shares, before.shares), of: max(has.of, before.of)}
 		}
-		h[gpu][owner] = mib
+		h[gpu][owner] = has
 	}
 }
 
-// left returns the memory that no other holder has.
-func (h having) left(gpu, except string) int {
-	left := memory
-	for owner, mib := range h[gpu] {
+// fit is how often the other holders leave so much of a GPU.
+func (h having) fit(gpu, except string, one amount) int {
+	if one.all {
+		if h.others(gpu, except) {
+			return 0
+		}
+		return 1
+	}
+	mib, shares := memory, one.of
+	for owner, has := range h[gpu] {
 		switch {
 		case owner == except:
-		case mib == 0:
+		case has.all:
 			return 0
 		default:
-			left -= mib
+			mib -= has.mib
+			shares -= has.shares
 		}
 	}
-	return max(0, left)
+	times := math.MaxInt
+	if one.mib > 0 {
+		times = min(times, max(0, mib/one.mib))
+	}
+	if one.shares > 0 {
+		times = min(times, max(0, shares/one.shares))
+	}
+	return times
 }
 
 // others reports whether another holder has a part of a GPU.
@@ -198,10 +281,7 @@ func (h having) others(gpu, except string) bool {
 
 // hasRoom reports whether no other holder prevents a holder from using its parts.
 func (h having) hasRoom(owner string, parts []string) bool {
-	return !slices.ContainsFunc(parts, func(p string) bool {
-		mib := mibOf(p)
-		return mib == 0 && h.others(gpuOf(p), owner) || h.left(gpuOf(p), owner) < mib
-	})
+	return !slices.ContainsFunc(parts, func(p string) bool { return h.fit(gpuOf(p), owner, amountOf(p)) == 0 })
 }
 
 // takenNow is what pods on the machine have, and what drains; promised is that and what claims are allocated.
@@ -238,12 +318,12 @@ func (s *simulation) fitsPods(beside having, count int) bool {
 	units := 0
 	for i := range s.host.gpus {
 		gpu := fmt.Sprintf("gpu-%d", i)
-		switch replicas := s.replicas(gpu); {
+		switch {
 		case s.forClaimsOnly(gpu):
-		case replicas > 0:
-			units += beside.left(gpu, "") / (memory / replicas)
-		case !beside.others(gpu, ""):
-			units++
+		case s.replicas(gpu) > 0:
+			units += beside.fit(gpu, "", s.replica(gpu))
+		default:
+			units += beside.fit(gpu, "", amount{all: true})
 		}
 	}
 	return units >= count
@@ -253,8 +333,11 @@ func (s *simulation) fitsPods(beside having, count int) bool {
 func (s *simulation) takeClaim(beside having, k *claim) bool {
 	left := k.count
 	for i := range s.host.gpus {
-		parts := s.partsOf(k.uid, []string{fmt.Sprintf("gpu-%d", i)})
-		if left > 0 && beside.hasRoom(k.uid, parts) {
+		gpu := fmt.Sprintf("gpu-%d", i)
+		parts := s.partsOf(k.uid, []string{gpu})
+		// Only GPUs that are divided into equal shares are given to those who ask for some.
+		able := k.asks.shares == 0 || s.version < firstShares || s.policyOf(gpu).claims == device.ByCount
+		if left > 0 && able && beside.hasRoom(k.uid, parts) {
 			beside.give(k.uid, parts)
 			left--
 		}

@@ -34,7 +34,7 @@ var (
 
 // faults are what a self-test switches off.
 type faults struct {
-	noCrossCheck, noRestore, noPodStates, noRelease, noSum, noReuse, noCancel, noDaemonCheck, noCleanup bool
+	noCrossCheck, noRestore, noPodStates, noRelease, noSum, noCount, noReuse, noCancel, noDaemonCheck, noCleanup bool
 	// profile replaces the one of the seed, unless it is nil.
 	profile *profile
 }
@@ -74,8 +74,8 @@ type simulation struct {
 	rebootedPods map[string]bool
 	// before is what each claim held when the node rebooted.
 	before map[string][]string
-	// wanted is how many MiB of each GPU a claim asks for, by UID: those that ask for a part only.
-	wanted map[string]int
+	// wanted is what a claim asks for of each GPU, by UID: those that ask for a part only.
+	wanted map[string]amount
 }
 
 // outcome of a world.
@@ -98,7 +98,7 @@ func play(t *testing.T, seed uint64, steps int, off faults) (o outcome) {
 	}
 	defer os.RemoveAll(dir)
 	synctest.Test(t, func(t *testing.T) {
-		s := &simulation{schedule: newSchedule(seed), faults: off, rebootedPods: map[string]bool{}, refusals: map[string]int{}, wanted: map[string]int{}}
+		s := &simulation{schedule: newSchedule(seed), faults: off, rebootedPods: map[string]bool{}, refusals: map[string]int{}, wanted: map[string]amount{}}
 		s.profile = profileOf(seed)
 		if off.profile != nil {
 			s.profile = *off.profile
@@ -115,7 +115,7 @@ func play(t *testing.T, seed uint64, steps int, off faults) (o outcome) {
 		for i := range gpus {
 			s.inventory.GPUs = append(s.inventory.GPUs, device.GPU{UUID: gpuUUID(i), Minor: i, Index: i, NUMANode: device.UnknownNUMANode})
 		}
-		if s.profile.sharing {
+		if s.profile.sharing != nil {
 			s.shareGPUs()
 		}
 		if s.host, err = newHost(s.schedule, dir, gpus); err != nil {
@@ -438,10 +438,7 @@ func (s *simulation) checkLeaks() {
 	var all []string
 	for i := range s.host.gpus {
 		gpu := fmt.Sprintf("gpu-%d", i)
-		if s.shared(gpu) {
-			gpu = part(gpu, memory)
-		}
-		all = append(all, gpu)
+		all = append(all, part(gpu, s.published(gpu)))
 	}
 	if sl, ok := get[*slice](s.api, "slice/"); !ok || sl.String() != strings.Join(all, " ") {
 		s.fail("leaked: the slice offers %v of %d GPUs", sl, s.host.gpus)
@@ -671,6 +668,7 @@ func TestSelfTest(t *testing.T) {
 		"the end of settings before the hold":    {faults{noCleanup: true, profile: named("daemons and several claims")}, []string{"daemon"}, nil},
 		"what is reuse inside a pod":             {faults{noReuse: true}, []string{"has two owners"}, nil},
 		"the sum of what is given out of a GPU":  {faults{noSum: true}, []string{"is too much for"}, nil},
+		"the number of equal shares given out":   {faults{noCount: true}, []string{"is too much for"}, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			for seed := uint64(1); seed <= 200; seed++ {
