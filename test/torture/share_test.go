@@ -13,6 +13,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/dynamic-resource-allocation/cel"
 	"sigs.k8s.io/yaml"
 
 	"github.com/tandem-gpu/tandem/hack/install"
@@ -411,6 +412,25 @@ func TestValuesOfPolicies(t *testing.T) {
 	}
 	if fmt.Sprint(found) != fmt.Sprint(policies) {
 		t.Errorf("the chart is told %v, not %v", found, policies)
+	}
+}
+
+// TestClaimsOfAWay: the scheduler gives a claim that selects GPUs of a way those, and no others.
+func TestClaimsOfAWay(t *testing.T) {
+	for _, w := range []way{alone, equal, unlimited} {
+		selectors := claimSpec(Workload{GPUs: 1, Of: w}).Devices.Requests[0].Exactly.Selectors
+		compiled := cel.GetCompiler(cel.Features{}).CompileCELExpression(selectors[0].CEL.Expression, cel.Options{})
+		if compiled.Error != nil {
+			t.Fatal(compiled.Error)
+		}
+		for gpu := range int64(gpusANode) {
+			matches, _, err := compiled.DeviceMatches(t.Context(), cel.Device{
+				Driver: install.DriverName, Attributes: map[resourceapi.QualifiedName]resourceapi.DeviceAttribute{"index": {IntValue: &gpu}},
+			})
+			if want := policies[int(gpu)].way() == w; err != nil || matches != want {
+				t.Errorf("a claim for %s matches GPU %d: %t, %v", w, gpu, matches, err)
+			}
+		}
 	}
 }
 
