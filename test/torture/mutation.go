@@ -113,6 +113,12 @@ func Mutations() []Mutation {
 `}},
 		},
 		{
+			Name: "equal-shares", What: "the number of equal shares of a GPU is not counted", Mix: shared,
+			changes: []change{{"pkg/device", "Share", "Fits", `
+	return s.Bytes <= s.Of
+`}},
+		},
+		{
 			Name: "destroy", What: "a partition counts as destroyed while it is still there", Mix: Usual().WithMIG(),
 			changes: []change{{"pkg/partition", "Maker", "Destroy", `
 	return m.store.Drop(ref)
