@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/client-go/dynamic"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/kubernetes/scheme"
 	typedcorev1 "k8s.io/client-go/kubernetes/typed/core/v1"
@@ -44,6 +45,7 @@ type agent struct {
 	isDriverless bool
 	api          *rest.Config
 	client       kubernetes.Interface
+	dynamic      dynamic.Interface
 	// reload reads the configuration anew, with a file of its directory (config.LoadChosen), apart from the node's mode label.
 	reload   func(name string) (config.Chosen, error)
 	metrics  metrics
@@ -85,6 +87,10 @@ func newAgent(c config.Config) (*agent, error) {
 	if err != nil {
 		return nil, fmt.Errorf("create API client: %w", err)
 	}
+	dynamicClient, err := dynamic.NewForConfig(api)
+	if err != nil {
+		return nil, fmt.Errorf("create API client: %w", err)
+	}
 	bootID, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
 	if err != nil {
 		return nil, fmt.Errorf("read boot ID: %w", err)
@@ -97,7 +103,7 @@ func newAgent(c config.Config) (*agent, error) {
 	server.Waiting("claims", errNotStarted)
 	server.Waiting("limits", errNotStarted)
 	return &agent{
-		config: c, api: api, client: client, metrics: metrics, events: events, status: server,
+		config: c, api: api, client: client, dynamic: dynamicClient, metrics: metrics, events: events, status: server,
 		reload:   func(string) (config.Chosen, error) { return config.Chosen{Config: c}, nil },
 		recorder: events.NewRecorder(scheme.Scheme, corev1.EventSource{Component: "tandem", Host: c.NodeName}),
 		bootID:   strings.TrimSpace(string(bootID)), token: token, times: defaultTimes,

@@ -5,12 +5,14 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"path/filepath"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/pkg/nodelabels"
@@ -29,6 +31,7 @@ func (a *agent) labelConfig(ctx context.Context, c components, devices inventory
 	}
 	return nodelabels.Config{
 		Nodes: a.client.CoreV1().Nodes(), NodeName: a.config.NodeName,
+		UseNodeFeature: a.config.UseNodeFeatureAPI, Features: a.dynamic.Resource(nodelabels.NodeFeatures).Namespace(a.config.Namespace), Owner: a.owner(),
 		Want: func() (map[string]string, bool) {
 			if !a.config.NodeLabels {
 				return nil, true
@@ -41,6 +44,27 @@ func (a *agent) labelConfig(ctx context.Context, c components, devices inventory
 		},
 		Changed: devices.Changed, Seen: c.self.Labels, Interval: a.config.LabelInterval,
 		Recorder: a.recorder, Registerer: registerer,
+	}
+}
+
+// owner returns a function that finds the owner of what the agent creates in its namespace: its DaemonSet, which lives as long as the
+// installation. GPU Feature Discovery adds its pod, which would be another one after each restart.
+func (a *agent) owner() func(context.Context) ([]metav1.OwnerReference, error) {
+	var owners []metav1.OwnerReference
+	return func(ctx context.Context) ([]metav1.OwnerReference, error) {
+		if len(owners) > 0 || a.config.PodName == "" {
+			return owners, nil
+		}
+		pod, err := a.client.CoreV1().Pods(a.config.Namespace).Get(ctx, a.config.PodName, metav1.GetOptions{})
+		if err != nil {
+			return nil, fmt.Errorf("get pod %s/%s: %w", a.config.Namespace, a.config.PodName, err)
+		}
+		for _, owner := range pod.OwnerReferences {
+			if owner.Kind == "DaemonSet" {
+				owners = []metav1.OwnerReference{{APIVersion: owner.APIVersion, Kind: owner.Kind, Name: owner.Name, UID: owner.UID}}
+			}
+		}
+		return owners, nil
 	}
 }
 

@@ -3,17 +3,24 @@
 package main
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
+	"reflect"
 	"strings"
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime"
 	applycorev1 "k8s.io/client-go/applyconfigurations/core/v1"
+	fakedynamic "k8s.io/client-go/dynamic/fake"
 	"k8s.io/client-go/kubernetes/fake"
+	clienttesting "k8s.io/client-go/testing"
+	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -30,6 +37,11 @@ func labelledNode(t *testing.T, c config.Config) *fake.Clientset {
 		t.Fatal(err)
 	}
 	return client
+}
+
+// noFeatures is an API server without a NodeFeature.
+func noFeatures() *fakedynamic.FakeDynamicClient {
+	return fakedynamic.NewSimpleDynamicClient(runtime.NewScheme())
 }
 
 func labelsOf(t *testing.T, client *fake.Clientset, name string) map[string]string {
@@ -82,7 +94,7 @@ func TestNodeLabels(t *testing.T) {
 			client := labelledNode(t, c)
 			a, err := newAgent(c)
 			check(t, err)
-			a.client = client
+			a.client, a.dynamic = client, noFeatures()
 			running := runAgent(t, a)
 			eventually(t, fmt.Sprintf("the node does not get the labels %v", test.want), func() bool {
 				labels := labelsOf(t, client, c.NodeName)
@@ -98,6 +110,55 @@ func TestNodeLabels(t *testing.T) {
 			}
 			running.stop()
 		})
+	}
+}
+
+// With Node Feature Discovery, the labels go to an object in the agent's namespace, which is removed with the agents' DaemonSet. The node's
+// own are removed.
+func TestNodeFeature(t *testing.T) {
+	c := nodeConfig(t)
+	simulatedMachine(t, &c)
+	c.UseNodeFeatureAPI, c.Namespace, c.PodName = true, "gpu", "agent-x"
+	client := labelledNode(t, c)
+	owners := []metav1.OwnerReference{{APIVersion: "apps/v1", Kind: "DaemonSet", Name: "agent", UID: "d", Controller: ptr.To(true), BlockOwnerDeletion: ptr.To(true)}}
+	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: c.PodName, OwnerReferences: owners}}
+	_, err := client.CoreV1().Pods(c.Namespace).Create(t.Context(), pod, metav1.CreateOptions{})
+	check(t, err)
+	a, err := newAgent(c)
+	check(t, err)
+	applied := make(chan clienttesting.PatchAction, 10)
+	features := noFeatures()
+	features.PrependReactor("patch", "nodefeatures", func(action clienttesting.Action) (bool, runtime.Object, error) {
+		applied <- action.(clienttesting.PatchAction)
+		object := &unstructured.Unstructured{}
+		return true, object, json.Unmarshal(action.(clienttesting.PatchAction).GetPatch(), &object.Object)
+	})
+	a.client, a.dynamic = client, features
+	running := runAgent(t, a)
+	patch := <-applied
+	running.stop()
+	var object struct {
+		Metadata metav1.ObjectMeta
+		Spec     struct{ Labels map[string]string }
+	}
+	check(t, json.Unmarshal(patch.GetPatch(), &object))
+	want := []metav1.OwnerReference{{APIVersion: "apps/v1", Kind: "DaemonSet", Name: "agent", UID: "d"}}
+	if patch.GetNamespace() != "gpu" || object.Metadata.Name != "nvidia-features-for-"+c.NodeName || object.Spec.Labels["nvidia.com/gpu.count"] != "4" ||
+		!reflect.DeepEqual(object.Metadata.OwnerReferences, want) {
+		t.Errorf("in namespace %s: %s", patch.GetNamespace(), patch.GetPatch())
+	}
+	if labels := labelsOf(t, client, c.NodeName); labels["nvidia.com/gpu.count"] != "" || labels["zone"] != "a" {
+		t.Errorf("labels are %v", labels)
+	}
+
+	// The agent does not write what nothing would remove.
+	a.config.PodName = "other"
+	if owners, err := a.owner()(t.Context()); err == nil || !strings.Contains(err.Error(), "get pod gpu/other") {
+		t.Errorf("owners %v, %v", owners, err)
+	}
+	a.config.PodName = "" // outside a pod
+	if owners, err := a.owner()(t.Context()); len(owners) > 0 || err != nil {
+		t.Errorf("owners %v, %v", owners, err)
 	}
 }
 
@@ -117,7 +178,7 @@ func TestNodeLabelsStayWithoutADriver(t *testing.T) {
 	client := labelledNode(t, c)
 	a, err := newAgent(c)
 	check(t, err)
-	a.client = client
+	a.client, a.dynamic = client, noFeatures()
 	running := runAgent(t, a)
 	running.await("driver: no NVIDIA driver")
 	running.wantEvent("NoDriver")

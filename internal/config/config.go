@@ -37,8 +37,10 @@ type Config struct {
 	// Unused are the settings that are accepted and have no effect, each with the reason: "flags.mpsRoot: ...". They are sorted.
 	Unused   []string
 	NodeName string
-	// PodUID is the agent's own pod; empty outside a pod.
+	// PodUID and PodName are the agent's own pod; empty outside a pod. Namespace is the pod's, and that of the node's NodeFeature.
 	PodUID     string
+	PodName    string
+	Namespace  string
 	Kubeconfig string
 	Mode       Mode
 	Devices    []DeviceRule
@@ -102,6 +104,8 @@ type Config struct {
 
 	// NodeLabels makes the agent write the labels of GPU Feature Discovery to its node.
 	NodeLabels bool
+	// UseNodeFeatureAPI makes it write them to a NodeFeature object, for Node Feature Discovery, instead of to the Node.
+	UseNodeFeatureAPI bool
 	// NoTimestamp leaves out the label with the time of the agent's start.
 	NoTimestamp bool
 	// LabelInterval is how often removed labels are restored, at least a second.
@@ -124,6 +128,7 @@ func Defaults() Config {
 	return Config{
 		FallbackStrategies:   []string{fallbackNamed, fallbackSingle},
 		UnknownKeys:          UnknownKeysError,
+		Namespace:            "default",
 		Mode:                 ModeDual,
 		DriverName:           "gpu.nvidia.com",
 		ResourceName:         "nvidia.com/gpu",
@@ -224,6 +229,8 @@ func (c *Config) define(flags *flag.FlagSet) {
 	text(&c.UnknownKeys, "unknown-config-keys", "whether unknown keys in the configuration file are an error: `choice` Error or Warn")
 	text(&c.NodeName, "node-name", "`name` of this node")
 	text(&c.PodUID, "pod-uid", "`UID` of the agent's pod; it ends with that pod. Empty outside a pod")
+	text(&c.PodName, "pod-name", "`name` of the agent's pod, whose DaemonSet owns the node's NodeFeature; empty outside a pod")
+	text(&c.Namespace, "namespace", "`namespace` of the agent's pod and of the node's NodeFeature")
 	text(&c.Kubeconfig, "kubeconfig", "kubeconfig `file`; empty inside a cluster")
 	text((*string)(&c.Mode), "mode", "`mode` of the node: "+join(Modes)+"; the node's label "+ModeLabel+" overrides it")
 	flags.BoolVar(&c.Strict, "strict", c.Strict,
@@ -273,6 +280,8 @@ func (c *Config) define(flags *flag.FlagSet) {
 		return checkDiscovery("--device-discovery-strategy", s)
 	})
 	flags.BoolVar(&c.NodeLabels, "node-labels", c.NodeLabels, "write the labels of GPU Feature Discovery to the node")
+	flags.BoolVar(&c.UseNodeFeatureAPI, "use-node-feature-api", c.UseNodeFeatureAPI,
+		"write the labels to a NodeFeature object, from which Node Feature Discovery gives them to the node")
 	flags.BoolVar(&c.NoTimestamp, "no-timestamp", c.NoTimestamp, "leave out the label nvidia.com/gfd.timestamp")
 	flags.Func("sleep-interval", "how often removed labels are restored: `duration` of at least 1s, or infinite (default "+c.LabelInterval.String()+")",
 		func(s string) error { return c.setLabelInterval(s) })
@@ -320,7 +329,7 @@ func (c *Config) defineUnused(flags *flag.FlagSet) {
 			c.Unused = append(c.Unused, "--"+name+": "+why)
 			return nil
 		}
-		if name == "fail-on-init-error" || name == "use-node-feature-api" {
+		if name == "fail-on-init-error" {
 			flags.BoolFunc(name, usage, func(s string) error {
 				if _, err := strconv.ParseBool(s); err != nil {
 					return err
@@ -336,7 +345,7 @@ func (c *Config) defineUnused(flags *flag.FlagSet) {
 // moreVariables are further environment variables of some flags. Most are NVIDIA's.
 var moreVariables = map[string]string{
 	"config": "CONFIG_FILE", "config-dir": "CONFIG_FILE_SRCDIR", "driver-root": "NVIDIA_DRIVER_ROOT", "dev-root": "NVIDIA_DEV_ROOT", "cdi-hook": "NVIDIA_CDI_HOOK_PATH",
-	"no-timestamp": "GFD_NO_TIMESTAMP", "sleep-interval": "GFD_SLEEP_INTERVAL", "machine-type-file": "GFD_MACHINE_TYPE_FILE",
+	"use-node-feature-api": "GFD_USE_NODE_FEATURE_API", "no-timestamp": "GFD_NO_TIMESTAMP", "sleep-interval": "GFD_SLEEP_INTERVAL", "machine-type-file": "GFD_MACHINE_TYPE_FILE",
 }
 
 // aliases are other names of flags in NVIDIA's device plugin.

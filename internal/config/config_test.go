@@ -135,7 +135,7 @@ tandem: {mode: Dual, handover: {reset: true}}
 			c.ResetGPUs = true
 			c.Unused = []string{
 				"flags.failOnInitError: the agent waits for the driver and its GPUs",
-				"flags.gfd.oneshot: the agent keeps the node's labels up to date", "flags.gfd.outputFile: the agent writes the labels to the Node object",
+				"flags.gfd.oneshot: the agent keeps the node's labels up to date", "flags.gfd.outputFile: the agent writes the labels to the API server",
 				"flags.mpsRoot: MPS daemons keep their files below --run-dir",
 				"flags.plugin.containerDriverRoot: the agent finds the driver below --host-root", "flags.plugin.nvidiaCTKPath: --cdi-hook selects the hook",
 			}
@@ -167,7 +167,7 @@ func TestUnused(t *testing.T) {
 		want       []string
 	}{
 		{name: "null", file: "flags: {failOnInitError: null, mpsRoot: null, gfd: {oneshot: null}}"},
-		{name: "false", file: "flags: {failOnInitError: false, useNodeFeatureAPI: false}", want: []string{"flags.failOnInitError: ", "flags.useNodeFeatureAPI: "}},
+		{name: "false", file: "flags: {failOnInitError: false, mpsRoot: \"\"}", want: []string{"flags.failOnInitError: ", "flags.mpsRoot: "}},
 		{name: "IMEX without channels", file: "imex: {required: true}", want: []string{"imex.required: imex.channelIDs names no channel"}},
 		{name: "GFD", file: "flags: {gfd: {oneshot: true, sleepInterval: infinite}}", want: []string{"flags.gfd.oneshot: "}},
 		{name: "resources", file: "resources: {gpus: [{pattern: \"*\", name: gpu}], mig: [{pattern: \"*\", name: nvidia.com/mig}]}", want: []string{"resources: "}},
@@ -202,8 +202,8 @@ func TestUnused(t *testing.T) {
 		},
 		{
 			name: "flags and variables", env: environment{"FAIL_ON_INIT_ERROR": "true", "MPS_ROOT": "/run/nvidia/mps", "DEVICE_DISCOVERY_STRATEGY": "auto"},
-			args: []string{"--cdi-disable-hooks=chmod", "--cdi-feature-flags=enable-coherent-annotations", "--fail-on-init-error", "--kubelet-socket=/var/lib/kubelet/device-plugins/kubelet.sock", "--use-node-feature-api=false"},
-			want: []string{"--fail-on-init-error: ", "--kubelet-socket: ", "--mps-root: ", "--use-node-feature-api: "},
+			args: []string{"--cdi-disable-hooks=chmod", "--cdi-feature-flags=enable-coherent-annotations", "--fail-on-init-error", "--kubelet-socket=/var/lib/kubelet/device-plugins/kubelet.sock"},
+			want: []string{"--fail-on-init-error: ", "--kubelet-socket: ", "--mps-root: "},
 		},
 	}
 	for _, test := range tests {
@@ -235,6 +235,10 @@ func TestNodeLabels(t *testing.T) {
 		"file":                     {file: "flags: {gfd: {noTimestamp: false, sleepInterval: 5m}}", want: func(c *Config) { c.NoTimestamp, c.LabelInterval = false, 5*time.Minute }},
 		"a number of nanoseconds":  {file: "flags: {gfd: {sleepInterval: 3e9}}", want: func(c *Config) { c.LabelInterval = 3 * time.Second }},
 		"null":                     {file: "flags: {gfd: {noTimestamp: null, sleepInterval: null, machineTypeFile: null}}", want: func(*Config) {}},
+		"NodeFeature":              {file: "flags: {useNodeFeatureAPI: true}", want: func(c *Config) { c.UseNodeFeatureAPI = true }},
+		"NodeFeature, by GFD's":    {env: environment{"GFD_USE_NODE_FEATURE_API": "true", "NAMESPACE": "gpu", "POD_NAME": "p"}, want: func(c *Config) { c.UseNodeFeatureAPI, c.Namespace, c.PodName = true, "gpu", "p" }},
+		"no NodeFeature":           {file: "flags: {useNodeFeatureAPI: true}", env: environment{"USE_NODE_FEATURE_API": "false"}, want: func(*Config) {}},
+		"no NodeFeature, by flag":  {env: environment{"USE_NODE_FEATURE_API": "true"}, args: []string{"--use-node-feature-api=false"}, want: func(*Config) {}},
 		"infinite":                 {file: "flags: {gfd: {sleepInterval: infinite}}", want: func(c *Config) { c.LabelInterval = math.MaxInt64 }},
 		"shorter than a second":    {file: "flags: {gfd: {sleepInterval: 1000}}", want: func(c *Config) { c.LabelInterval = time.Second }},
 		"negative":                 {file: "flags: {gfd: {sleepInterval: -1e30}}", want: func(c *Config) { c.LabelInterval = time.Second }},

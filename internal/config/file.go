@@ -47,7 +47,7 @@ type fileFlags struct {
 	GDRCopyEnabled          bool               `json:"gdrcopyEnabled"`
 	GDSEnabled              bool               `json:"gdsEnabled"`
 	MOFEDEnabled            bool               `json:"mofedEnabled"`
-	UseNodeFeatureAPI       *bool              `json:"useNodeFeatureAPI"`
+	UseNodeFeatureAPI       bool               `json:"useNodeFeatureAPI"`
 	DeviceDiscoveryStrategy string             `json:"deviceDiscoveryStrategy"`
 	Plugin                  struct {
 		PassDeviceSpecs               bool            `json:"passDeviceSpecs"`
@@ -178,6 +178,7 @@ func (c *Config) parseFile(data []byte) error {
 	c.DeviceIDStrategy = cmp.Or(plugin.DeviceIDStrategy, c.DeviceIDStrategy)
 	c.CDIAnnotationPrefix = cmp.Or(plugin.CDIAnnotationPrefix, c.CDIAnnotationPrefix)
 	c.AllocationPolicy = cmp.Or(plugin.SharedDevicesAllocationPolicy, c.AllocationPolicy)
+	c.UseNodeFeatureAPI = flags.UseNodeFeatureAPI
 	c.NoTimestamp = ptr.Deref(flags.GFD.NoTimestamp, c.NoTimestamp)
 	c.MachineTypeFile = cmp.Or(flags.GFD.MachineTypeFile, c.MachineTypeFile)
 	if f.Tandem.Mode != nil {
@@ -289,11 +290,10 @@ func (f *file) unused() (unused []string) {
 	flags, gfd := f.Flags, f.Flags.GFD
 	add(flags.FailOnInitError != nil, "flags.failOnInitError", whyUnused["fail-on-init-error"])
 	add(flags.MPSRoot != nil, "flags.mpsRoot", whyUnused["mps-root"])
-	add(flags.UseNodeFeatureAPI != nil, "flags.useNodeFeatureAPI", whyUnused["use-node-feature-api"])
 	add(flags.Plugin.NVIDIACTKPath != nil, "flags.plugin.nvidiaCTKPath", whyUnused["nvidia-ctk-path"])
 	add(flags.Plugin.ContainerDriverRoot != nil, "flags.plugin.containerDriverRoot", whyUnused["container-driver-root"])
 	add(gfd.Oneshot != nil, "flags.gfd.oneshot", "the agent keeps the node's labels up to date")
-	add(gfd.OutputFile != nil, "flags.gfd.outputFile", "the agent writes the labels to the Node object")
+	add(gfd.OutputFile != nil, "flags.gfd.outputFile", "the agent writes the labels to the API server")
 	add(len(f.Resources.GPUs)+len(f.Resources.MIG) > 0, "resources",
 		"GPUs and MIG profiles have the resource names that migStrategy gives them, as with NVIDIA's device plugin")
 	return unused
@@ -303,7 +303,6 @@ func (f *file) unused() (unused []string) {
 var whyUnused = map[string]string{
 	"fail-on-init-error":    "the agent waits for the driver and its GPUs",
 	"mps-root":              "MPS daemons keep their files below --run-dir",
-	"use-node-feature-api":  "the agent writes the labels to the Node object",
 	"nvidia-ctk-path":       "--cdi-hook selects the hook",
 	"container-driver-root": "the agent finds the driver below --host-root",
 	"driver-root-ctr-path":  "the agent finds the driver below --host-root",

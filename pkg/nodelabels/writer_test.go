@@ -20,6 +20,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
+	fakedynamic "k8s.io/client-go/dynamic/fake"
 	"k8s.io/client-go/kubernetes/fake"
 	clienttesting "k8s.io/client-go/testing"
 	"k8s.io/client-go/tools/record"
@@ -38,23 +39,33 @@ type rig struct {
 	*Writer
 	t       *testing.T
 	client  *fake.Clientset
+	dynamic *fakedynamic.FakeDynamicClient
 	events  *record.FakeRecorder
 	changed broadcast.Signal
 	next    map[string]string
 	unknown bool
+	owners  []metav1.OwnerReference
+	noOwner error
 }
 
 // newRig returns a rig with a node that has labels of others.
 func newRig(t *testing.T) *rig {
 	t.Helper()
-	r := &rig{t: t, client: fake.NewClientset(), events: record.NewFakeRecorder(10), next: map[string]string{product: "NVIDIA-L4", count: "4"}}
+	r := &rig{t: t, client: fake.NewClientset(), dynamic: newFeatures(), events: record.NewFakeRecorder(10), next: map[string]string{product: "NVIDIA-L4", count: "4"}}
 	r.create("u1")
+	r.restart(false)
+	return r
+}
+
+// restart replaces the writer by the next agent's.
+func (r *rig) restart(useNodeFeature bool) {
 	r.Writer = NewWriter(Config{
 		Nodes: r.client.CoreV1().Nodes(), NodeName: "n", Want: func() (map[string]string, bool) { return r.next, !r.unknown },
+		UseNodeFeature: useNodeFeature, Features: r.dynamic.Resource(NodeFeatures).Namespace("tandem"),
+		Owner:   func(context.Context) ([]metav1.OwnerReference, error) { return r.owners, r.noOwner },
 		Changed: r.changed.Changed, Seen: func() map[string]string { return r.node().Labels }, Interval: time.Minute,
 		Recorder: r.events, Registerer: prometheus.NewRegistry(),
 	})
-	return r
 }
 
 func (r *rig) create(uid types.UID) {
@@ -99,7 +110,7 @@ func (r *rig) patch(manager string, labels map[string]any, annotations map[strin
 func (r *rig) requests() (gets, patches int) {
 	r.t.Helper()
 	r.client.ClearActions()
-	if err := r.write(context.Background()); err != nil {
+	if _, err := r.write(context.Background()); err != nil {
 		r.t.Fatal(err)
 	}
 	for _, action := range r.client.Actions() {
