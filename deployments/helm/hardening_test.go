@@ -131,6 +131,12 @@ func TestLabelsAreRemoved(t *testing.T) {
 	if env := variables(agents.Spec.Template.Spec.Containers[0]); env["GFD_NO_TIMESTAMP"] != "false" || env["GFD_SLEEP_INTERVAL"] != "5m" {
 		t.Errorf("variables %v", env)
 	}
+	for nfd, want := range map[string]string{`null`: "", `{"enableNodeFeatureApi":null}`: "", `{"enableNodeFeatureApi":true,"master":{}}`: "true", `{"enableNodeFeatureApi":false}`: "false"} {
+		agents := ask[appsv1.DaemonSet](t, "DaemonSet", "", "nfd="+nfd)
+		if env := variables(agents.Spec.Template.Spec.Containers[0]); env["GFD_USE_NODE_FEATURE_API"] != want {
+			t.Errorf("nfd: %s: variables %v", nfd, env)
+		}
+	}
 }
 
 // A rollout over thousands of nodes takes minutes, not hours.

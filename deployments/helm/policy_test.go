@@ -17,6 +17,7 @@ import (
 	admissionv1 "k8s.io/api/admissionregistration/v1"
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -114,7 +115,7 @@ func TestPoliciesMatchTheAccounts(t *testing.T) {
 // policies are the suffixes of the policies' names, each with the account that it restricts.
 func policies(agent, controller string) map[string]string {
 	return map[string]string{
-		"-resourceslices": agent, "-gpunode-status": agent, "-resourceclaims": agent, "-agent-events": agent, "-node-labels": agent,
+		"-resourceslices": agent, "-gpunode-status": agent, "-resourceclaims": agent, "-agent-events": agent, "-node-labels": agent, "-node-features": agent,
 		"-controller-events": controller, "-controller-leases": controller, "-controller-protected": controller,
 		"-controller-secrets": controller, "-controller-gpunodes": controller, "-controller-pods": controller, "-controller-evictions": controller, "-controller-nodes": controller,
 		"-controller-daemons": controller, "-controller-webhook": controller,
@@ -233,7 +234,78 @@ func TestNodeLabelPolicy(t *testing.T) {
 	judge(t, "-node-labels", object{"operation": "UPDATE", "userInfo": object{"username": "system:node:a"}}, node(same), node(set("zone", "y")), "-")
 }
 
-// The policy allows each label that the agent writes.
+// The agent writes the labels of GPU Feature Discovery for its own node to one NodeFeature, and nothing else.
+func TestNodeFeaturePolicy(t *testing.T) {
+	feature := func(name, node string, change func(metadata, spec object)) object {
+		metadata := object{"name": name, "labels": object{"nfd.node.kubernetes.io/node-name": node}, "ownerReferences": []any{object{"kind": "DaemonSet"}}}
+		spec := object{"labels": object{"nvidia.com/gpu.count": "4", "nvidia.com/mig-1g.10gb.count": "2"}}
+		if change != nil {
+			change(metadata, spec)
+		}
+		return object{"metadata": metadata, "spec": spec}
+	}
+	label := func(key string) func(object, object) {
+		return func(_, spec object) { spec["labels"].(object)[key] = "x" }
+	}
+	finalizer := func(metadata, _ object) { metadata["finalizers"] = []any{"x.example/y"} }
+	const name, own, other, others = "nvidia-features-for-a", "a", "the NodeFeature nvidia-features-for-a only", "nothing in a NodeFeature but labels of GPU Feature Discovery"
+	for what, c := range map[string]struct {
+		extra         object
+		before, after any
+		want          string
+	}{
+		"creates":                 {onNode("a"), nil, feature(name, own, nil), ""},
+		"updates":                 {onNode("a"), feature(name, own, nil), feature(name, own, label("nvidia.com/gpu.product")), ""},
+		"deletes":                 {onNode("a"), feature(name, own, nil), nil, ""},
+		"no labels":               {onNode("a"), nil, feature(name, own, func(_, spec object) { delete(spec, "labels") }), ""},
+		"unbound token":           {nil, nil, feature(name, own, nil), "bound to its pod"},
+		"deletes, unbound token":  {nil, feature(name, own, nil), nil, "bound to its pod"},
+		"creates another node's":  {onNode("a"), nil, feature("nvidia-features-for-b", "b", nil), other},
+		"deletes another node's":  {onNode("a"), feature("nvidia-features-for-b", "b", nil), nil, other},
+		"the worker's":            {onNode("a"), nil, feature("a", own, nil), other},
+		"for another node":        {onNode("a"), nil, feature(name, "b", nil), "for that node only"},
+		"for no node":             {onNode("a"), nil, feature(name, own, func(metadata, _ object) { delete(metadata, "labels") }), "for that node only"},
+		"redirects":               {onNode("a"), feature(name, own, nil), feature(name, "b", nil), "for that node only"},
+		"pauses":                  {onNode("a"), nil, feature(name, own, label("nvidia.com/gpu.deploy.driver")), others},
+		"configuration":           {onNode("a"), nil, feature(name, own, label("nvidia.com/device-plugin.config")), others},
+		"role":                    {onNode("a"), nil, feature(name, own, label("node-role.kubernetes.io/control-plane")), others},
+		"a label of NFD's":        {onNode("a"), nil, feature(name, own, label("cpu-cpuid.AVX")), others},
+		"features":                {onNode("a"), nil, feature(name, own, func(_, spec object) { spec["features"] = object{} }), others},
+		"keeps it by a finalizer": {onNode("a"), nil, feature(name, own, finalizer), "may not set finalizers"},
+		"another one's finalizer": {onNode("a"), feature(name, own, finalizer), feature(name, own, finalizer), ""},
+	} {
+		t.Run(what, func(t *testing.T) {
+			user := object{"username": "system:serviceaccount:tandem-system:tandem"}
+			if c.extra != nil {
+				user["extra"] = c.extra
+			}
+			operation := map[[2]bool]string{{false, true}: "CREATE", {true, true}: "UPDATE", {true, false}: "DELETE"}[[2]bool{c.before != nil, c.after != nil}]
+			judge(t, "-node-features", object{"operation": operation, "userInfo": user}, c.before, c.after, c.want)
+		})
+	}
+	request := object{"operation": "CREATE", "userInfo": object{"username": "system:serviceaccount:nfd:worker"}}
+	judge(t, "-node-features", request, nil, feature("b", "b", label("cpu-cpuid.AVX")), "-")
+}
+
+// Only the agent's own namespace has its NodeFeatures.
+func TestNodeFeatureRights(t *testing.T) {
+	for _, name := range cases {
+		agent := daemonSet(t, name)
+		binding := findNamed[*rbacv1.RoleBinding](t, name, agent.Name)
+		role := findNamed[*rbacv1.Role](t, name, binding.RoleRef.Name)
+		if role.Namespace != agent.Namespace || binding.Namespace != agent.Namespace || len(binding.Subjects) != 1 ||
+			binding.Subjects[0].Name != agent.Spec.Template.Spec.ServiceAccountName || len(role.Rules) != 1 || !slices.Equal(role.Rules[0].Resources, []string{"nodefeatures"}) {
+			t.Errorf("%s: binding %+v, role %+v", name, binding, role)
+		}
+		for _, rule := range findNamed[*rbacv1.ClusterRole](t, name, agent.Name).Rules {
+			if slices.Contains(rule.APIGroups, "nfd.k8s-sigs.io") || slices.Contains(rule.APIGroups, "*") {
+				t.Errorf("%s: rule of the ClusterRole %+v", name, rule)
+			}
+		}
+	}
+}
+
+// The policies allow each label that the agent writes.
 func TestNodeLabelPolicyAllowsAllLabels(t *testing.T) {
 	part := func(profile string) device.Partition {
 		return device.Partition{UUID: "MIG-" + profile, Profile: profile}
@@ -261,6 +333,8 @@ func TestNodeLabelPolicyAllowsAllLabels(t *testing.T) {
 			after := object{"metadata": object{"name": "a", "labels": object{key: value}}}
 			judge(t, "-node-labels", request, before, after, "")
 			judge(t, "-node-labels", request, after, before, "")
+			feature := object{"metadata": object{"name": "nvidia-features-for-a", "labels": object{"nfd.node.kubernetes.io/node-name": "a"}}, "spec": object{"labels": object{key: value}}}
+			judge(t, "-node-features", object{"operation": "CREATE", "userInfo": request["userInfo"]}, nil, feature, "")
 			if t.Failed() {
 				t.Fatalf("%s: %s", strategy, key)
 			}

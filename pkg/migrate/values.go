@@ -376,6 +376,9 @@ func (t *translation) checkConfigs() {
 
 // compare reports what a node configuration does differently here.
 func (t *translation) compare(above string, parsed map[string]any) {
+	if path := "flags.useNodeFeatureAPI"; at(parsed, path) == true {
+		t.change(above+"."+path, t.rows["nfd.enableNodeFeatureApi"].Note)
+	}
 	sharing, _ := parsed["sharing"].(map[string]any)
 	for strategy, section := range sharing {
 		path := above + ".sharing." + strategy

@@ -222,6 +222,11 @@ func TestKeysOfNVIDIAsCharts(t *testing.T) {
 		"{gfd: {enabled: true, noTimestamp: false, sleepInterval: infinite}}": func(_ appsv1.DaemonSet, c config.Config) bool {
 			return c.NodeLabels && !c.NoTimestamp && c.LabelInterval > 24*time.Hour
 		},
+		"{nfd: {enableNodeFeatureApi: true, master: {}}}": func(_ appsv1.DaemonSet, c config.Config) bool { return c.UseNodeFeatureAPI },
+		"{nfd: {enableNodeFeatureApi: false}, config: {flags: {useNodeFeatureAPI: true}}}": func(_ appsv1.DaemonSet, c config.Config) bool {
+			return !c.UseNodeFeatureAPI
+		},
+		"{config: {flags: {useNodeFeatureAPI: true}}}":            func(_ appsv1.DaemonSet, c config.Config) bool { return c.UseNodeFeatureAPI },
 		"{namespaceOverride: gpu}":                                func(set appsv1.DaemonSet, _ config.Config) bool { return set.Namespace == "gpu" },
 		"{unknownConfigKeys: Warn, config: {flags: {old: true}}}": func(set appsv1.DaemonSet, c config.Config) bool { return c.UnknownKeys == "Warn" },
 		"{updateStrategy: {type: RollingUpdate, rollingUpdate: {maxUnavailable: 3}}}": func(set appsv1.DaemonSet, _ config.Config) bool {
