@@ -5,10 +5,13 @@ package e2e
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/pkg/nodelabels"
@@ -99,4 +102,132 @@ func TestNodeLabelsDisabled(t *testing.T) {
 	s.hasLabels(map[string]string{"gpu.count": "8"})
 	s.installed("mig-limits.values.yaml", "gfd.enabled=false")
 	s.hasLabels(map[string]string{"gpu.count": "", "gpu.product": "", "mig.strategy": ""})
+}
+
+// featureNames are the NodeFeatures in Tandem's namespace.
+func (s *story) featureNames() []string {
+	s.Helper()
+	return strings.Fields(s.kubectl("get", "nodefeatures", "-n", install.Namespace, "-o", "name"))
+}
+
+func (s *story) awaitFeatures(names ...string) {
+	s.Helper()
+	s.await(patient, fmt.Sprintf("NodeFeatures %v", names), func() error {
+		if got := s.featureNames(); !slices.Equal(got, names) {
+			return fmt.Errorf("there are %v", got)
+		}
+		return nil
+	})
+}
+
+// TestNodeFeature: with Node Feature Discovery, the labels come from an object. It goes where they go: with the setting, with the agents, and
+// with another one's. Without Node Feature Discovery the labels stay, and the agent says what is missing.
+func TestNodeFeature(t *testing.T) {
+	const product, own = "NVIDIA-H100-80GB-HBM3", "nvidia-features-for-" + gpuNode
+	s := begin(t)
+	discovery := s.nfd()
+	values := func(use string) []string { return []string{"gfd.sleepInterval=1s", "nfd.enableNodeFeatureApi=" + use} }
+	upgrade := func(use string) {
+		t.Helper()
+		err := install.Tandem(s.ctx, theCluster, install.Options{Values: append(values(use), installValues...)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		s.rolledOut()
+	}
+	feature := func(node string) string { return "nodefeature.nfd.k8s-sigs.io/nvidia-features-for-" + node }
+	labelled := map[string]string{"gpu.product": product, "gpu.count": "8", "gpu.family": "hopper"}
+	notOurs := func() {
+		t.Helper()
+		s.await(patient, "no labels of Tandem's own on the nodes", func() error {
+			if owned := s.ownedLabels(); len(owned) > 0 {
+				return errors.New(strings.Join(owned, "\n"))
+			}
+			return nil
+		})
+	}
+	s.hasLabels(labelled)
+
+	s.installed("mig-limits.values.yaml", values("true")...)
+	s.event("Node", gpuNode, "NodeLabelsNotWritten", "the API server has no NodeFeatures", "Install Node Feature Discovery")
+	s.ready()
+	s.hasLabels(labelled)
+	discovery.define()
+	s.awaitFeatures(feature(gpuNode), feature(numaNode))
+	notOurs()
+	discovery.run()
+	s.hasLabels(labelled)
+	if owned := s.ownedLabels(); len(owned) > 0 {
+		t.Errorf("labels of Tandem's own:\n%s", strings.Join(owned, "\n"))
+	}
+
+	// A stolen token labels no other node, and writes no other label. Requests that the API server would allow are dry runs.
+	pod := s.agentPod(gpuNode)
+	stolen := s.as(pod.Spec.ServiceAccountName, &pod).CoreV1().RESTClient()
+	path := func(namespace, name string) string {
+		return "/apis/nfd.k8s-sigs.io/v1alpha1/namespaces/" + namespace + "/nodefeatures/" + name
+	}
+	patch := func(path, text string) error {
+		return stolen.Patch(types.MergePatchType).AbsPath(path).Param("dryRun", "All").Body([]byte(text)).Do(s.ctx).Error()
+	}
+	other := path(install.Namespace, "nvidia-features-for-"+numaNode)
+	for what, c := range map[string]struct {
+		err  error
+		want string
+	}{
+		"own":           {patch(path(install.Namespace, own), `{"spec":{"labels":{"nvidia.com/gpu.count":"9"}}}`), ""},
+		"another label": {patch(path(install.Namespace, own), `{"spec":{"labels":{"nvidia.com/gpu.deploy.driver":"false"}}}`), "nothing in a NodeFeature but labels of GPU Feature Discovery"},
+		"for another":   {patch(path(install.Namespace, own), `{"metadata":{"labels":{"nfd.node.kubernetes.io/node-name":"`+numaNode+`"}}}`), "for that node only"},
+		"another's":     {patch(other, `{"spec":{"labels":{"nvidia.com/gpu.count":"9"}}}`), "may write the NodeFeature " + own + " only"},
+		"deletes":       {stolen.Delete().AbsPath(other).Param("dryRun", "All").Do(s.ctx).Error(), "may write the NodeFeature " + own + " only"},
+		"elsewhere":     {patch(path(s.namespace, own), `{"spec":{"labels":{"nvidia.com/gpu.count":"9"}}}`), "cannot patch resource"},
+	} {
+		switch {
+		case c.want == "" && c.err != nil:
+			t.Errorf("%s: %v", what, c.err)
+		case c.want != "" && (!apierrors.IsForbidden(c.err) || !strings.Contains(c.err.Error(), c.want)):
+			t.Errorf("%s: %v, which should be forbidden and say %q", what, c.err, c.want)
+		}
+	}
+
+	// The next agent goes on with the object, and restores it.
+	s.killAgent()
+	s.ready()
+	uid := s.kubectl("get", "nodefeature", own, "-n", install.Namespace, "-o", "jsonpath={.metadata.uid}")
+	s.kubectl("delete", "nodefeature", own, "-n", install.Namespace)
+	s.await(patient, "another NodeFeature", func() error {
+		if now := s.kubectl("get", "nodefeature", own, "-n", install.Namespace, "--ignore-not-found", "-o", "jsonpath={.metadata.uid}"); now == "" || now == uid {
+			return fmt.Errorf("its UID is %q", now)
+		}
+		return nil
+	})
+	s.hasLabels(labelled)
+
+	// Another one that writes to it has it.
+	s.kubectl("patch", "nodefeature", own, "-n", install.Namespace, "--field-manager=gfd", "--type=merge", "-p", `{"spec":{"labels":{"nvidia.com/gpu.product":"theirs"}}}`)
+	s.event("Node", gpuNode, "NodeLabelsNotWritten", "the field manager gfd has written the NodeFeature "+install.Namespace+"/"+own)
+	s.hasLabels(map[string]string{"gpu.product": "theirs", "gpu.count": "8"})
+	s.kubectl("delete", "nodefeature", own, "-n", install.Namespace)
+	s.hasLabels(labelled)
+
+	// Back to the node, and to the object again.
+	upgrade("false")
+	s.awaitFeatures()
+	s.await(patient, "labels of Tandem's own on both nodes", func() error {
+		if owned := s.ownedLabels(); len(owned) != 2 || !strings.Contains(owned[0], "gpu.product") || !strings.Contains(owned[1], "gpu.product") {
+			return errors.New(strings.Join(owned, "\n"))
+		}
+		return nil
+	})
+	s.hasLabels(labelled)
+	upgrade("true")
+	s.awaitFeatures(feature(gpuNode), feature(numaNode))
+	notOurs()
+	s.hasLabels(labelled)
+
+	if err := install.Uninstall(s.ctx, theCluster, install.Options{}); err != nil {
+		t.Fatal(err)
+	}
+	s.awaitFeatures()
+	s.hasLabels(map[string]string{"gpu.product": "", "gpu.count": "", "gpu.family": ""})
 }

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"testing"
+
+	"github.com/tandem-gpu/tandem/hack/gotool"
+)
+
+// nfdVersion is that of the chart of NVIDIA's device plugin 0.20.
+const nfdVersion = "v0.19.0"
+
+// nfd is Node Feature Discovery without its workers, which need its image: its definitions and its master, built from its module.
+type nfd struct {
+	*story
+	dir, master string
+}
+
+// nfd builds the master. That takes seconds once Go has its packages in the cache, and minutes before.
+func (s *story) nfd() nfd {
+	s.Helper()
+	const module = "sigs.k8s.io/node-feature-discovery"
+	n := nfd{s, filepath.Join(s.TempDir(), "nfd"), filepath.Join(s.TempDir(), "nfd-master")}
+	// In its repository api/nfd is a directory, in the registry a module of its own.
+	for path, to := range map[string]string{module: n.dir, module + "/api/nfd": filepath.Join(n.dir, "api/nfd")} {
+		if err := os.CopyFS(to, os.DirFS(moduleDir(s.T, path+"@"+nfdVersion))); err != nil {
+			s.Fatal(err)
+		}
+	}
+	build := gotool.Command(s.ctx, s.TempDir(), []string{"GOWORK=off", "CGO_ENABLED=0"}, "build", "-o", n.master, "./cmd/nfd-master")
+	build.Dir = n.dir
+	out, err := build.CombinedOutput()
+	skipUnreachable(s.T, out)
+	if err != nil {
+		s.Fatalf("build Node Feature Discovery: %v\n%s", err, out)
+	}
+	return n
+}
+
+// moduleDir downloads a module.
+func moduleDir(t *testing.T, module string) string {
+	t.Helper()
+	cmd := exec.CommandContext(t.Context(), "go", "mod", "download", "-json", module)
+	cmd.Dir, cmd.Env = t.TempDir(), append(os.Environ(), "GOWORK=off")
+	out, err := cmd.Output()
+	skipUnreachable(t, out)
+	var answer struct{ Dir string }
+	if err != nil || json.Unmarshal(out, &answer) != nil {
+		t.Fatalf("download %s: %v\n%s", module, err, out)
+	}
+	return answer.Dir
+}
+
+func skipUnreachable(t *testing.T, out []byte) {
+	t.Helper()
+	if bytes.Contains(out, []byte("dial tcp")) || bytes.Contains(out, []byte("server response")) {
+		t.Skipf("the modules of Node Feature Discovery cannot be downloaded:\n%s", out)
+	}
+}
+
+// define installs the definitions. At the story's end nothing of Node Feature Discovery is left.
+func (n nfd) define() {
+	n.Helper()
+	file := filepath.Join(n.dir, "deployment/base/nfd-crds/nfd-api-crds.yaml")
+	n.undo(func() error {
+		ctx := context.WithoutCancel(n.ctx)
+		if out, err := n.command(ctx, "-prune").CombinedOutput(); err != nil {
+			return fmt.Errorf("prune: %w\n%s", err, out)
+		}
+		_, err := theCluster.Kubectl(ctx, "delete", "--ignore-not-found", "-f", file)
+		return err
+	})
+	n.kubectl("apply", "--server-side", "-f", file)
+	n.kubectl("wait", "--for=condition=Established", "--timeout=1m", "-f", file)
+}
+
+func (n nfd) command(ctx context.Context, args ...string) *exec.Cmd {
+	n.Helper()
+	args = append([]string{"NODE_NAME=" + gpuNode, "KUBERNETES_NAMESPACE=" + n.namespace, n.master, "-kubeconfig=" + theCluster.Kubeconfig(), "-port=18080"}, args...)
+	cmd, err := theCluster.Command(ctx, "env", args...)
+	if err != nil {
+		n.Fatal(err)
+	}
+	return cmd
+}
+
+// run runs the master until the story ends.
+func (n nfd) run() {
+	n.Helper()
+	ctx, cancel := context.WithCancel(n.ctx)
+	cmd := n.command(ctx)
+	var log bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &log, &log
+	if err := cmd.Start(); err != nil {
+		cancel()
+		n.Fatal(err)
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- cmd.Wait() }()
+	n.Cleanup(func() {
+		cancel()
+		err := <-ended
+		if n.Failed() {
+			n.Logf("the master of Node Feature Discovery (%v):\n%s", err, log.String())
+		}
+	})
+}
