@@ -51,6 +51,12 @@ func (c *Cluster) makeImages(ctx context.Context, pauseProgram string) ([]string
 		v1.Config{Cmd: []string{"sh"}, Env: []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin"}, StopSignal: "SIGKILL"})
 }
 
+// WriteProgramImage writes an image archive for LoadImage with nothing but one static program of the host, at a path in the image. Stories
+// call it for programs whose images they cannot pull. It does not run as root, which charts demand of their images.
+func WriteProgramImage(archive, reference, program, inImage string) error {
+	return writeImage(archive, reference, map[string]string{inImage: program}, nil, v1.Config{User: "65534"})
+}
+
 // writeImage writes an image of one layer. files maps a path in the image to a file of the host; links point to /bin/busybox.
 func writeImage(path, reference string, files map[string]string, links []string, config v1.Config) error {
 	data, err := layerContent(files, links)
