@@ -1,0 +1,285 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	batchv1 "k8s.io/api/batch/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/tandem-gpu/tandem/hack/binaries"
+	"github.com/tandem-gpu/tandem/hack/cluster"
+)
+
+// kueueVariable lets TestKueue run. It is not part of make test because it compiles Kueue the first time.
+const kueueVariable = "KUEUE"
+
+const (
+	kueueModule    = "sigs.k8s.io/kueue"
+	kueueVersion   = "v0.17.0"
+	kueueNamespace = "kueue-system"
+	kueueImage     = "docker.io/local/kueue"
+)
+
+// TestKueue: one ClusterQueue counts the GPUs of Jobs with limits and of Jobs with claims. What exceeds its quota waits, whichever API it
+// uses, and the oldest that waits gets what another gives back. Kueue's configuration and the queue are those of the user page.
+func TestKueue(t *testing.T) {
+	if os.Getenv(kueueVariable) == "" {
+		t.Skipf("compiling Kueue takes minutes the first time; play the story by %s=1 make e2e RUN=TestKueue", kueueVariable)
+	}
+	s := begin(t)
+	values, queues := kueuePage(t)
+	s.startKueue(values)
+	s.manifest(queues + "---" + singleTemplate)
+
+	s.manifest(queued("limit", "limit-0") + queued("claim", "claim-0") + queued("limit", "limit-1") + queued("claim", "claim-1"))
+	s.admitted(4, 0)
+	s.wantHolds(2, 2)
+	s.manifest(queued("claim", "claim-2"))
+	s.admitted(4, 1)
+	s.laterThan("claim-2")
+	s.manifest(queued("limit", "limit-2"))
+	s.admitted(4, 2)
+	s.finish("limit-0")
+	s.admitted(4, 1)
+	s.wantHolds(3, 1)
+	s.finish("claim-0")
+	s.admitted(4, 0)
+	s.wantHolds(2, 2)
+
+	// A restarted Kueue counts the same. It takes claims into the queue later than limits, so any of these two may be first.
+	s.manifest(queued("claim", "claim-3") + queued("limit", "limit-3"))
+	s.admitted(4, 2)
+	s.restartKueue()
+	s.finish("limit-1")
+	s.admitted(4, 1)
+	s.finish("limit-2")
+	s.admitted(4, 0)
+	s.wantHolds(3, 1)
+	s.noDoubleOwners()
+	s.kubectl("delete", "jobs", "-n", s.namespace, "--all")
+	s.noPods()
+
+	// With a quota of all GPUs, Kueue admits a Job as soon as another ends, so that its GPU has to change over between the APIs.
+	s.manifest(strings.Replace(queues, "nvidia.com/gpu, nominalQuota: 4", fmt.Sprintf("nvidia.com/gpu, nominalQuota: %d", gpusANode), 1))
+	for _, apis := range [][2]string{{"limit", "claim"}, {"claim", "limit"}} {
+		first, second := apis[0], apis[1]
+		// Names of their own: a Job that is made again before Kueue has let go of the one deleted may stay suspended.
+		var jobs strings.Builder
+		for i := range gpusANode {
+			jobs.WriteString(queued(first, fmt.Sprintf("all-%s-%d", first, i)))
+		}
+		s.manifest(jobs.String())
+		s.admitted(gpusANode, 0)
+		s.manifest(queued(second, "last-"+second))
+		s.admitted(gpusANode, 1)
+		s.finish("all-" + first + "-0")
+		s.took("a GPU from a "+first+" to a "+second, func() { s.admitted(gpusANode, 0) })
+		if first == "limit" {
+			s.wantHolds(1, gpusANode-1)
+		} else {
+			s.wantHolds(gpusANode-1, 1)
+		}
+		s.noDoubleOwners()
+		s.kubectl("delete", "jobs", "-n", s.namespace, "--all")
+		s.noPods()
+	}
+}
+
+// queued is a Job in the queue with one GPU, which ends when finish says so.
+func queued(api, name string) string {
+	pod := one(api, name)
+	pod = strings.ReplaceAll(pod[strings.Index(pod, "spec:"):], "\n", "\n    ")
+	pod = strings.Replace(pod, "[sleep, infinity]", `[sh, -c, "until [ -e /tmp/end ]; do sleep 1; done"]`, 1)
+	return fmt.Sprintf(`
+---
+apiVersion: batch/v1
+kind: Job
+metadata: {name: %s, labels: {kueue.x-k8s.io/queue-name: gpus}}
+spec:
+  template:
+    %s
+      restartPolicy: Never
+`, name, strings.TrimRight(pod, " \n"))
+}
+
+func (s *story) finish(job string) {
+	s.Helper()
+	s.kubectl("exec", "-n", s.namespace, "job/"+job, "--", "touch", "/tmp/end")
+}
+
+// laterThan waits until what is made is younger than a Job: Kueue orders by creation, in seconds.
+func (s *story) laterThan(name string) {
+	s.Helper()
+	job, err := theClient.BatchV1().Jobs(s.namespace).Get(s.ctx, name, metav1.GetOptions{})
+	if err != nil {
+		s.Fatal(err)
+	}
+	time.Sleep(time.Until(job.CreationTimestamp.Add(time.Second)))
+}
+
+// admitted waits until so many Jobs run, each on a GPU that the queue counts, and others wait for quota, without a pod. For Jobs that
+// have ended there is no pod either.
+func (s *story) admitted(running, waiting int) {
+	s.Helper()
+	s.await(patient, fmt.Sprintf("%d Jobs to run, %d to wait", running, waiting), func() error {
+		var run, wait int
+		jobs, err := theClient.BatchV1().Jobs(s.namespace).List(s.ctx, metav1.ListOptions{})
+		if err != nil {
+			return err
+		}
+		for _, job := range jobs.Items {
+			switch {
+			case job.Spec.Suspend != nil && *job.Spec.Suspend:
+				wait++
+			case job.Status.Active == 1 && job.Status.Ready != nil && *job.Status.Ready == 1:
+				run++
+			case !slices.ContainsFunc(job.Status.Conditions, func(c batchv1.JobCondition) bool {
+				return c.Type == batchv1.JobComplete && c.Status == corev1.ConditionTrue
+			}):
+				return fmt.Errorf("job %s neither runs nor waits: %+v", job.Name, job.Status)
+			}
+		}
+		pods := len(slices.DeleteFunc(s.pods(), func(pod corev1.Pod) bool { return pod.Status.Phase == corev1.PodSucceeded }))
+		if run != running || wait != waiting || pods != running {
+			return fmt.Errorf("%d run, %d wait, %d pods", run, wait, pods)
+		}
+		counted, short, err := s.kueueCounts()
+		if err == nil && (counted != fmt.Sprint(running) || short != waiting) {
+			err = fmt.Errorf("the queue counts %s GPUs, %d workloads miss quota", counted, short)
+		}
+		return err
+	})
+}
+
+// kueueCounts answers how many GPUs the queue counts, and how many workloads wait because it has none left.
+func (s *story) kueueCounts() (gpus string, short int, err error) {
+	gpus, err = theCluster.Kubectl(s.ctx, "get", "clusterqueue", "gpus", "-o",
+		`jsonpath={.status.flavorsUsage[0].resources[?(@.name=="nvidia.com/gpu")].total}`)
+	if err != nil {
+		return "", 0, err
+	}
+	messages, err := theCluster.Kubectl(s.ctx, "get", "workloads", "-n", s.namespace, "-o",
+		`jsonpath={.items[*].status.conditions[?(@.type=="QuotaReserved")].message}`)
+	return gpus, strings.Count(messages, "insufficient unused quota for nvidia.com/gpu"), err
+}
+
+// kueuePage answers the values for Kueue's chart and the queues of the user page.
+func kueuePage(t *testing.T) (values, queues string) {
+	t.Helper()
+	page, err := os.ReadFile("../../docs/user/with/kueue.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	blocks := regexp.MustCompile("(?s)```yaml\n(.*?)```").FindAllStringSubmatch(string(page), -1)
+	if len(blocks) != 2 {
+		t.Fatalf("the page has %d blocks, not values and queues", len(blocks))
+	}
+	return blocks[0][1], blocks[1][1]
+}
+
+// startKueue installs Kueue from its chart until the story ends. Its image is not pulled: Kueue is built from its module.
+func (s *story) startKueue(values string) {
+	s.Helper()
+	tool := binaries.Tool{Module: kueueModule, Version: kueueVersion, Package: kueueModule + "/cmd/kueue"}
+	program, err := tool.Ensure(s.ctx, os.Stdout)
+	if err != nil {
+		s.Fatal(err)
+	}
+	dir := s.TempDir()
+	image := filepath.Join(dir, "kueue.tar")
+	if err := cluster.WriteProgramImage(image, kueueImage+":"+kueueVersion, program, "manager"); err != nil {
+		s.Fatal(err)
+	}
+	if err := node().LoadImage(s.ctx, image); err != nil {
+		s.Fatal(err)
+	}
+	file := filepath.Join(dir, "values.yaml")
+	if err := os.WriteFile(file, []byte(values), 0o644); err != nil {
+		s.Fatal(err)
+	}
+	s.undo(s.stopKueue)
+	const manager = "controllerManager.manager."
+	err = s.helm("install", "kueue", filepath.Join(s.module(kueueModule+"@"+kueueVersion), "charts", "kueue"), "--create-namespace", "-f", file,
+		"--set="+manager+"image.repository="+kueueImage, "--set="+manager+"image.tag="+kueueVersion, "--set="+manager+"image.pullPolicy=Never",
+		"--set="+manager+"resources.requests.cpu=10m", "--set="+manager+"resources.requests.memory=64Mi")
+	if err != nil {
+		s.Fatal(err)
+	}
+	// Kueue writes its certificate into a Secret and waits until kubelet shows it there, for minutes. A pod that starts later sees it at once.
+	s.await(soon, "Kueue to have made its certificate", func() error {
+		certificate, err := theCluster.Kubectl(s.ctx, "get", "secret", "kueue-webhook-server-cert", "-n", kueueNamespace, "-o", `jsonpath={.data.tls\.crt}`)
+		if err == nil && certificate == "" {
+			err = errors.New("the Secret is empty")
+		}
+		return err
+	})
+	s.restartKueue()
+}
+
+func (s *story) restartKueue() {
+	s.Helper()
+	s.kubectl("rollout", "restart", "deployment", "-n", kueueNamespace)
+	s.kubectl("rollout", "status", "deployment", "-n", kueueNamespace, "--timeout="+patient.String())
+}
+
+// stopKueue removes Kueue and what it guards by finalizers, which it has to release itself.
+func (s *story) stopKueue() error {
+	var failed error
+	try := func(args ...string) string {
+		out, err := theCluster.Kubectl(s.ctx, args...)
+		failed = errors.Join(failed, err)
+		return out
+	}
+	if s.Failed() {
+		s.Logf("%s", try("get", "clusterqueues,localqueues,workloads,jobs", "-n", s.namespace, "-o", "yaml"))
+		s.Logf("%s", try("get", "pods", "-A", "-o", "wide"))
+		s.Logf("%s", try("logs", "deployment/kueue-controller-manager", "-n", kueueNamespace))
+	}
+	try("delete", "namespace", s.namespace, "--timeout="+soon.String())
+	try("delete", "clusterqueues,resourceflavors", "--all", "--timeout="+soon.String())
+	failed = errors.Join(failed, s.helm("uninstall", "kueue", "--wait", "--timeout="+soon.String()))
+	try("delete", "namespace", kueueNamespace, "--timeout="+soon.String())
+	return failed
+}
+
+// helm runs Helm in Kueue's namespace.
+func (s *story) helm(args ...string) error {
+	cmd, err := theCluster.Command(s.ctx, "helm", append(args, "--namespace", kueueNamespace)...)
+	if err != nil {
+		return err
+	}
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("helm %s: %w: %s", args[0], err, out)
+	}
+	return nil
+}
+
+// module answers the directory of a module that is no dependency of ours.
+func (s *story) module(version string) string {
+	s.Helper()
+	cmd := exec.CommandContext(s.ctx, "go", "mod", "download", "-json", version)
+	// Outside of the checkout, whose go.sum it would add to.
+	cmd.Dir, cmd.Env = s.TempDir(), append(os.Environ(), "GOWORK=off", "GOFLAGS=")
+	out, err := cmd.Output()
+	var module struct{ Dir string }
+	if err == nil {
+		err = json.Unmarshal(out, &module)
+	}
+	if err != nil {
+		s.Fatalf("download %s: %v: %s", version, err, out)
+	}
+	return module.Dir
+}
