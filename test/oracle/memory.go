@@ -75,27 +75,49 @@ func (m *Memory) Forget(namespace string) {
 	}
 }
 
-// Judge answers the device of a suspicion with its holders, where they may not have it at once, and false where they may.
-func (m *Memory) Judge(s Suspicion) (Double, bool) {
+// Judgement on a suspicion.
+type Judgement string
+
+const (
+	// Innocent holders may have the device at once, Guilty ones may not.
+	Innocent Judgement = "innocent"
+	Guilty   Judgement = "guilty"
+	// Undecided means that only holders whose claims were not seen make the others guilty: a claim came and went while the API server
+	// did not answer.
+	Undecided Judgement = "undecided"
+)
+
+// Judge answers the device of a suspicion with its holders, and whether they may have it at once.
+func (m *Memory) Judge(s Suspicion) (Double, Judgement) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	found := m.objects.explain(s.those)
 	double := Double{Node: s.those[0].node, Number: s.Number}
+	known := double
 	for _, container := range found.Containers {
 		for _, device := range container.Devices {
 			if device.Holder == "" || device.Number != s.numberIn(container.ID) {
 				continue
 			}
-			double.GPU = device.GPU
+			double.GPU, known.GPU = device.GPU, device.GPU
 			share := device.Share
 			if s.Number != s.other {
 				// Two partitions of a GPU do not overlap.
 				share = Share{}
 			}
 			double.add(container, device, share)
+			if device.API != Unseen {
+				known.add(container, device, share)
+			}
 		}
 	}
-	return double, double.guilty()
+	switch {
+	case known.guilty():
+		return double, Guilty
+	case double.guilty():
+		return double, Undecided
+	}
+	return double, Innocent
 }
 
 // addPod keeps what an earlier version told about claims: their names stay even where a status is written anew without them.

@@ -74,17 +74,29 @@ func TestMemoryOutlivesObjects(t *testing.T) {
 		m.Claim(now)
 	}
 	m.Claim(shared)
-	if double, guilty := m.Judge(theOnly(t, glimpse(t, map[string]uint32{"a": 1, "b": 1}))); guilty {
+	if double, judgement := m.Judge(theOnly(t, glimpse(t, map[string]uint32{"a": 1, "b": 1}))); judgement != Innocent {
 		t.Errorf("they share it: %s", double)
 	}
-	if _, guilty := m.Judge(theOnly(t, glimpse(t, map[string]uint32{"a": 1, "l": 1}))); !guilty {
+	if _, judgement := m.Judge(theOnly(t, glimpse(t, map[string]uint32{"a": 1, "l": 1}))); judgement != Guilty {
 		t.Error("a claim and limits are two owners")
 	}
-	if _, guilty := m.Judge(theOnly(t, glimpse(t, map[string]uint32{"a": 1, "unknown": 1}))); !guilty {
+	if _, judgement := m.Judge(theOnly(t, glimpse(t, map[string]uint32{"a": 1, "unknown": 1}))); judgement != Guilty {
 		t.Error("an unknown pod is an owner of its own")
 	}
+	unseen := (&world{}).pod("u", claim("unseen"))
+	m.Pod(&unseen.pods[0])
+	if _, judgement := m.Judge(theOnly(t, glimpse(t, map[string]uint32{"a": 1, "u": 1}))); judgement != Undecided {
+		t.Errorf("the claim of one was not seen: %s", judgement)
+	}
+	three := glimpse(t, map[string]uint32{"a": 1, "l": 1, "u": 1})
+	for _, seen := range three.sightings {
+		seen.devices[0].GPU.Replicas = 2
+	}
+	if _, judgement := m.Judge(theOnly(t, three)); judgement != Guilty {
+		t.Errorf("two others are guilty without it: %s", judgement)
+	}
 	m.Forget("ns")
-	if _, guilty := m.Judge(theOnly(t, glimpse(t, map[string]uint32{"a": 1, "b": 1}))); !guilty {
+	if _, judgement := m.Judge(theOnly(t, glimpse(t, map[string]uint32{"a": 1, "b": 1}))); judgement != Guilty {
 		t.Error("what was forgotten is known no more")
 	}
 }
@@ -134,8 +146,8 @@ func TestSuspectsThePartOfAGPU(t *testing.T) {
 	for _, pair := range [][2]Device{{whole, part}, {part, whole}} {
 		g.sightings[0].devices, g.sightings[1].devices = pair[:1], pair[1:]
 		suspicion := theOnly(t, g)
-		if _, guilty := NewMemory().Judge(suspicion); !guilty {
-			t.Errorf("suspicion %s is judged %t", suspicion, guilty)
+		if _, judgement := NewMemory().Judge(suspicion); judgement != Guilty {
+			t.Errorf("suspicion %s is judged %s", suspicion, judgement)
 		}
 	}
 	g.sightings[0].devices, g.sightings[1].devices = []Device{beside}, []Device{part}

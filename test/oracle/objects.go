@@ -140,8 +140,15 @@ func (o objects) attribute(device Device, seen sighting, pod corev1.Pod) Device 
 		device.API = Limits
 	case admin:
 		device.API, device.Holder = Admin, ""
+	case slices.ContainsFunc(asks.claims, func(name string) bool { return !o.seenAllocated(pod.Namespace + "/" + name) }):
+		device.API = Unseen
 	}
 	return device
+}
+
+// seenAllocated reports whether a version of the claim with an allocation is known.
+func (o objects) seenAllocated(claim string) bool {
+	return slices.ContainsFunc(o.claims[claim], func(c resourceapi.ResourceClaim) bool { return c.Status.Allocation != nil })
 }
 
 // asks is what a container's specification asks for.

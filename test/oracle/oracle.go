@@ -139,6 +139,8 @@ const (
 	Admin API = "admin"
 	// Unexplained means that the pod asks for no device at all, or is unknown to the API server.
 	Unexplained API = "unexplained"
+	// Unseen means that the pod has a claim of which no allocation was seen. What it has of the device is unknown.
+	Unseen API = "unseen"
 )
 
 // Device is a GPU's device node in a container, or of a MIG partition that of the right to use it.
@@ -323,7 +325,7 @@ func (p Picture) PodDevices(namespace, name string) []Device {
 func (p Picture) Unexplained() []Container {
 	var found []Container
 	for _, container := range p.Containers {
-		if slices.ContainsFunc(container.Devices, func(d Device) bool { return d.API == Unexplained }) {
+		if slices.ContainsFunc(container.Devices, func(d Device) bool { return d.API == Unexplained || d.API == Unseen }) {
 			found = append(found, container)
 		}
 	}

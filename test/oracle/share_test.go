@@ -93,9 +93,9 @@ func TestOneBudgetOfMemory(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			suspicion := theOnly(t, test.world.glimpse(t))
-			double, guilty := test.world.remembered().Judge(suspicion)
-			if guilty != test.guilty {
-				t.Errorf("guilty: %t: %s", guilty, double)
+			double, judgement := test.world.remembered().Judge(suspicion)
+			if (judgement == Guilty) != test.guilty {
+				t.Errorf("%s: %s", judgement, double)
 			}
 		})
 	}
@@ -135,8 +135,8 @@ func TestOneBudgetOfEqualShares(t *testing.T) {
 			for _, one := range suspicion.those {
 				one.devices[0].GPU.Shares = test.shares
 			}
-			if double, guilty := test.world.remembered().Judge(suspicion); guilty != test.guilty {
-				t.Errorf("guilty: %t: %s", guilty, double)
+			if double, judgement := test.world.remembered().Judge(suspicion); (judgement == Guilty) != test.guilty {
+				t.Errorf("%s: %s", judgement, double)
 			}
 		})
 	}
@@ -164,12 +164,12 @@ func TestTheLeastIsBelieved(t *testing.T) {
 	w := new(world).pod("a", claim("a")).pod("b", claim("b")).shares("a", "gpu-0", 30, 30).shares("b", "gpu-0", 50).sees("a", 0).sees("b", 0)
 	m := w.remembered()
 	suspicion := theOnly(t, w.glimpse(t))
-	if _, guilty := m.Judge(suspicion); !guilty {
+	if _, judgement := m.Judge(suspicion); judgement != Guilty {
 		t.Error("60 and 50 of 80 GiB fit")
 	}
 	w.shares("a", "gpu-0", 30)
 	m.Claim(&w.claims[len(w.claims)-1])
-	if double, guilty := m.Judge(suspicion); guilty {
+	if double, judgement := m.Judge(suspicion); judgement != Innocent {
 		t.Errorf("30 and 50 of 80 GiB do not fit: %s", double)
 	}
 }

@@ -25,6 +25,8 @@ type Counters struct {
 	Faults int `json:"faults"`
 	// DoublyOwned counts devices that two containers of different owners could see at one moment.
 	DoublyOwned int `json:"doublyOwned"`
+	// Undecided counts devices that several containers could see, where what one of them had was not seen.
+	Undecided int `json:"undecided,omitempty"`
 	// Stuck counts pods neither running nor rightly pending when they should have come to rest; Leaked counts GPUs, and other
 	// things, that were not free again when everything was deleted.
 	Stuck  int `json:"stuck"`
@@ -65,9 +67,9 @@ type Counters struct {
 // Line is a run's last line.
 func (c Counters) Line(seed uint64) string {
 	line := fmt.Sprintf("torture: seed=%d ops=%d placed_claims=%d placed_limits=%d contended=%d kills=%d doubly_owned=%d stuck=%d leaked=%d "+
-		"conflicts=%d healed=%d heal_p50=%s heal_p99=%s failed_admissions=%d wrongly_evicted=%d failed_unusable=%d", seed, c.Ops, c.PlacedClaims, c.PlacedPods, c.Contended,
+		"conflicts=%d healed=%d heal_p50=%s heal_p99=%s failed_admissions=%d wrongly_evicted=%d failed_unusable=%d undecided=%d", seed, c.Ops, c.PlacedClaims, c.PlacedPods, c.Contended,
 		c.Kills, c.DoublyOwned, c.Stuck, c.Leaked, c.Conflicts, c.Healed, c.HealTimes.percentile(50), c.HealTimes.percentile(99), c.FailedAdmissions,
-		c.WronglyEvicted, c.FailedUnusable)
+		c.WronglyEvicted, c.FailedUnusable, c.Undecided)
 	if c.MIG {
 		line += fmt.Sprintf(" partitions_made=%d partitions_destroyed=%d unmanaged_changed=%d", c.PartitionsMade, c.PartitionsDestroyed, c.UnmanagedChanged)
 	}
@@ -107,8 +109,8 @@ var ErrFaults = errors.New("faults were found")
 // ErrNothingTested means that a run proves nothing, since something that it should have met never came.
 var ErrNothingTested = errors.New("the run proves nothing")
 
-// PodState is nil for a run that met everything and found no fault.
-func (c Counters) PodState() error {
+// Err is nil for a run that met everything and found no fault.
+func (c Counters) Err() error {
 	if c.faults() > 0 {
 		return fmt.Errorf("%w: %s", ErrFaults, c.Found())
 	}
@@ -126,6 +128,9 @@ func (c Counters) PodState() error {
 		if must.played && must.count == 0 {
 			missing = append(missing, must.name+"=0")
 		}
+	}
+	if c.Undecided*100 > c.PlacedClaims+c.PlacedPods {
+		missing = append(missing, fmt.Sprintf("undecided=%d", c.Undecided))
 	}
 	if len(missing) > 0 {
 		return fmt.Errorf("%w: %s", ErrNothingTested, strings.Join(missing, " "))

@@ -19,7 +19,7 @@ func TestTheLastLine(t *testing.T) {
 		HealTimes: []time.Duration{3 * time.Second, 300 * time.Millisecond, 400 * time.Millisecond},
 	}
 	want := "torture: seed=9 ops=5000 placed_claims=1 placed_limits=2 contended=3 kills=4 doubly_owned=0 stuck=0 leaked=0 " +
-		"conflicts=5 healed=6 heal_p50=400ms heal_p99=3s failed_admissions=7 wrongly_evicted=0 failed_unusable=0"
+		"conflicts=5 healed=6 heal_p50=400ms heal_p99=3s failed_admissions=7 wrongly_evicted=0 failed_unusable=0 undecided=0"
 	if got := c.Line(9); got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
 	}
@@ -35,7 +35,7 @@ func TestTheLastLine(t *testing.T) {
 
 func TestResult(t *testing.T) {
 	good := Counters{PlacedClaims: 1, PlacedPods: 1, Contended: 1, Kills: 1}
-	if err := good.PodState(); err != nil {
+	if err := good.Err(); err != nil {
 		t.Error(err)
 	}
 	for _, spoil := range []func(*Counters){
@@ -44,7 +44,7 @@ func TestResult(t *testing.T) {
 	} {
 		bad := good
 		spoil(&bad)
-		if err := bad.PodState(); !errors.Is(err, ErrFaults) {
+		if err := bad.Err(); !errors.Is(err, ErrFaults) {
 			t.Errorf("%+v: %v", bad, err)
 		}
 	}
@@ -55,18 +55,19 @@ func TestResult(t *testing.T) {
 		}
 	}
 	all := good
-	if sharing(func(*Counters) {})(&all); all.PodState() != nil {
-		t.Error(all.PodState())
+	if sharing(func(*Counters) {})(&all); all.Err() != nil {
+		t.Error(all.Err())
 	}
 	for _, spoil := range []func(*Counters){
 		func(c *Counters) { c.PlacedClaims = 0 }, func(c *Counters) { c.PlacedPods = 0 },
 		func(c *Counters) { c.Contended = 0 }, func(c *Counters) { c.Kills = 0 }, func(c *Counters) { c.MIG = true },
 		sharing(func(c *Counters) { c.PlacedShares = 0 }), sharing(func(c *Counters) { c.PlacedReplicas = 0 }),
+		func(c *Counters) { c.Undecided = 1 },
 		sharing(func(c *Counters) { c.PlacedEqual = 0 }), sharing(func(c *Counters) { c.PlacedUnlimited = 0 }),
 	} {
 		empty := good
 		spoil(&empty)
-		if err := empty.PodState(); !errors.Is(err, ErrNothingTested) {
+		if err := empty.Err(); !errors.Is(err, ErrNothingTested) {
 			t.Errorf("%+v: %v", empty, err)
 		}
 	}

@@ -108,7 +108,7 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) (Counters, error) {
 		return r.statistics.now(), err
 	}
 	counters := r.statistics.now()
-	return counters, counters.PodState()
+	return counters, counters.Err()
 }
 
 func newRun(ctx context.Context, c *cluster.Cluster, o Options) (*run, error) {
@@ -169,7 +169,7 @@ func (r *run) rounds(ctx context.Context) error {
 			return err
 		}
 		if r.State.Counters.faults() > 0 {
-			r.trace.say("ending: %s", r.State.Counters.PodState())
+			r.trace.say("ending: %s", r.State.Counters.Err())
 			return nil
 		}
 	}

@@ -28,7 +28,7 @@ const (
 	fastest   = 20 * time.Millisecond
 	dutyCycle = 12
 	slowest   = 250 * time.Millisecond
-	// confirmPause is how long a suspicion waits for the API server's objects to be read; so often it is tried.
+	// confirmPause is the time between two tries to read the API server's objects, confirmTries their number.
 	confirmPause, confirmTries = 500 * time.Millisecond, 240
 )
 
@@ -74,8 +74,10 @@ type watch struct {
 	podHistories map[string]*podHistory
 	// seen are the devices in the containers of each pod, at the last look.
 	seen map[string][]oracle.Device
-	// suspected are suspicions that were judged or are about to be.
+	// suspected are suspicions that were judged or are about to be, unjudged the latter; arrived then has a value.
 	suspected map[string]bool
+	unjudged  []oracle.Suspicion
+	arrived   chan struct{}
 	looks     int
 	// unusable is since when no device can be given to a container; zero while devices can.
 	unusable time.Time
@@ -90,6 +92,7 @@ func newWatch(
 	return &watch{
 		client: client, lookout: oracle.NewLookout(node, shared), memory: oracle.NewMemory(), room: room, statistics: t, heals: h,
 		podHistories: map[string]*podHistory{}, seen: map[string][]oracle.Device{}, suspected: map[string]bool{},
+		arrived: make(chan struct{}, 1),
 	}
 }
 
@@ -107,7 +110,8 @@ func (w *watch) run(ctx context.Context) error {
 	factory.Start(ctx.Done())
 	defer factory.Shutdown()
 	group, ctx := errgroup.WithContext(ctx)
-	group.Go(func() error { return w.lookAround(ctx, group) })
+	group.Go(func() error { return w.lookAround(ctx) })
+	group.Go(func() error { return w.judge(ctx) })
 	return group.Wait()
 }
 
@@ -129,7 +133,7 @@ func onEach[T any](seen, gone func(*T)) cache.ResourceEventHandler {
 }
 
 // lookAround looks at the node as often as it may without taking the machine from those who are watched.
-func (w *watch) lookAround(ctx context.Context, group *errgroup.Group) error {
+func (w *watch) lookAround(ctx context.Context) error {
 	for ctx.Err() == nil {
 		started := time.Now()
 		glimpse, err := w.lookout.Look()
@@ -137,50 +141,79 @@ func (w *watch) lookAround(ctx context.Context, group *errgroup.Group) error {
 			return err
 		}
 		w.keep(glimpse)
-		for _, suspicion := range glimpse.Suspicions() {
-			if w.first(suspicion) {
-				group.Go(func() error { return w.confirm(ctx, suspicion) })
-			}
-		}
+		w.suspect(glimpse.Suspicions())
 		rest(ctx, min(max(fastest, dutyCycle*time.Since(started)), slowest))
 	}
 	return nil
 }
 
-func (w *watch) first(s oracle.Suspicion) bool {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if w.suspected[s.Key()] {
-		return false
+// judge asks the API server whether pods may have a device at once, until ctx is done: they may where they share a claim for it. One look
+// at the API server serves all suspicions that arose before it. With a look for each, the informers would wait for the client's turn, and
+// miss claims that come and go.
+func (w *watch) judge(ctx context.Context) error {
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-w.arrived:
+		}
+		suspicions := w.takeSuspicions()
+		if err := w.refresh(ctx); err != nil {
+			return fmt.Errorf("judge %s: %w", suspicions[0], err)
+		}
+		for _, s := range suspicions {
+			switch double, judgement := w.memory.Judge(s); {
+			case ctx.Err() != nil:
+			case judgement == oracle.Guilty:
+				w.statistics.add(func(c *Counters) { c.DoublyOwned++ })
+				w.trace.say("DOUBLY OWNED: %s; %s", double, s)
+				w.found(ctx, double)
+			case judgement == oracle.Undecided:
+				w.statistics.add(func(c *Counters) { c.Undecided++ })
+				w.trace.say("undecided, because a claim came and went unseen: %s; %s", double, s)
+			}
+		}
 	}
-	w.suspected[s.Key()] = true
-	return true
 }
 
-// confirm asks the API server whether two pods may have one device: they do where they share a claim for it.
-func (w *watch) confirm(ctx context.Context, s oracle.Suspicion) error {
-	var err error
+// suspect notes what is new among suspicions, for judge.
+func (w *watch) suspect(suspicions []oracle.Suspicion) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, s := range suspicions {
+		if !w.suspected[s.Key()] {
+			w.suspected[s.Key()] = true
+			w.unjudged = append(w.unjudged, s)
+		}
+	}
+	if len(w.unjudged) > 0 {
+		select {
+		case w.arrived <- struct{}{}:
+		default:
+		}
+	}
+}
+
+func (w *watch) takeSuspicions() []oracle.Suspicion {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	taken := w.unjudged
+	w.unjudged = nil
+	return taken
+}
+
+// refresh reads the API server's objects. It returns nil without them if ctx is done.
+func (w *watch) refresh(ctx context.Context) (err error) {
 	for range confirmTries {
 		call, cancel := context.WithTimeout(ctx, callPatience)
 		err = w.memory.Refresh(call, w.client)
 		cancel()
-		if err == nil {
-			break
+		if err == nil || ctx.Err() != nil {
+			return nil
 		}
 		rest(ctx, confirmPause)
-		if ctx.Err() != nil {
-			return nil //nolint:nilerr // the run has ended
-		}
 	}
-	if err != nil {
-		return fmt.Errorf("judge %s: %w", s, err)
-	}
-	if double, guilty := w.memory.Judge(s); guilty {
-		w.statistics.add(func(c *Counters) { c.DoublyOwned++ })
-		w.trace.say("DOUBLY OWNED: %s; %s", double, s)
-		w.found(ctx, double)
-	}
-	return nil
+	return err
 }
 
 func (w *watch) keep(glimpse oracle.Glimpse) {
