@@ -31,3 +31,19 @@ func TestNamesUndone(t *testing.T) {
 		}
 	}
 }
+
+func TestStartOf(t *testing.T) {
+	for _, p := range []Partition{
+		{Parent: 12, Profile: "1g.10gb+me", ProfileID: 20, Ref: Ref{GPU: "GPU-a", Placement: Placement{3, 1}}},
+		{Profile: "1c.3g.40gb", ProfileID: 9, Ref: Ref{GPU: "GPU-a", Placement: Placement{4, 4}, Compute: Placement{1, 1}}},
+	} {
+		if start, ok := StartOf(p.Name(), p.Profile); !ok || start != p.Ref.Placement.Start {
+			t.Errorf("%s: %d, %t", p.Name(), start, ok)
+		}
+	}
+	for _, name := range []string{"gpu-0", "", "MIG-5f2c", "gpu-0-mig-1g10gb-19", "gpu-0-mig-1g10gb-x-y", "gpu-0-mig-2g20gb-14-0"} {
+		if start, ok := StartOf(name, "1g.10gb"); ok {
+			t.Errorf("%q: %d", name, start)
+		}
+	}
+}

@@ -4,6 +4,7 @@ package device
 
 import (
 	"fmt"
+	"strconv"
 	"strings"
 )
 
@@ -94,7 +95,26 @@ func (p Partition) Name() string {
 // ID>-<start>". The profile has no dot, and other characters that a DNS label cannot have are hyphens: "gpu-0-mig-1g10gb-me-20-0"
 // (dra-driver-nvidia-gpu, cmd/gpu-kubelet-plugin/mig.go).
 func PartitionName(minor int, profile string, id int, place Placement) string {
-	label := strings.Map(func(r rune) rune {
+	return fmt.Sprintf("gpu-%d"+partitionInfix+"%s-%d-%d", minor, profileLabel(profile), id, place.Start)
+}
+
+// StartOf returns the first memory slice of a partition by its published name and its profile; false for another name. The name does not
+// contain the size.
+func StartOf(name, profile string) (int, bool) {
+	ids, ok := strings.CutPrefix(name, GPUName(name)+partitionInfix+profileLabel(profile)+"-")
+	if !ok {
+		return 0, false
+	}
+	parts := strings.Split(ids, "-") // profile ID, start, and compute slice if it shares its GPU instance
+	if len(parts) < 2 {
+		return 0, false
+	}
+	start, err := strconv.Atoi(parts[1])
+	return start, err == nil
+}
+
+func profileLabel(profile string) string {
+	return strings.Map(func(r rune) rune {
 		switch {
 		case r >= 'a' && r <= 'z', r >= '0' && r <= '9':
 			return r
@@ -104,5 +124,4 @@ func PartitionName(minor int, profile string, id int, place Placement) string {
 			return '-'
 		}
 	}, strings.ToLower(profile))
-	return fmt.Sprintf("gpu-%d"+partitionInfix+"%s-%d-%d", minor, label, id, place.Start)
 }
