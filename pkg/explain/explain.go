@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package explain answers why a pending pod waits for a GPU, from API objects alone. Every function is pure. Answers name nodes
-// but not the pods that hold devices, because those may belong to other users.
+// Package explain answers why a pod waits for a GPU, or failed, from API objects alone. Every function is pure. Explain names nodes but no
+// holders, because those may belong to other users. Why names the holders in namespaces whose pods the viewer may list.
 package explain
 
 import (
@@ -31,9 +31,6 @@ const namedNodes = 5
 // MayRun returns a function that reports whether the pod may run on a node, judged by node selector, node affinity and taints.
 func MayRun(pod *corev1.Pod) func(*corev1.Node) bool {
 	affinity := nodeaffinity.GetRequiredNodeAffinity(pod)
-	repels := func(taint *corev1.Taint) bool {
-		return taint.Effect == corev1.TaintEffectNoSchedule || taint.Effect == corev1.TaintEffectNoExecute
-	}
 	return func(node *corev1.Node) bool {
 		if match, err := affinity.Match(node); err != nil || !match {
 			return false
@@ -42,6 +39,14 @@ func MayRun(pod *corev1.Pod) func(*corev1.Node) bool {
 			klog.Background(), node.Spec.Taints, pod.Spec.Tolerations, repels, false)
 		return !untolerated
 	}
+}
+
+func repels(taint *corev1.Taint) bool {
+	return taint.Effect == corev1.TaintEffectNoSchedule || taint.Effect == corev1.TaintEffectNoExecute
+}
+
+func tolerates(pod *corev1.Pod, taint *corev1.Taint) bool {
+	return schedulinghelper.TolerationsTolerateTaint(klog.Background(), pod.Spec.Tolerations, taint, false)
 }
 
 // Explain returns why none of the nodes that a pod may run on can satisfy its request. It returns the empty string if a node can,

@@ -1,0 +1,289 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package explain
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/availability"
+)
+
+// mostPods bounds the pods of one holder that are named.
+const mostPods = 3
+
+// Holder returns a holder for users: "ml/train-0 (claim gpu)", "ml/infer (limits)", or "claim ml/gpu" while no pod of the claim is known.
+// It is a pure function. kubectl gpu ls and node call it.
+func Holder(h v1alpha1.DeviceHolder) string {
+	var pods []string
+	for _, p := range h.Pods {
+		pods = append(pods, podName(p))
+	}
+	if more := len(pods) - mostPods; more > 0 {
+		pods = append(pods[:mostPods], fmt.Sprintf("%d more", more))
+	}
+	switch {
+	case len(pods) > 0:
+		return strings.Join(pods, ", ") + " (" + via(h) + ")"
+	case h.Kind == v1alpha1.HolderPod:
+		return "? (limits)"
+	default:
+		return "claim " + cmp.Or(strings.Trim(h.Namespace+"/"+h.Name, "/"), string(h.UID))
+	}
+}
+
+func podName(p v1alpha1.PodReference) string {
+	if p.Name == "" {
+		return string(p.UID)
+	}
+	return p.Namespace + "/" + p.Name
+}
+
+// via returns how a holder got its device.
+func via(h v1alpha1.DeviceHolder) string {
+	if h.Kind == v1alpha1.HolderPod {
+		return "limits"
+	}
+	return "claim " + cmp.Or(h.Name, string(h.UID))
+}
+
+// Share returns the share of a holder, such as "10240 MiB" or "1 share"; empty for the whole device. It is a pure function.
+func Share(h v1alpha1.DeviceHolder) string {
+	switch {
+	case !h.Shared && h.Memory == 0:
+		return ""
+	case h.Shares > 0 && h.Memory > 0:
+		return equalShares(h.Shares) + ", " + mebibytes(h.Memory)
+	case h.Shares > 0:
+		return equalShares(h.Shares)
+	case h.Memory > 0:
+		return mebibytes(h.Memory)
+	default:
+		return "a share"
+	}
+}
+
+// namespaceOf returns the namespace of a holder; empty if it is not known.
+func namespaceOf(h v1alpha1.DeviceHolder) string {
+	if h.Namespace != "" {
+		return h.Namespace
+	}
+	for _, p := range h.Pods {
+		if p.Namespace != "" {
+			return p.Namespace
+		}
+	}
+	return ""
+}
+
+// named returns a holder as far as the viewer may know it.
+func (f Facts) named(h v1alpha1.DeviceHolder) string {
+	if namespace := namespaceOf(h); namespace != "" && f.MayName != nil && f.MayName(namespace) {
+		return Holder(h)
+	}
+	if h.Kind == v1alpha1.HolderPod {
+		return "another namespace (limits)"
+	}
+	return "another namespace (claim)"
+}
+
+// blockers returns which holders have the devices that would satisfy a need, and what would free them.
+func (f Facts) blockers(s *stock, short shortage, node string) (holders, frees []string) {
+	held := 0
+	for _, b := range short.blocked {
+		name := availability.NameOf(b.device)
+		if b.reason == availability.Unhealthy {
+			frees = append(frees, fmt.Sprintf("%s of %s, once it is healthy again: %s", b.device, node, oneLine(b.detail)))
+			continue
+		}
+		lines := f.holdersOf(s, name)
+		if b.detail != "" && len(lines) > 0 && !strings.HasPrefix(b.detail, "no room") {
+			lines[0] += ", " + b.detail
+		}
+		if len(lines) == 0 {
+			if allocated := f.allocatedTo(s, name); allocated != "" {
+				lines = []string{b.device + "  " + allocated}
+			} else {
+				lines = []string{b.device + "  " + cmp.Or(b.detail, string(b.reason))}
+			}
+		}
+		held++
+		holders = append(holders, lines...)
+		if waits := f.waitsFor(s, name); waits != "" {
+			frees = append(frees, fmt.Sprintf("%s of %s, once this has ended: %s", b.device, node, waits))
+		}
+	}
+	lack := short.count - short.free
+	switch {
+	case held == 0 || short.all || lack < 1:
+	case lack == 1:
+		frees = append([]string{fmt.Sprintf("one of the devices above of %s, once its holder has ended", node)}, frees...)
+	default:
+		frees = append([]string{fmt.Sprintf("%d of the devices above of %s, once their holders have ended", lack, node)}, frees...)
+	}
+	holders = uniq(holders)
+	if more := len(holders) - mostHolders; more > 0 {
+		holders = append(holders[:mostHolders], fmt.Sprintf("and %d more", more))
+	}
+	return holders, frees
+}
+
+// holdersOf returns a line for each device with holders that overlaps the named one. Partitions that do not exist yet overlap their GPU.
+func (f Facts) holdersOf(s *stock, name availability.Name) (lines []string) {
+	_, exists := s.node.Devices[cmp.Or(name.Partition, name.GPU)]
+	for _, d := range s.status.Devices {
+		of := availability.StatusName(d)
+		if len(d.Holders) == 0 || !of.Overlaps(name) && (exists || of.GPU != name.GPU) {
+			continue
+		}
+		var texts []string
+		for i, h := range d.Holders {
+			if i == mostPods {
+				texts = append(texts, fmt.Sprintf("%d more", len(d.Holders)-i))
+				break
+			}
+			text := f.named(h)
+			if share := Share(h); share != "" {
+				text += " " + share
+			}
+			if h.State == v1alpha1.HoldDraining {
+				text += ", ending"
+			}
+			texts = append(texts, text)
+		}
+		lines = append(lines, d.Name+"  "+strings.Join(texts, "; "))
+	}
+	return lines
+}
+
+// allocatedTo returns the claim that the scheduler allocated a device to and that does not hold it yet.
+func (f Facts) allocatedTo(s *stock, name availability.Name) string {
+	for _, use := range s.uses {
+		if use.Reason != availability.Allocated || !use.Device.Overlaps(name) {
+			continue
+		}
+		for _, claim := range s.claims {
+			if string(claim.UID) == use.Holder.ID {
+				if f.MayName != nil && f.MayName(claim.Namespace) {
+					return fmt.Sprintf("allocated to claim %s/%s, which is not prepared yet", claim.Namespace, claim.Name)
+				}
+				return "allocated to a claim of another namespace, which is not prepared yet"
+			}
+		}
+	}
+	return ""
+}
+
+// waitsFor returns what a holder that has ended waits for, as far as the viewer may know it.
+func (f Facts) waitsFor(s *stock, name availability.Name) string {
+	for _, d := range s.status.Devices {
+		if !availability.StatusName(d).Overlaps(name) {
+			continue
+		}
+		for _, h := range d.Holders {
+			switch {
+			case h.WaitsFor == "":
+			case f.MayName != nil && f.MayName(namespaceOf(h)):
+				return oneLine(h.WaitsFor)
+			default:
+				return "the last process of a pod of another namespace"
+			}
+		}
+	}
+	return ""
+}
+
+// scheduler returns what the scheduler said last of the pod.
+func (f Facts) scheduler() string {
+	for _, c := range f.Pod.Status.Conditions {
+		if c.Type == corev1.PodScheduled && c.Status == corev1.ConditionFalse && c.Message != "" {
+			return oneLine(c.Message)
+		}
+	}
+	return f.lastEvent("FailedScheduling")
+}
+
+// lastEvent returns the message of the newest event with the reason.
+func (f Facts) lastEvent(reason string) (message string) {
+	var last time.Time
+	for _, e := range f.Events {
+		if e.Reason == reason && !eventTime(e).Before(last) {
+			last, message = eventTime(e), oneLine(e.Message)
+		}
+	}
+	return message
+}
+
+// dull are reasons of events that say nothing about GPUs, or that the answer has already.
+var dull = []string{"Scheduled", "Pulled", "Pulling", "Created", "Started", "SuccessfulCreate", "FailedScheduling", "Killing",
+	"WaitForFirstConsumer"}
+
+// events returns the newest events of the pod and its claims, the newest first and each text once.
+func (f Facts) events() (texts []string) {
+	found := slices.Clone(f.Events)
+	slices.SortStableFunc(found, func(a, b corev1.Event) int { return eventTime(b).Compare(eventTime(a)) })
+	for _, e := range found {
+		if slices.Contains(dull, e.Reason) {
+			continue
+		}
+		text := fmt.Sprintf("%s on %s %s: %s", e.Reason, strings.ToLower(e.InvolvedObject.Kind), e.InvolvedObject.Name, oneLine(e.Message))
+		if !slices.Contains(texts, text) {
+			texts = append(texts, text)
+		}
+		if len(texts) == mostEvents {
+			break
+		}
+	}
+	return texts
+}
+
+func eventTime(e corev1.Event) time.Time {
+	switch {
+	case e.Series != nil:
+		return e.Series.LastObservedTime.Time
+	case !e.LastTimestamp.IsZero():
+		return e.LastTimestamp.Time
+	case !e.EventTime.IsZero():
+		return e.EventTime.Time
+	default:
+		return e.CreationTimestamp.Time
+	}
+}
+
+// quotas returns the quotas of the namespace that count the pod's requests, with their use.
+func (f Facts) quotas(needs []need) (texts []string) {
+	counted := map[corev1.ResourceName]int64{}
+	for _, n := range needs {
+		for _, alternative := range append([]need{n}, n.others...) {
+			if alternative.resource != "" {
+				counted[corev1.ResourceName("requests."+alternative.resource)] += alternative.count
+				continue
+			}
+			counted[corev1.ResourceName(alternative.class+".deviceclass.resource.k8s.io/devices")] += alternative.count
+			if class, known := f.class(alternative.class); known && class.Spec.ExtendedResourceName != nil {
+				counted[corev1.ResourceName("requests."+*class.Spec.ExtendedResourceName)] += alternative.count
+			}
+		}
+	}
+	for _, q := range f.Quotas {
+		for name, hard := range q.Status.Hard {
+			if counted[name] == 0 {
+				continue
+			}
+			used := q.Status.Used[name]
+			text := fmt.Sprintf("%s: %s of %s %s are used", q.Name, used.String(), hard.String(), name)
+			if left := hard.Value() - used.Value(); left <= 0 {
+				text += ": it has no room"
+			}
+			texts = append(texts, text)
+		}
+	}
+	slices.Sort(texts)
+	return texts
+}

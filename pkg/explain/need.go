@@ -1,0 +1,244 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package explain
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	resourcehelper "k8s.io/component-helpers/resource"
+	"k8s.io/dynamic-resource-allocation/resourceclaim"
+
+	"github.com/tandem-gpu/tandem/internal/capacity"
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// need is what a pod requests of one kind of device: by an extended resource, or by a request of a claim.
+type need struct {
+	// resource is the extended resource; empty for a claim.
+	resource string
+	// claim and request are empty for limits. class may be set for limits as well: the class that the resource maps to.
+	claim, request, class string
+	count                 int64
+	// all requests every matching device of a node.
+	all bool
+	// selectors are those of the class and of the request; own are those of the request.
+	selectors   []string
+	own         []string
+	tolerations []resourceapi.DeviceToleration
+	capacity    map[resourceapi.QualifiedName]int64
+	admin       bool
+	// others are the further alternatives of firstAvailable.
+	others []need
+}
+
+// String returns text such as "2 nvidia.com/gpu" or "1 device of class gpu.nvidia.com with memory 10240 MiB".
+func (n need) String() string {
+	amount := fmt.Sprint(n.count)
+	if n.all {
+		amount = "all"
+	}
+	if n.resource != "" {
+		return amount + " " + n.resource
+	}
+	text := fmt.Sprintf("%s of class %s", amount, n.class)
+	if memory := n.capacity[capacity.Memory]; memory > 0 {
+		text += " with " + mebibytes(memory)
+	}
+	if shares := n.capacity[capacity.Shares]; shares > 0 {
+		text += " with " + equalShares(shares)
+	}
+	for _, expression := range n.own {
+		text += " where " + bounded(oneLine(expression), mostExpression)
+	}
+	for _, other := range n.others {
+		text += ", or " + other.String()
+	}
+	return text
+}
+
+// mostExpression bounds a selector in an answer.
+const mostExpression = 160
+
+func bounded(text string, most int) string {
+	if runes := []rune(text); len(runes) > most {
+		return string(runes[:most]) + "..."
+	}
+	return text
+}
+
+// mapsTo returns the class of an extended resource that claims serve, and an empty string if there is none. Of several classes the
+// scheduler takes the one that was created last, or the one whose name comes first.
+func mapsTo(resource corev1.ResourceName, classes []resourceapi.DeviceClass) string {
+	if class, implicit := strings.CutPrefix(string(resource), resourceapi.ResourceDeviceClassPrefix); implicit {
+		return class
+	}
+	var best *resourceapi.DeviceClass
+	for i, class := range classes {
+		if class.Spec.ExtendedResourceName == nil || *class.Spec.ExtendedResourceName != string(resource) {
+			continue
+		}
+		newer := best != nil && class.CreationTimestamp.After(best.CreationTimestamp.Time)
+		same := best != nil && class.CreationTimestamp.Time.Equal(best.CreationTimestamp.Time) && class.Name < best.Name
+		if best == nil || newer || same {
+			best = &classes[i]
+		}
+	}
+	if best == nil {
+		return ""
+	}
+	return best.Name
+}
+
+// limitNeeds returns what the pod requests of Tandem by extended resources.
+func (f Facts) limitNeeds() (needs []need) {
+	limits := resourcehelper.PodLimits(f.Pod, resourcehelper.PodResourcesOptions{})
+	for _, name := range slices.Sorted(maps.Keys(limits)) {
+		quantity := limits[name]
+		if quantity.Value() <= 0 || !strings.Contains(string(name), "/") {
+			continue
+		}
+		n := need{resource: string(name), count: quantity.Value(), class: mapsTo(name, f.Classes)}
+		if class, known := f.class(n.class); known {
+			n.selectors = celOf(class.Spec.Selectors)
+			if !f.offered(n.resource) && !f.ours(class) {
+				continue
+			}
+		} else if !f.offered(n.resource) {
+			continue
+		}
+		needs = append(needs, n)
+	}
+	return needs
+}
+
+// offered reports whether a node offers the extended resource for Tandem's devices, or whether it has one of their usual names.
+func (f Facts) offered(resource string) bool {
+	return (device.Resources{GPU: defaultResource}).Has(resource) || slices.ContainsFunc(f.GPUNodes, f.offers(resource))
+}
+
+// defaultResource is the extended resource of GPUs that every version of NVIDIA's device plugin and Tandem's default serve.
+const defaultResource = "nvidia.com/gpu"
+
+// claimOf is a claim of the pod: the object, or the template of one that does not exist yet.
+type claimOf struct {
+	// name of the claim; empty while it does not exist. template is empty for a claim that the pod names.
+	name, template string
+	spec           *resourceapi.ResourceClaimSpec
+	// claim is nil while it does not exist.
+	claim *resourceapi.ResourceClaim
+}
+
+// String returns the name for users.
+func (c claimOf) String() string {
+	if c.name == "" {
+		return "a claim of template " + c.template
+	}
+	return "claim " + c.name
+}
+
+// claims returns the claims of the pod.
+func (f Facts) claims() (found []claimOf) {
+	for i := range f.Pod.Spec.ResourceClaims {
+		of := claimOf{}
+		if template := f.Pod.Spec.ResourceClaims[i].ResourceClaimTemplateName; template != nil {
+			of.template = *template
+			if t := f.Templates[of.template]; t != nil {
+				of.spec = &t.Spec.Spec
+			}
+		}
+		// An error means that the claim of a template does not exist yet; neither an error nor a name, that it is not needed.
+		name, _, err := resourceclaim.Name(f.Pod, &f.Pod.Spec.ResourceClaims[i])
+		if err == nil && name == nil {
+			continue
+		}
+		if name != nil {
+			of.name = *name
+			if of.claim = f.Claims[of.name]; of.claim != nil {
+				of.spec = &of.claim.Spec
+			}
+		}
+		found = append(found, of)
+	}
+	return found
+}
+
+// needs returns what the requests of a claim need of Tandem's devices. It leaves out requests of other drivers.
+func (f Facts) needs(of claimOf) (needs []need) {
+	if of.spec == nil {
+		return nil
+	}
+	for _, r := range of.spec.Devices.Requests {
+		var alternatives []need
+		if r.Exactly != nil {
+			alternatives = append(alternatives, f.need(of, r.Name, resourceapi.DeviceSubRequest{
+				DeviceClassName: r.Exactly.DeviceClassName, Selectors: r.Exactly.Selectors, AllocationMode: r.Exactly.AllocationMode,
+				Count: r.Exactly.Count, Tolerations: r.Exactly.Tolerations, Capacity: r.Exactly.Capacity,
+			}))
+			alternatives[0].admin = r.Exactly.AdminAccess != nil && *r.Exactly.AdminAccess
+		}
+		for _, sub := range r.FirstAvailable {
+			alternatives = append(alternatives, f.need(of, r.Name+"/"+sub.Name, sub))
+		}
+		ofOurs := func(n need) bool {
+			class, known := f.class(n.class)
+			return !known || f.ours(class)
+		}
+		if !slices.ContainsFunc(alternatives, ofOurs) {
+			continue
+		}
+		first := alternatives[0]
+		first.others = alternatives[1:]
+		needs = append(needs, first)
+	}
+	return needs
+}
+
+func (f Facts) need(of claimOf, request string, r resourceapi.DeviceSubRequest) need {
+	n := need{
+		claim: of.String(), request: request, class: r.DeviceClassName, count: max(1, r.Count),
+		all: r.AllocationMode == resourceapi.DeviceAllocationModeAll, tolerations: r.Tolerations,
+	}
+	if class, known := f.class(r.DeviceClassName); known {
+		n.selectors = celOf(class.Spec.Selectors)
+	}
+	n.own = celOf(r.Selectors)
+	n.selectors = append(n.selectors, n.own...)
+	if r.Capacity != nil {
+		n.capacity = map[resourceapi.QualifiedName]int64{}
+		for name, quantity := range r.Capacity.Requests {
+			n.capacity[name] = quantity.Value()
+		}
+	}
+	return n
+}
+
+func celOf(selectors []resourceapi.DeviceSelector) (expressions []string) {
+	for _, s := range selectors {
+		if s.CEL != nil {
+			expressions = append(expressions, s.CEL.Expression)
+		}
+	}
+	return expressions
+}
+
+// class returns a DeviceClass by its name.
+func (f Facts) class(name string) (resourceapi.DeviceClass, bool) {
+	i := slices.IndexFunc(f.Classes, func(c resourceapi.DeviceClass) bool { return c.Name == name })
+	if i < 0 {
+		return resourceapi.DeviceClass{}, false
+	}
+	return f.Classes[i], true
+}
+
+// ours reports whether a class is for Tandem's devices. A class without a selector that names a driver is for all.
+func (f Facts) ours(class resourceapi.DeviceClass) bool {
+	namesDriver := slices.ContainsFunc(class.Spec.Selectors, func(s resourceapi.DeviceSelector) bool {
+		return s.CEL != nil && strings.Contains(s.CEL.Expression, "device.driver")
+	})
+	return !namesDriver || names(class, f.Driver)
+}

@@ -1,0 +1,285 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package explain
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/component-helpers/scheduling/corev1/nodeaffinity"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/availability"
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// Fit is whether a pod fits a node.
+type Fit string
+
+// From best to worst.
+const (
+	FitRoom  Fit = "room"  // the node has what the pod requests
+	FitFull  Fit = "full"  // it would have it without its holders and faults
+	FitAgent Fit = "agent" // its agent serves no GPU, so that it is not known
+	FitNever Fit = "never" // it does not have it
+)
+
+// NodeAnswer is why one node, or several for the same reason, does not run the pod.
+type NodeAnswer struct {
+	Names []string
+	// Count is the number of nodes; Names may have fewer.
+	Count  int
+	Fit    Fit
+	Reason string
+	// Holders of the devices that the pod could have.
+	Holders []string
+
+	// What the fields above are computed from where the node is shown.
+	stock *stock
+	short []shortage
+	// unless is what would let the pod run on a node that has what the pod requests, and where the pod may not run.
+	unless string
+}
+
+// lack is how many devices a node lacks.
+func (n NodeAnswer) lack() (lack int64) {
+	for _, s := range n.short {
+		lack += max(0, s.count-s.free)
+	}
+	return lack
+}
+
+// nodeAnswers answers for each node, the most promising first.
+func (f Facts) nodeAnswers(match matcher, claims []claimOf, needs []need) []NodeAnswer {
+	published := f.published()
+	like := map[alike]*resourceapi.Device{}
+	for _, of := range published {
+		for _, slice := range of {
+			for i, d := range slice.Spec.Devices {
+				like[alike{attribute(d, "productName"), attribute(d, "profile")}] = &slice.Spec.Devices[i]
+			}
+		}
+	}
+	byName := make(map[string]v1alpha1.GPUNode, len(f.GPUNodes))
+	for _, n := range f.GPUNodes {
+		byName[n.Name] = n
+	}
+	nodes, onlyNames := f.nodes()
+	answers := make([]NodeAnswer, 0, len(nodes))
+	for i := range nodes {
+		node := &nodes[i]
+		answer := NodeAnswer{Names: []string{node.Name}, Count: 1, Fit: FitNever}
+		gpuNode, reported := byName[node.Name]
+		var excluded, unless string
+		if !onlyNames {
+			excluded, unless = whyNot(f.Pod, node, claims)
+		}
+		switch {
+		case !reported && !HasGPUs(node) && len(published[node.Name]) == 0 && len(needs) > 0:
+			answer.Reason = noGPU
+		case excluded != "" && !reported:
+			answer.Reason = excluded
+		case reported && gpuNode.Status.Waiting != "":
+			answer.Fit, answer.Reason = FitAgent, "its agent serves no GPU: "+oneLine(gpuNode.Status.Waiting)
+		case !reported && len(needs) > 0:
+			answer.Fit, answer.Reason = FitAgent, "it has GPUs and no GPUNode: Tandem's agent does not run there"
+		default:
+			answer.fit(newStock(match, gpuNode, published[node.Name], like), needs)
+		}
+		if excluded != "" && answer.Reason != noGPU {
+			if answer.Fit != FitNever {
+				answer.unless = unless
+			}
+			answer.Fit, answer.Reason = FitNever, excluded
+		}
+		answers = append(answers, answer)
+	}
+	slices.SortStableFunc(answers, func(x, y NodeAnswer) int {
+		return cmp.Or(
+			cmp.Compare(rank(x.Fit), rank(y.Fit)), strings.Compare(y.unless, x.unless), compareBool(x.Reason == noGPU, y.Reason == noGPU),
+			cmp.Compare(x.lack(), y.lack()), cmp.Compare(x.Names[0], y.Names[0]))
+	})
+	return answers
+}
+
+// nodes returns the nodes. If the viewer may not read them, it returns those with a GPUNode, of which only the names are known.
+func (f Facts) nodes() (nodes []corev1.Node, onlyNames bool) {
+	if !f.missing(KindNodes) {
+		return f.Nodes, false
+	}
+	for _, n := range f.GPUNodes {
+		nodes = append(nodes, corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: n.Name}})
+	}
+	return nodes, true
+}
+
+const noGPU = "it has no GPU"
+
+func compareBool(a, b bool) int {
+	switch {
+	case a == b:
+		return 0
+	case a:
+		return 1
+	default:
+		return -1
+	}
+}
+
+func rank(fit Fit) int { return slices.Index([]Fit{FitRoom, FitFull, FitAgent, FitNever}, fit) }
+
+// whyNot returns why the pod may not run on a node, apart from its GPUs, and what would let it.
+func whyNot(pod *corev1.Pod, node *corev1.Node, claims []claimOf) (reason, unless string) {
+	if node.Spec.Unschedulable {
+		cordon := &corev1.Taint{Key: corev1.TaintNodeUnschedulable, Effect: corev1.TaintEffectNoSchedule}
+		if !tolerates(pod, cordon) {
+			return "it is cordoned", "once it is uncordoned"
+		}
+	}
+	if match, err := nodeaffinity.GetRequiredNodeAffinity(pod).Match(node); err != nil || !match {
+		return "the pod's node selector or node affinity excludes it", "with a node selector and a node affinity that allow it"
+	}
+	for _, taint := range node.Spec.Taints {
+		if repels(&taint) && !tolerates(pod, &taint) {
+			text := taintText(taint.Key, taint.Value, string(taint.Effect))
+			return "the pod does not tolerate its taint " + text, "with a toleration of its taint " + text
+		}
+	}
+	for _, of := range claims {
+		if of.claim == nil || of.claim.Status.Allocation == nil || of.claim.Status.Allocation.NodeSelector == nil {
+			continue
+		}
+		selector, err := nodeaffinity.NewNodeSelector(of.claim.Status.Allocation.NodeSelector)
+		if err == nil && !selector.Match(node) {
+			return fmt.Sprintf("%s has its devices on another node", of), fmt.Sprintf("with another claim than %s", of)
+		}
+	}
+	return "", ""
+}
+
+// fit answers whether a node has what the pod requests.
+func (n *NodeAnswer) fit(s *stock, needs []need) {
+	short, ever := s.shortages(needs)
+	if len(short) == 0 {
+		n.Fit, n.Reason = FitRoom, "it has what the pod requests"
+		return
+	}
+	n.stock, n.short = s, short
+	var reasons []string
+	for _, of := range short {
+		reasons = append(reasons, of.reason())
+	}
+	n.Reason = strings.Join(reasons, "; ")
+	if ever {
+		n.Fit = FitFull
+	}
+}
+
+// held reports whether a device that the pod could have has a holder.
+func (n NodeAnswer) held() bool {
+	return slices.ContainsFunc(n.short, func(s shortage) bool {
+		return slices.ContainsFunc(s.blocked, func(b blocked) bool { return b.reason != availability.Unhealthy })
+	})
+}
+
+// show adds nodes to the answer: those that are full with their holders, the others together if the reason is the same. It adds what would
+// free devices of the nodes that it shows.
+func (f Facts) show(a *Answer, answers []NodeAnswer) {
+	at := map[string]int{}
+	for _, n := range answers {
+		i, known := at[n.Reason]
+		switch {
+		case known && n.Fit == a.Nodes[i].Fit && n.Fit != FitFull:
+		case len(a.Nodes) < mostNodes || n.Reason == noGPU:
+			f.describe(a, &n)
+			i = len(a.Nodes)
+			at[n.Reason] = i
+			a.Nodes = append(a.Nodes, NodeAnswer{Fit: n.Fit, Reason: n.Reason, Holders: n.Holders})
+		default:
+			i = slices.IndexFunc(a.Nodes, func(of NodeAnswer) bool { return of.Fit == n.Fit && of.Reason == otherReasons })
+			if i < 0 {
+				i = len(a.Nodes)
+				a.Nodes = append(a.Nodes, NodeAnswer{Fit: n.Fit, Reason: otherReasons})
+			}
+		}
+		a.Nodes[i].Count++
+		if len(a.Nodes[i].Names) < namedNodes {
+			a.Nodes[i].Names = append(a.Nodes[i].Names, n.Names...)
+		}
+	}
+	a.Frees = uniq(a.Frees)
+	if more := len(a.Frees) - mostFrees; more > 0 {
+		a.Frees = append(a.Frees[:mostFrees], fmt.Sprintf("and %d more", more))
+	}
+}
+
+// describe adds the holders on a node to its answer, and what would free devices to the pod's.
+func (f Facts) describe(a *Answer, n *NodeAnswer) {
+	if n.unless != "" {
+		a.Frees = append(a.Frees, n.Names[0]+", "+n.unless)
+	}
+	if n.Fit != FitFull {
+		return
+	}
+	for _, s := range n.short {
+		holders, frees := f.blockers(n.stock, s, n.Names[0])
+		n.Holders = append(n.Holders, holders...)
+		a.Frees = append(a.Frees, frees...)
+	}
+	n.Holders = uniq(n.Holders)
+}
+
+const otherReasons = "for reasons like those above"
+
+// offers returns a function that reports whether a node offers the extended resource.
+func (f Facts) offers(resource string) func(v1alpha1.GPUNode) bool {
+	return func(n v1alpha1.GPUNode) bool {
+		return n.Status.ExtendedResource == resource ||
+			slices.ContainsFunc(n.Status.Devices, func(d v1alpha1.DeviceStatus) bool { return d.ExtendedResource == resource })
+	}
+}
+
+// GPULabels are "true" on nodes with GPUs: the labels of GPU Feature Discovery, which Tandem writes as well, and of Node Feature Discovery.
+var GPULabels = []string{"nvidia.com/gpu.present", "feature.node.kubernetes.io/pci-10de.present"}
+
+// HasGPUs reports whether a node has GPUs as far as its Node object says: by a label or by an extended resource. It is a pure function.
+func HasGPUs(node *corev1.Node) bool {
+	for _, label := range GPULabels {
+		if node.Labels[label] == "true" {
+			return true
+		}
+	}
+	for name, quantity := range node.Status.Capacity {
+		if (device.Resources{GPU: defaultResource}).Has(string(name)) && !quantity.IsZero() {
+			return true
+		}
+	}
+	return false
+}
+
+// published returns the devices of the driver's pools by node, each pool in its latest generation.
+func (f Facts) published() map[string][]resourceapi.ResourceSlice {
+	latest := map[string]int64{}
+	for _, s := range f.Slices {
+		if s.Spec.Driver == f.Driver {
+			latest[s.Spec.Pool.Name] = max(latest[s.Spec.Pool.Name], s.Spec.Pool.Generation)
+		}
+	}
+	byNode := map[string][]resourceapi.ResourceSlice{}
+	for _, s := range f.Slices {
+		if s.Spec.Driver == f.Driver && s.Spec.NodeName != nil && s.Spec.Pool.Generation == latest[s.Spec.Pool.Name] {
+			byNode[*s.Spec.NodeName] = append(byNode[*s.Spec.NodeName], s)
+		}
+	}
+	for _, of := range byNode {
+		slices.SortStableFunc(of, func(a, b resourceapi.ResourceSlice) int {
+			return cmp.Or(cmp.Compare(a.Spec.Pool.Name, b.Spec.Pool.Name), cmp.Compare(a.Name, b.Name))
+		})
+	}
+	return byNode
+}

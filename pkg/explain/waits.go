@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package explain
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strings"
+
+	resourceapi "k8s.io/api/resource/v1"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// waits explains a pod that the scheduler has not placed.
+func (f Facts) waits(a *Answer, claims []claimOf, needs []need) {
+	if gates := f.Pod.Spec.SchedulingGates; len(gates) > 0 {
+		var names []string
+		for _, gate := range gates {
+			names = append(names, gate.Name)
+		}
+		a.Cause, a.Summary = CauseGated, "waits until its scheduling gates are removed: "+strings.Join(names, ", ")
+		return
+	}
+	match := newMatcher(f.Driver)
+	if f.lacks(a, claims, needs, match) {
+		return
+	}
+	ofClaim := func(n need) bool { return n.resource == "" }
+	if f.missing(KindGPUNodes) || f.missing(KindClasses) && slices.ContainsFunc(needs, ofClaim) {
+		a.Cause, a.Summary = CauseUnreadable, "waits for GPUs: which nodes have them cannot be told without the rights below"
+		return
+	}
+	answers := f.nodeAnswers(match, claims, needs)
+	f.show(a, answers)
+	has := func(is func(NodeAnswer) bool) bool { return slices.ContainsFunc(answers, is) }
+	in := strings.Join(requestsOf(needs), " and ")
+	switch {
+	case has(func(n NodeAnswer) bool { return n.Fit == FitRoom }):
+		a.Cause = CauseRoom
+		a.Summary = "waits, although a node has its GPUs free: the scheduler waits for something else, or has not tried again yet"
+	case has(func(n NodeAnswer) bool { return n.Fit == FitFull }):
+		a.Cause = CauseFull
+		if !has(func(n NodeAnswer) bool { return n.Fit == FitFull && n.held() }) {
+			a.Cause = CauseUnhealthy
+		}
+		a.Summary = "waits: " + cmp.Or(f.counted(needs), "no node has "+in+" free")
+	case has(func(n NodeAnswer) bool { return n.Fit == FitAgent }):
+		a.Cause, a.Summary = CauseAgent, "waits: no node is known to have "+in+", and the agents of some nodes serve no GPU"
+		a.Frees = append(a.Frees, "an agent that serves the GPUs of these nodes: see the agent's log and the events of the node")
+	case has(func(n NodeAnswer) bool { return n.unless != "" }):
+		a.Cause, a.Summary = CauseExcluded, "cannot run: no node that it may run on has "+in
+	case len(needs) == 0:
+		a.Cause, a.Summary = CauseExcluded, "cannot run: it may not run on the node that has its claims' devices"
+	default:
+		a.Cause, a.Summary = CauseNever, "cannot run: no node has "+in
+		a.Frees = append(a.Frees, "a request that a node can satisfy, or a node that can satisfy this one")
+	}
+}
+
+func requestsOf(needs []need) (texts []string) {
+	for _, n := range needs {
+		texts = append(texts, n.String())
+	}
+	return texts
+}
+
+// counted is Explain's sentence for a pod with one request.
+func (f Facts) counted(needs []need) string {
+	if len(needs) != 1 || len(needs[0].others) > 0 {
+		return ""
+	}
+	mayRun := MayRun(f.Pod)
+	all, onlyNames := f.nodes()
+	may := make(map[string]bool, len(all))
+	for i := range all {
+		may[all[i].Name] = onlyNames || mayRun(&all[i])
+	}
+	var nodes []v1alpha1.GPUNode
+	for _, n := range f.GPUNodes {
+		if may[n.Name] && n.Status.Waiting == "" {
+			nodes = append(nodes, n)
+		}
+	}
+	limits := device.Resources{GPU: defaultResource}
+	if n := needs[0]; n.resource != "" {
+		limits.GPU = n.resource
+		if (device.Resources{GPU: defaultResource}).Has(n.resource) {
+			limits.GPU = defaultResource
+		}
+	} else if len(n.selectors) > 1 {
+		return "" // Explain does not know which devices the selectors select
+	}
+	claim := func(name string) *resourceapi.ResourceClaim { return f.Claims[name] }
+	return Explain(nodes, NewNames(f.Driver, limits, f.Classes).Request(f.Pod, claim))
+}
+
+// lacks explains a pod whose request cannot be satisfied whatever the nodes have. It reports whether there is such a reason.
+func (f Facts) lacks(a *Answer, claims []claimOf, needs []need, match matcher) bool {
+	for _, of := range claims {
+		switch {
+		case of.name == "" && f.Templates[of.template] == nil && !f.missing(KindTemplates):
+			a.Cause, a.Summary = CauseNoClaim, fmt.Sprintf("waits: ResourceClaimTemplate %s does not exist", of.template)
+			a.Frees = append(a.Frees, "the template: create it")
+		case of.name != "" && of.claim == nil && of.template == "" && !f.missing(KindClaims):
+			a.Cause, a.Summary = CauseNoClaim, fmt.Sprintf("waits: ResourceClaim %s does not exist", of.name)
+			a.Frees = append(a.Frees, "the claim: create it")
+		case of.name == "" || of.claim == nil:
+			if refused := f.lastEvent("FailedResourceClaimCreation"); strings.Contains(refused, "exceeded quota") {
+				a.Cause, a.Summary = CauseQuota, "waits: a quota refuses "+of.String()+": "+refused
+				a.Frees = append(a.Frees, "room in the quota: the claim is created once there is, without a change to the pod")
+			} else if refused != "" {
+				a.Cause, a.Summary = CauseNoClaim, "waits: "+of.String()+" could not be created: "+refused
+			}
+		}
+		if a.Cause != "" {
+			return true
+		}
+	}
+	for _, n := range needs {
+		for _, alternative := range append([]need{n}, n.others...) {
+			if _, known := f.class(alternative.class); alternative.resource == "" && !known && !f.missing(KindClasses) {
+				a.Cause, a.Summary = CauseNoClass, fmt.Sprintf("waits: DeviceClass %s of %s does not exist", alternative.class, alternative.claim)
+				a.Frees = append(a.Frees, "a claim with another class, or the class: "+f.classNames())
+				return true
+			}
+			if expression, err := match.broken(alternative.selectors); err != nil {
+				a.Cause, a.Summary = CauseSelector, fmt.Sprintf("waits: a selector of class %s or of %s has a mistake: %s: %s",
+					alternative.class, cmp.Or(alternative.claim, "the class"), oneLine(expression), oneLine(err.Error()))
+				return true
+			}
+		}
+	}
+	return false
+}
+
+func (f Facts) classNames() string {
+	var known []string
+	for _, class := range f.Classes {
+		if f.ours(class) && names(class, f.Driver) {
+			known = append(known, class.Name)
+		}
+	}
+	if len(known) == 0 {
+		return "no class of Tandem's exists"
+	}
+	slices.Sort(known)
+	return "Tandem's are " + list(known, func(name string) string { return name })
+}

@@ -1,0 +1,295 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package explain
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/owner"
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// Facts are what the API server says about a pod and the cluster at about one moment. What the viewer may not read is empty, and
+// NotRead says so.
+type Facts struct {
+	// Driver is the name of Tandem's DRA driver.
+	Driver string
+	Pod    *corev1.Pod
+	// Claims and Templates of the pod's namespace, by name. A missing one does not exist.
+	Claims    map[string]*resourceapi.ResourceClaim
+	Templates map[string]*resourceapi.ResourceClaimTemplate
+	Classes   []resourceapi.DeviceClass
+	Slices    []resourceapi.ResourceSlice
+	Nodes     []corev1.Node
+	GPUNodes  []v1alpha1.GPUNode
+	Quotas    []corev1.ResourceQuota
+	// Events of the pod and of its claims.
+	Events []corev1.Event
+	// MayName reports whether the viewer may list the pods of a namespace. Holders of other namespaces are not named.
+	MayName func(namespace string) bool
+	NotRead []NotRead
+}
+
+// Kind is a kind of objects that a viewer could not read.
+type Kind string
+
+// The kinds that Why needs besides the pod.
+const (
+	KindClaims    Kind = "ResourceClaims"
+	KindTemplates Kind = "ResourceClaimTemplates"
+	KindClasses   Kind = "DeviceClasses"
+	KindSlices    Kind = "ResourceSlices"
+	KindNodes     Kind = "Nodes"
+	KindGPUNodes  Kind = "GPUNodes"
+	KindQuotas    Kind = "ResourceQuotas"
+	KindEvents    Kind = "Events"
+)
+
+// NotRead says that objects could not be read, and why.
+type NotRead struct {
+	Kind  Kind
+	Error string
+}
+
+// Cause is why a pod is as it is.
+type Cause string
+
+// The causes.
+const (
+	CauseFinished   Cause = "Finished"   // all containers have ended
+	CauseFailed     Cause = "Failed"     // the pod failed, or kubelet did not admit it
+	CauseRunning    Cause = "Running"    // a container runs
+	CauseConflict   Cause = "Conflict"   // another holder has the device that its claim was allocated
+	CauseStarting   Cause = "Starting"   // the scheduler has placed the pod
+	CauseNoGPU      Cause = "NoGPU"      // the pod requests no GPU
+	CauseGated      Cause = "Gated"      // the pod has scheduling gates
+	CauseQuota      Cause = "Quota"      // a quota refuses its claim
+	CauseNoClaim    Cause = "NoClaim"    // its claim or its template does not exist
+	CauseNoClass    Cause = "NoClass"    // a DeviceClass does not exist
+	CauseSelector   Cause = "Selector"   // a selector has a mistake
+	CauseRoom       Cause = "Room"       // a node has what it requests: it waits for something else
+	CauseFull       Cause = "Full"       // nodes have what it requests, and other holders have that
+	CauseUnhealthy  Cause = "Unhealthy"  // the same, and the devices are unhealthy
+	CauseAgent      Cause = "Agent"      // the agents of the nodes that may have what it requests do not serve GPUs
+	CauseExcluded   Cause = "Excluded"   // nodes have what it requests, and it may not run there
+	CauseNever      Cause = "Never"      // no node has what it requests
+	CauseUnreadable Cause = "Unreadable" // the viewer may not read enough
+)
+
+// Answer is why a pod is as it is. Texts are single lines without a full stop.
+type Answer struct {
+	Namespace, Name string
+	Cause           Cause
+	// Summary completes "Pod <namespace>/<name>".
+	Summary string
+	// Requests are what the pod requests of GPUs.
+	Requests []string
+	// Has are the devices that it has.
+	Has []string
+	// Scheduler is what the scheduler said last; empty if it has placed the pod.
+	Scheduler string
+	// Nodes are those that may run the pod first, then the others, grouped by the reason.
+	Nodes []NodeAnswer
+	// Frees are what would let the pod run.
+	Frees []string
+	// Quotas are the quotas of the namespace that count its GPUs.
+	Quotas []string
+	// Events are the last ones that matter, the newest first.
+	Events []string
+	// NotRead are what the viewer could not read.
+	NotRead []NotRead
+}
+
+// Bounds of an answer.
+const (
+	mostNodes   = 6
+	mostHolders = 16
+	mostEvents  = 6
+	mostFrees   = 6
+)
+
+// Why explains a pod. It is a pure function. kubectl gpu why calls it.
+func Why(f Facts) Answer {
+	a := Answer{Namespace: f.Pod.Namespace, Name: f.Pod.Name, NotRead: f.NotRead}
+	claims := f.claims()
+	limits := f.limitNeeds()
+	needs := slices.Clone(limits)
+	for _, n := range limits {
+		a.Requests = append(a.Requests, n.String()+" (limits)")
+	}
+	for _, of := range claims {
+		some := f.needs(of)
+		for _, n := range some {
+			a.Requests = append(a.Requests, fmt.Sprintf("%s (%s%s)", n, of, allocatedTo(of)))
+		}
+		if of.spec == nil {
+			a.Requests = append(a.Requests, fmt.Sprintf("%s, which does not exist", of))
+		}
+		if of.claim == nil || of.claim.Status.Allocation == nil {
+			needs = append(needs, some...)
+		}
+	}
+	a.Events = f.events()
+	switch pod := f.Pod; {
+	case pod.Status.Phase == corev1.PodSucceeded, pod.Status.Phase == corev1.PodFailed:
+		f.ended(&a)
+	case pod.Spec.NodeName != "":
+		f.placed(&a, claims)
+	case len(a.Requests) == 0:
+		a.Cause, a.Summary = CauseNoGPU, "requests no GPU"
+		a.Scheduler = f.scheduler()
+	default:
+		a.Scheduler, a.Quotas = f.scheduler(), f.quotas(needs)
+		f.waits(&a, claims, needs)
+	}
+	if f.Pod.DeletionTimestamp != nil {
+		a.Summary += "; it is being deleted"
+	}
+	return a
+}
+
+func allocatedTo(of claimOf) string {
+	if of.claim == nil || of.claim.Status.Allocation == nil {
+		return ""
+	}
+	var devices []string
+	for _, result := range of.claim.Status.Allocation.Devices.Results {
+		devices = append(devices, result.Device+" of "+device.NodeOfPool(result.Pool))
+	}
+	return ": allocated " + strings.Join(devices, ", ")
+}
+
+// ended explains a pod whose containers have ended or that kubelet did not admit.
+func (f Facts) ended(a *Answer) {
+	status := f.Pod.Status
+	if status.Phase == corev1.PodSucceeded {
+		a.Cause, a.Summary = CauseFinished, "has finished: its GPUs are free, or become free once its last process has ended"
+		return
+	}
+	a.Cause, a.Summary = CauseFailed, "failed"
+	if status.Reason != "" {
+		a.Summary += " with " + status.Reason
+	}
+	if status.Message != "" {
+		a.Summary += ": " + oneLine(status.Message)
+	}
+	controller := metav1.GetControllerOfNoCopy(f.Pod)
+	switch {
+	case owner.Replaces(f.Pod) && controller != nil:
+		a.Frees = append(a.Frees, fmt.Sprintf("%s %s creates another pod, as far as its own limits allow", controller.Kind, controller.Name))
+	default:
+		a.Frees = append(a.Frees, owner.WhyNot(f.Pod)+": create it again")
+	}
+}
+
+// placed explains a pod that the scheduler has placed.
+func (f Facts) placed(a *Answer, claims []claimOf) {
+	a.Has = f.has()
+	running := f.Pod.Status.Phase == corev1.PodRunning
+	node := f.gpuNode(f.Pod.Spec.NodeName)
+	for _, of := range claims {
+		if of.claim == nil || node == nil {
+			continue
+		}
+		for _, conflict := range node.Status.Conflicts {
+			if conflict.UID == of.claim.UID && !running {
+				a.Cause, a.Summary = CauseConflict, fmt.Sprintf("waits on %s: %s", f.Pod.Spec.NodeName, oneLine(conflict.Message))
+				if conflict.PendingEviction {
+					a.Frees = append(a.Frees, "Tandem's controller evicts the pod; the pod that its owner creates is placed elsewhere")
+				} else {
+					a.Frees = append(a.Frees, fmt.Sprintf("the claim waits until %s is free: %s",
+						strings.Join(conflict.Devices, ", "), cmp.Or(owner.WhyNot(f.Pod), "its pods may not be evicted")))
+				}
+			}
+		}
+	}
+	switch {
+	case a.Cause != "":
+	case running && len(a.Has) > 0:
+		a.Cause, a.Summary = CauseRunning, "runs on "+f.Pod.Spec.NodeName+" with "+strings.Join(a.Has, ", ")
+	case running && len(a.Requests) == 0:
+		a.Cause, a.Summary = CauseRunning, "runs on "+f.Pod.Spec.NodeName+" and requests no GPU"
+	case running:
+		a.Cause, a.Summary = CauseRunning, "runs on "+f.Pod.Spec.NodeName
+	case node != nil && node.Status.Waiting != "" && len(a.Requests) > 0:
+		a.Cause, a.Summary = CauseAgent, fmt.Sprintf("waits on %s: its agent serves no GPU: %s", f.Pod.Spec.NodeName, oneLine(node.Status.Waiting))
+	case len(a.Requests) == 0:
+		a.Cause, a.Summary = CauseStarting, "starts on "+f.Pod.Spec.NodeName+" and requests no GPU"
+	case node == nil && !f.missing(KindGPUNodes):
+		a.Cause, a.Summary = CauseAgent, fmt.Sprintf("waits on %s, which has no GPUNode: Tandem's agent does not run there", f.Pod.Spec.NodeName)
+	default:
+		a.Cause, a.Summary = CauseStarting, "starts on "+f.Pod.Spec.NodeName
+		if waiting := waitingContainer(f.Pod); waiting != "" {
+			a.Summary += ": " + waiting
+		}
+	}
+}
+
+func waitingContainer(pod *corev1.Pod) string {
+	for _, s := range slices.Concat(pod.Status.InitContainerStatuses, pod.Status.ContainerStatuses) {
+		if w := s.State.Waiting; w != nil && w.Reason != "" {
+			text := fmt.Sprintf("container %s is waiting: %s", s.Name, w.Reason)
+			if w.Message != "" {
+				text += ": " + oneLine(w.Message)
+			}
+			return text
+		}
+	}
+	return ""
+}
+
+// has returns the devices of which the pod is a holder.
+func (f Facts) has() (devices []string) {
+	node := f.gpuNode(f.Pod.Spec.NodeName)
+	if node == nil {
+		return nil
+	}
+	for _, d := range node.Status.Devices {
+		for _, h := range d.Holders {
+			if !slices.ContainsFunc(h.Pods, func(p v1alpha1.PodReference) bool { return p.UID == f.Pod.UID }) {
+				continue
+			}
+			text := fmt.Sprintf("%s (%s, %s)", d.Name, cmp.Or(d.Model, d.UUID), via(h))
+			if share := Share(h); share != "" {
+				text += " " + share
+			}
+			if d.UnhealthyReason != "" {
+				text += ", unhealthy: " + oneLine(d.UnhealthyReason)
+			}
+			devices = append(devices, text)
+		}
+	}
+	return devices
+}
+
+func (f Facts) gpuNode(name string) *v1alpha1.GPUNode {
+	for i := range f.GPUNodes {
+		if f.GPUNodes[i].Name == name {
+			return &f.GPUNodes[i]
+		}
+	}
+	return nil
+}
+
+func (f Facts) missing(kind Kind) bool {
+	return slices.ContainsFunc(f.NotRead, func(n NotRead) bool { return n.Kind == kind })
+}
+
+func uniq(texts []string) (found []string) {
+	for _, text := range texts {
+		if !slices.Contains(found, text) {
+			found = append(found, text)
+		}
+	}
+	return found
+}
+
+func oneLine(text string) string { return strings.Join(strings.Fields(text), " ") }
