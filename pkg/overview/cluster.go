@@ -1,0 +1,324 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package overview
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/dynamic"
+	"k8s.io/client-go/kubernetes"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/explain"
+)
+
+// pageSize is how many objects one request lists.
+const pageSize = 500
+
+// DriverName is the name of the DRA driver in charts without another one.
+const DriverName = "gpu.nvidia.com"
+
+// Cluster reads what the views need. It writes nothing, apart from reviews of the viewer's own rights. It is safe for concurrent use.
+type Cluster struct {
+	Client  kubernetes.Interface
+	Dynamic dynamic.Interface
+	// DriverName is that of Tandem's DRA driver.
+	DriverName string
+}
+
+// DeniedError says that the viewer may not read objects, and which RBAC rule is missing.
+type DeniedError struct {
+	Verb, Group, Resource string
+	err                   error
+}
+
+// Error has the rule on lines of its own, so that it can be copied.
+func (e *DeniedError) Error() string {
+	const rule = "- apiGroups: [%q]\n  resources: [%s]\n  verbs: [get, list, watch]"
+	return fmt.Sprintf("%v\nThis rule of a ClusterRole is missing:\n"+rule, e.err, e.Group, e.Resource)
+}
+
+// Unwrap returns the API server's error.
+func (e *DeniedError) Unwrap() error { return e.err }
+
+func (c Cluster) gpuNodes() dynamic.ResourceInterface { return c.Dynamic.Resource(v1alpha1.Resource) }
+
+// gpuNodesError adds to an error about GPUNodes what the user can do.
+func gpuNodesError(verb string, err error) error {
+	switch {
+	case err == nil:
+		return nil
+	case apierrors.IsForbidden(err):
+		return &DeniedError{verb, v1alpha1.GroupVersion.Group, v1alpha1.Resource.Resource, fmt.Errorf("%s GPUNodes: %w", verb, err)}
+	case apierrors.IsNotFound(err) && verb != "get", meta.IsNoMatchError(err):
+		return fmt.Errorf("%s GPUNodes: the cluster does not serve %s, is Tandem installed? %w", verb, v1alpha1.GroupVersion, err)
+	default:
+		return fmt.Errorf("%s GPUNodes: %w", verb, err)
+	}
+}
+
+func gpuNode(object runtime.Object) (node v1alpha1.GPUNode, err error) {
+	from, ok := object.(*unstructured.Unstructured)
+	if !ok {
+		return node, fmt.Errorf("decode GPUNode: unexpected %T", object)
+	}
+	if err := runtime.DefaultUnstructuredConverter.FromUnstructured(from.Object, &node); err != nil {
+		return node, fmt.Errorf("decode GPUNode %s: %w", from.GetName(), err)
+	}
+	return node, nil
+}
+
+// EachGPUNode calls visit for all GPUNodes, one page after the other. It returns the resource version of the list, for a watch.
+func (c Cluster) EachGPUNode(ctx context.Context, visit func(v1alpha1.GPUNode)) (version string, err error) {
+	options := metav1.ListOptions{Limit: pageSize}
+	for {
+		list, err := c.gpuNodes().List(ctx, options)
+		if err != nil {
+			return "", gpuNodesError("list", err)
+		}
+		for i := range list.Items {
+			node, err := gpuNode(&list.Items[i])
+			if err != nil {
+				return "", err
+			}
+			visit(node)
+		}
+		if options.Continue = list.GetContinue(); options.Continue == "" {
+			return list.GetResourceVersion(), nil
+		}
+	}
+}
+
+// Nodes returns the named nodes, or all with GPUs. notes says what is left out because the viewer may not read it.
+func (c Cluster) Nodes(ctx context.Context, names ...string) (nodes []Node, notes []string, err error) {
+	for _, name := range names {
+		node, err := c.node(ctx, name)
+		if err != nil {
+			return nil, nil, err
+		}
+		nodes = append(nodes, node)
+	}
+	if len(names) > 0 {
+		return nodes, nil, nil
+	}
+	has := map[string]bool{}
+	if _, err := c.EachGPUNode(ctx, func(n v1alpha1.GPUNode) {
+		has[n.Name] = true
+		nodes = append(nodes, NodeOf(n))
+	}); err != nil {
+		return nil, nil, err
+	}
+	// Only nodes with GPUs are of interest: a large cluster has many others.
+	for _, label := range explain.GPULabels {
+		err := c.eachNode(ctx, label+"=true", func(n *corev1.Node) {
+			if !has[n.Name] {
+				has[n.Name] = true
+				nodes = append(nodes, WithoutAgent(n))
+			}
+		})
+		if err != nil {
+			return nodes, []string{fmt.Sprintf("nodes without a GPUNode are not shown: %v", err)}, nil
+		}
+	}
+	return nodes, nil, nil
+}
+
+func (c Cluster) node(ctx context.Context, name string) (Node, error) {
+	object, err := c.gpuNodes().Get(ctx, name, metav1.GetOptions{})
+	if err == nil {
+		node, err := gpuNode(object)
+		return NodeOf(node), err
+	}
+	if !apierrors.IsNotFound(err) {
+		return Node{}, gpuNodesError("get", err)
+	}
+	node, nodeErr := c.Client.CoreV1().Nodes().Get(ctx, name, metav1.GetOptions{})
+	if nodeErr != nil {
+		return Node{}, fmt.Errorf("get GPUNode %s: %w, and get node %s: %w", name, err, name, nodeErr)
+	}
+	return WithoutAgent(node), nil
+}
+
+func (c Cluster) eachNode(ctx context.Context, selector string, visit func(*corev1.Node)) error {
+	options := metav1.ListOptions{Limit: pageSize, LabelSelector: selector}
+	for {
+		list, err := c.Client.CoreV1().Nodes().List(ctx, options)
+		if err != nil {
+			return fmt.Errorf("list nodes: %w", err)
+		}
+		for i := range list.Items {
+			visit(&list.Items[i])
+		}
+		if options.Continue = list.Continue; options.Continue == "" {
+			return nil
+		}
+	}
+}
+
+func (c Cluster) eachSlice(ctx context.Context, selector fields.Selector, visit func(resourceapi.ResourceSlice)) error {
+	options := metav1.ListOptions{Limit: pageSize, FieldSelector: selector.String()}
+	for {
+		list, err := c.Client.ResourceV1().ResourceSlices().List(ctx, options)
+		if err != nil {
+			return fmt.Errorf("list ResourceSlices: %w", err)
+		}
+		for _, slice := range list.Items {
+			if slice.Spec.Driver == c.DriverName {
+				visit(slice)
+			}
+		}
+		if options.Continue = list.Continue; options.Continue == "" {
+			return nil
+		}
+	}
+}
+
+// Watch calls show with each state of the named nodes, or of all, first with those that exist. gone is set for a node whose GPUNode was
+// deleted. It returns when ctx is done, or with an error of the first list.
+func (c Cluster) Watch(ctx context.Context, show func(node Node, gone bool), names ...string) error {
+	wanted := func(name string) bool { return len(names) == 0 || slices.Contains(names, name) }
+	last := map[string]bool{}
+	for first := true; ctx.Err() == nil; first = false {
+		now := map[string]bool{}
+		version, err := c.EachGPUNode(ctx, func(n v1alpha1.GPUNode) {
+			if wanted(n.Name) {
+				now[n.Name] = true
+				show(NodeOf(n), false)
+			}
+		})
+		if err != nil && (first || apierrors.IsForbidden(err)) {
+			return err
+		}
+		if err == nil {
+			for name := range last {
+				if !now[name] {
+					show(Node{Name: name}, true)
+				}
+			}
+			last = now
+			err = c.watchFrom(ctx, version, wanted, last, show)
+		}
+		if err != nil && apierrors.IsForbidden(err) {
+			return gpuNodesError("watch", err)
+		}
+		// The API server ends watches after some minutes, and may be away: list again after a moment.
+		wait(ctx)
+	}
+	return nil
+}
+
+func (c Cluster) watchFrom(ctx context.Context, version string, wanted func(string) bool, last map[string]bool, show func(Node, bool)) error {
+	watcher, err := c.gpuNodes().Watch(ctx, metav1.ListOptions{ResourceVersion: version})
+	if err != nil {
+		return err
+	}
+	defer watcher.Stop()
+	for {
+		var event watch.Event
+		var more bool
+		select {
+		case event, more = <-watcher.ResultChan():
+		case <-ctx.Done():
+		}
+		if !more {
+			return nil
+		}
+		if event.Type == watch.Error {
+			return apierrors.FromObject(event.Object)
+		}
+		node, err := gpuNode(event.Object)
+		switch {
+		case err != nil || !wanted(node.Name):
+		case event.Type == watch.Deleted:
+			delete(last, node.Name)
+			show(Node{Name: node.Name}, true)
+		default:
+			last[node.Name] = true
+			show(NodeOf(node), false)
+		}
+	}
+}
+
+// Picture reads what is shown of one node.
+func (c Cluster) Picture(ctx context.Context, name string) (Picture, []string, error) {
+	object, err := c.gpuNodes().Get(ctx, name, metav1.GetOptions{})
+	if err != nil {
+		if !apierrors.IsNotFound(err) {
+			return Picture{}, nil, gpuNodesError("get", err)
+		}
+		node, err := c.node(ctx, name)
+		return Picture{Node: node}, nil, err
+	}
+	node, err := gpuNode(object)
+	if err != nil {
+		return Picture{}, nil, err
+	}
+	var published []resourceapi.ResourceSlice
+	var notes []string
+	selector := fields.OneTermEqualSelector(resourceapi.ResourceSliceSelectorNodeName, name)
+	if err := c.eachSlice(ctx, selector, func(s resourceapi.ResourceSlice) {
+		if s.Spec.NodeName != nil && *s.Spec.NodeName == name {
+			published = append(published, s)
+		}
+	}); err != nil {
+		notes = append(notes, fmt.Sprintf("NUMA nodes and NVLink are not known: %v", err))
+	}
+	return PictureOf(node, published, c.DriverName), notes, nil
+}
+
+// mostCompletions bounds what a shell completes.
+const mostCompletions = 500
+
+// NodeNames returns names of nodes with an agent that begin with the prefix, for completion.
+func (c Cluster) NodeNames(ctx context.Context, prefix string) ([]string, error) {
+	list, err := c.gpuNodes().List(ctx, metav1.ListOptions{Limit: mostCompletions})
+	if err != nil {
+		return nil, gpuNodesError("list", err)
+	}
+	return namesOf(list.Items, prefix), nil
+}
+
+// PodNames returns names of pods that begin with the prefix, for completion.
+func (c Cluster) PodNames(ctx context.Context, namespace, prefix string) ([]string, error) {
+	list, err := c.Client.CoreV1().Pods(namespace).List(ctx, metav1.ListOptions{Limit: mostCompletions})
+	if err != nil {
+		return nil, fmt.Errorf("list pods: %w", err)
+	}
+	var names []string
+	for _, p := range list.Items {
+		if strings.HasPrefix(p.Name, prefix) {
+			names = append(names, p.Name)
+		}
+	}
+	return names, nil
+}
+
+func namesOf(items []unstructured.Unstructured, prefix string) (names []string) {
+	for _, item := range items {
+		if strings.HasPrefix(item.GetName(), prefix) {
+			names = append(names, item.GetName())
+		}
+	}
+	return names
+}
+
+// wait waits for a second, or until ctx is done.
+func wait(ctx context.Context) {
+	select {
+	case <-ctx.Done():
+	case <-time.After(time.Second):
+	}
+}

@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package overview
+
+import (
+	"cmp"
+	"fmt"
+	"strings"
+	"unicode/utf8"
+)
+
+// sliceWidth is the width of a memory slice in a bar, with its right border.
+const sliceWidth = 8
+
+// strokes are the characters of a bar.
+type strokes struct{ horizontal, vertical, topLeft, topRight, bottomLeft, bottomRight, down, up string }
+
+var (
+	asciiStrokes = strokes{"-", "|", "+", "+", "+", "+", "+", "+"}
+	lineStrokes  = strokes{"─", "│", "┌", "┐", "└", "┘", "┬", "┴"}
+)
+
+// Draw returns the picture of a node as text.
+func (s Style) Draw(p Picture) string {
+	var b strings.Builder
+	o := New([]Node{p.Node})
+	title := p.Node.Name
+	if p.Node.Mode != "" {
+		title += "   " + p.Node.Mode
+	}
+	if o.GPUs.Total > 0 {
+		title += "   " + number(o.GPUs.Total, "GPU") + ": " + o.GPUs.String()
+	}
+	if o.Partitions.Total > 0 {
+		title += "   " + number(o.Partitions.Total, "partition") + ": " + o.Partitions.String()
+	}
+	fmt.Fprintln(&b, s.plain(title))
+	if p.Node.Problem != "" {
+		fmt.Fprintf(&b, "%s\n", s.paint(s.plain(p.Node.Problem), Unhealthy))
+	}
+	var all [][]cell
+	for _, g := range p.Groups {
+		for _, gpu := range g.GPUs {
+			all = append(all, s.gpuCells(p.Node, gpu))
+		}
+	}
+	w := widths(all)
+	for _, g := range p.Groups {
+		fmt.Fprintf(&b, "\n%s\n", g.Title())
+		for _, gpu := range g.GPUs {
+			b.WriteString(s.aligned("  ", 2, [][]cell{s.gpuCells(p.Node, gpu)}, w))
+			b.WriteString(s.shares(gpu))
+			b.WriteString(s.bar(p.Node, gpu))
+		}
+	}
+	if links := s.links(p); links != "" {
+		b.WriteString("\n" + links)
+	}
+	for _, c := range p.Node.Conflicts {
+		conflict := fmt.Sprintf("Conflict: claim %s/%s, %s: %s", c.Namespace, c.Name, strings.Join(c.Devices, ", "), c.Message)
+		fmt.Fprintf(&b, "\n%s\n", s.plain(conflict))
+	}
+	return b.String()
+}
+
+func (s Style) gpuCells(n Node, gpu GPU) []cell {
+	holders, share := gpu.describe(n)
+	if share != "" {
+		holders = mebibytes(gpu.Sharing.MemoryBytes) + ", shared"
+	}
+	for _, more := range []string{gpu.UnhealthyReason, gpu.Slowdown} {
+		if more != "" {
+			holders = strings.TrimPrefix(holders+"; "+more, "; ")
+		}
+	}
+	link := ""
+	if gpu.NVLink != "" {
+		link = "NVLink " + gpu.NVLink
+	}
+	return []cell{
+		{text: gpu.Name}, {text: s.plain(cmp.Or(gpu.Model, "-"))}, {text: link},
+		{text: s.mark(gpu.State), state: gpu.State}, {text: s.plain(holders)},
+	}
+}
+
+// mark returns the state with a sign, which distinguishes free from used ones without colour.
+func (s Style) mark(state State) string {
+	sign, ascii := "●", "*"
+	switch state {
+	case Free:
+		sign, ascii = "○", "."
+	case Unhealthy:
+		sign, ascii = "✗", "!"
+	case Excluded:
+		sign, ascii = "–", "-"
+	}
+	if !s.UTF8 {
+		sign = ascii
+	}
+	return sign + " " + string(state)
+}
+
+// indent is that of what belongs to a GPU.
+const indent = "         "
+
+// mostSharers bounds the shares of a device that are listed.
+const mostSharers = 8
+
+// shares lists the shares of a shared GPU and the memory that is left.
+func (s Style) shares(gpu GPU) string {
+	if gpu.Sharing == nil || len(gpu.Holders) == 0 {
+		return ""
+	}
+	var rows [][]cell
+	left := gpu.Sharing.MemoryBytes
+	for i, h := range gpu.Holders {
+		left -= h.MemoryBytes
+		switch {
+		case i < mostSharers:
+			rows = append(rows, []cell{{text: cmp.Or(h.share, "all")}, {text: s.plain(h.text)}})
+		case i == mostSharers:
+			rows = append(rows, []cell{{text: fmt.Sprintf("and %d more", len(gpu.Holders)-i)}})
+		}
+		if !h.Shared {
+			left = 0
+		}
+	}
+	if left > 0 && gpu.State != Unhealthy {
+		rows = append(rows, []cell{{text: mebibytes(left)}, {text: "free"}})
+	}
+	return s.columns(indent, 2, rows)
+}
+
+// bar draws the partitions of a GPU to scale, and lists them.
+func (s Style) bar(n Node, gpu GPU) string {
+	if gpu.Slices == 0 {
+		return ""
+	}
+	line := asciiStrokes
+	if s.UTF8 {
+		line = lineStrokes
+	}
+	var top, middle, bottom strings.Builder
+	var rows [][]cell
+	for i, part := range gpu.Parts {
+		width := part.Size*sliceWidth - 1
+		topJoin, bottomJoin := line.down, line.up
+		if i == 0 {
+			topJoin, bottomJoin = line.topLeft, line.bottomLeft
+		}
+		label, state := "", Free
+		what, holder := "free", ""
+		if d := part.Partition; d != nil {
+			label, state, what = d.Profile, d.State, d.Profile
+			holders, share := d.describe(n)
+			if share != "" {
+				holders += " [" + share + "]"
+			}
+			holder = s.plain(strings.TrimPrefix(holders+"; "+d.UnhealthyReason, "; "))
+			holder = strings.TrimSuffix(holder, "; ")
+		}
+		label = s.plain(label)
+		if utf8.RuneCountInString(label) > width {
+			label = string([]rune(label)[:width])
+		}
+		top.WriteString(topJoin + strings.Repeat(line.horizontal, width))
+		bottom.WriteString(bottomJoin + strings.Repeat(line.horizontal, width))
+		middle.WriteString(line.vertical + s.paint(label, state) + strings.Repeat(" ", width-utf8.RuneCountInString(label)))
+		at := fmt.Sprintf("slice %d", part.Start)
+		if part.Size > 1 {
+			at = fmt.Sprintf("slices %d-%d", part.Start, part.Start+part.Size-1)
+		}
+		row := []cell{{text: at}, {text: s.plain(what)}}
+		if part.Partition != nil {
+			row = append(row, cell{text: s.mark(state), state: state}, cell{text: holder})
+		}
+		rows = append(rows, row)
+	}
+	return indent + top.String() + line.topRight + "\n" + indent + middle.String() + line.vertical + "\n" +
+		indent + bottom.String() + line.bottomRight + "\n" + s.columns(indent, 2, rows)
+}
+
+// links lists the GPUs of each NVLink group.
+func (s Style) links(p Picture) string {
+	var order []string
+	groups, cliques := map[string][]string{}, map[string]string{}
+	for _, g := range p.Groups {
+		for _, gpu := range g.GPUs {
+			if gpu.NVLink == "" {
+				continue
+			}
+			if groups[gpu.NVLink] == nil {
+				order = append(order, gpu.NVLink)
+			}
+			groups[gpu.NVLink] = append(groups[gpu.NVLink], gpu.Name)
+			cliques[gpu.NVLink] = cmp.Or(cliques[gpu.NVLink], gpu.Clique)
+		}
+	}
+	var b strings.Builder
+	for _, link := range order {
+		fmt.Fprintf(&b, "NVLink %s: %s", link, strings.Join(groups[link], " "))
+		if clique := cliques[link]; clique != "" {
+			fmt.Fprintf(&b, " (fabric clique %s)", s.plain(clique))
+		}
+		b.WriteString("\n")
+	}
+	return b.String()
+}

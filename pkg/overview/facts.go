@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package overview
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+
+	authorizationv1 "k8s.io/api/authorization/v1"
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/dynamic-resource-allocation/resourceclaim"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/explain"
+)
+
+// Why reads what pkg/explain needs of a pod, and returns its answer.
+func (c Cluster) Why(ctx context.Context, namespace, name string) (explain.Answer, error) {
+	pod, err := c.Client.CoreV1().Pods(namespace).Get(ctx, name, metav1.GetOptions{})
+	if err != nil {
+		return explain.Answer{}, fmt.Errorf("get pod %s/%s: %w", namespace, name, err)
+	}
+	f := explain.Facts{
+		Driver: c.DriverName, Pod: pod, Claims: map[string]*resourceapi.ResourceClaim{}, Templates: map[string]*resourceapi.ResourceClaimTemplate{},
+	}
+	unread := func(kind explain.Kind, err error) {
+		if err == nil {
+			return
+		}
+		if denied := (*DeniedError)(nil); errors.As(err, &denied) {
+			err = denied.err
+		}
+		f.NotRead = append(f.NotRead, explain.NotRead{Kind: kind, Error: oneLine(err.Error())})
+	}
+	c.readClaims(ctx, &f, unread)
+	unread(explain.KindEvents, c.readEvents(ctx, &f))
+	classes, err := c.Client.ResourceV1().DeviceClasses().List(ctx, metav1.ListOptions{})
+	unread(explain.KindClasses, err)
+	if err == nil {
+		f.Classes = classes.Items
+	}
+	quotas, err := c.Client.CoreV1().ResourceQuotas(namespace).List(ctx, metav1.ListOptions{})
+	unread(explain.KindQuotas, err)
+	if err == nil {
+		f.Quotas = quotas.Items
+	}
+	if pod.Spec.NodeName != "" {
+		object, err := c.gpuNodes().Get(ctx, pod.Spec.NodeName, metav1.GetOptions{})
+		switch {
+		case err == nil:
+			node, err := gpuNode(object)
+			unread(explain.KindGPUNodes, err)
+			f.GPUNodes = append(f.GPUNodes, node)
+		case !apierrors.IsNotFound(err): // a node without an agent has none
+			unread(explain.KindGPUNodes, gpuNodesError("get", err))
+		}
+	} else {
+		_, err = c.EachGPUNode(ctx, func(n v1alpha1.GPUNode) { f.GPUNodes = append(f.GPUNodes, n) })
+		unread(explain.KindGPUNodes, err)
+		unread(explain.KindNodes, c.eachNode(ctx, "", func(n *corev1.Node) { f.Nodes = append(f.Nodes, *n) }))
+		unread(explain.KindSlices, c.eachSlice(ctx, fields.OneTermEqualSelector(resourceapi.ResourceSliceSelectorDriver, c.DriverName),
+			func(s resourceapi.ResourceSlice) { f.Slices = append(f.Slices, s) }))
+	}
+	return c.answer(ctx, f), nil
+}
+
+// mostReviews bounds the questions about rights for one answer.
+const mostReviews = 64
+
+// answer asks pkg/explain twice: first to learn of which namespaces it would name holders.
+func (c Cluster) answer(ctx context.Context, f explain.Facts) explain.Answer {
+	asked := map[string]bool{}
+	f.MayName = func(namespace string) bool {
+		asked[namespace] = false
+		return false
+	}
+	answer := explain.Why(f)
+	if len(asked) == 0 {
+		return answer
+	}
+	if c.mayListPods(ctx, metav1.NamespaceAll) {
+		f.MayName = func(string) bool { return true }
+		return explain.Why(f)
+	}
+	for i, namespace := range slices.Sorted(maps.Keys(asked)) {
+		if i < mostReviews || namespace == f.Pod.Namespace {
+			asked[namespace] = c.mayListPods(ctx, namespace)
+		}
+	}
+	f.MayName = func(namespace string) bool { return asked[namespace] }
+	return explain.Why(f)
+}
+
+// mayListPods reports whether the viewer may list the pods of a namespace. An error counts as no.
+func (c Cluster) mayListPods(ctx context.Context, namespace string) bool {
+	review, err := c.Client.AuthorizationV1().SelfSubjectAccessReviews().Create(ctx, &authorizationv1.SelfSubjectAccessReview{
+		Spec: authorizationv1.SelfSubjectAccessReviewSpec{ResourceAttributes: &authorizationv1.ResourceAttributes{
+			Namespace: namespace, Verb: "list", Resource: "pods",
+		}},
+	}, metav1.CreateOptions{})
+	return err == nil && review.Status.Allowed
+}
+
+// readClaims reads the claims of the pod, and the templates of those that do not exist yet. One that is missing is no error.
+func (c Cluster) readClaims(ctx context.Context, f *explain.Facts, unread func(explain.Kind, error)) {
+	api, namespace := c.Client.ResourceV1(), f.Pod.Namespace
+	for i := range f.Pod.Spec.ResourceClaims {
+		ref := &f.Pod.Spec.ResourceClaims[i]
+		name, _, err := resourceclaim.Name(f.Pod, ref)
+		if err == nil && name != nil {
+			claim, err := api.ResourceClaims(namespace).Get(ctx, *name, metav1.GetOptions{})
+			if err == nil {
+				f.Claims[*name] = claim
+			} else if !apierrors.IsNotFound(err) {
+				unread(explain.KindClaims, err)
+			}
+			continue
+		}
+		if template := ref.ResourceClaimTemplateName; err != nil && template != nil {
+			of, err := api.ResourceClaimTemplates(namespace).Get(ctx, *template, metav1.GetOptions{})
+			if err == nil {
+				f.Templates[*template] = of
+			} else if !apierrors.IsNotFound(err) {
+				unread(explain.KindTemplates, err)
+			}
+		}
+	}
+}
+
+// readEvents reads the events of the pod and of its claims, by UID: a pod of the same name may have had others.
+func (c Cluster) readEvents(ctx context.Context, f *explain.Facts) error {
+	of := map[types.UID]bool{f.Pod.UID: true}
+	for _, claim := range f.Claims {
+		of[claim.UID] = true
+	}
+	for uid := range of {
+		list, err := c.Client.CoreV1().Events(f.Pod.Namespace).List(ctx, metav1.ListOptions{
+			Limit: pageSize, FieldSelector: fields.OneTermEqualSelector("involvedObject.uid", string(uid)).String(),
+		})
+		if err != nil {
+			return fmt.Errorf("list events: %w", err)
+		}
+		for _, e := range list.Items {
+			if e.InvolvedObject.UID == uid {
+				f.Events = append(f.Events, e)
+			}
+		}
+	}
+	return nil
+}

@@ -1,0 +1,208 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package overview
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strings"
+)
+
+// mostHolders bounds the holders of a device in a row. The JSON form has all.
+const mostHolders = 3
+
+// Row is a line of the table of devices.
+type Row struct {
+	// Key is the node and the device: a row with the same key is a newer state of the same device.
+	Key   string
+	cells []cell
+}
+
+// The headers of a row. The holders come late, because they are long.
+var (
+	header     = []string{"NODE", "DEVICE", "MODEL", "STATE", "SHARE", "HOLDERS"}
+	wideHeader = []string{"NODE", "DEVICE", "MODEL", "STATE", "SHARE", "UUID", "RESOURCE", "RESOURCE STATE", "HOLDERS", "REASON"}
+)
+
+// stateColumn is the column of the state.
+const stateColumn = 3
+
+// Rows returns the rows of a node: one of each device, or one that says why it has none.
+func (s Style) Rows(n Node, wide bool) (rows []Row) {
+	add := func(device string, cells ...string) {
+		row := Row{Key: n.Name + " " + device}
+		for _, text := range cells {
+			row.cells = append(row.cells, cell{text: s.plain(text)})
+		}
+		row.cells[stateColumn].state = State(cells[stateColumn])
+		rows = append(rows, row)
+	}
+	if problem := n.Problem; problem != "" || len(n.Devices) == 0 {
+		cells := []string{n.Name, "-", "-", "-", ""}
+		if wide {
+			cells = append(cells, "-", "-", "-")
+		}
+		add("", append(cells, cmp.Or(problem, "no GPU"))...)
+	}
+	for _, d := range n.Devices {
+		name, model := d.Name, d.Model
+		if d.Parent != "" {
+			name, model = "  "+d.Name, d.Profile
+		}
+		holders, share := d.describe(n)
+		cells := []string{n.Name, name, cmp.Or(model, "-"), string(d.State), share}
+		if wide {
+			cells = append(cells, cmp.Or(d.UUID, "-"), cmp.Or(d.ExtendedResource, "-"), cmp.Or(d.ExtendedResourceState, "-"),
+				cmp.Or(holders, "-"), d.UnhealthyReason)
+		} else {
+			cells = append(cells, cmp.Or(holders, "-"))
+		}
+		add(d.Name, cells...)
+	}
+	return rows
+}
+
+// describe returns the holders of a device and their shares. A GPU without a holder whose partitions have some says so.
+func (d Device) describe(n Node) (holders, shares string) {
+	var texts, parts []string
+	for i, h := range d.Holders {
+		if i == mostHolders {
+			texts = append(texts, fmt.Sprintf("and %d more", len(d.Holders)-i))
+			break
+		}
+		text := h.text
+		if h.State == "Draining" && d.State != Draining {
+			text += ", draining"
+		}
+		if h.WaitsFor != "" {
+			text += ", waits for " + h.WaitsFor
+		}
+		texts = append(texts, text)
+		parts = append(parts, cmp.Or(h.share, "all"))
+	}
+	for _, c := range d.Allocated {
+		texts = append(texts, fmt.Sprintf("claim %s/%s, not prepared yet", c.Namespace, c.Name))
+	}
+	if d.Parent == "" && len(texts) == 0 && (d.State == Claim || d.State == Pod || d.State == Draining || d.State == Allocated) {
+		texts = append(texts, "in its partitions")
+	}
+	if d.Sharing == nil || len(parts) == 0 {
+		return strings.Join(texts, "; "), ""
+	}
+	of := mebibytes(d.Sharing.MemoryBytes)
+	if d.Sharing.Shares > 0 {
+		of = fmt.Sprintf("%d shares, %s", d.Sharing.Shares, of)
+	}
+	return strings.Join(texts, "; "), strings.Join(parts, "; ") + " of " + of
+}
+
+func mebibytes(bytes int64) string { return fmt.Sprintf("%d MiB", bytes>>20) }
+
+// Table returns the overview as a table with a last line that counts. A column that no row fills is left out.
+func (s Style) Table(o Overview, wide bool) string {
+	if len(o.Nodes) == 0 {
+		return o.Summary() + "\n"
+	}
+	rows := [][]cell{headerCells(wide)}
+	for _, n := range o.Nodes {
+		for _, row := range s.Rows(n, wide) {
+			rows = append(rows, row.cells)
+		}
+	}
+	rows = withoutEmptyColumns(rows)
+	return s.columns("", 3, rows) + o.Summary() + "\n"
+}
+
+// Changed returns rows as a watch prints them: with fixed widths where they fit.
+func (s Style) Changed(rows []Row) string {
+	var cells [][]cell
+	for _, row := range rows {
+		cells = append(cells, row.cells)
+	}
+	return s.aligned("", 3, cells, []int{12, 22, 22, 9, 12, 40, 22, 14, 40})
+}
+
+// HeaderRow is the first row of a watch.
+func HeaderRow(wide bool) Row { return Row{cells: headerCells(wide)} }
+
+// Changes returns the rows that differ from those of an earlier state of the node, and a row for each device that is gone.
+func Changes(before, now []Row) (changed []Row) {
+	byKey := make(map[string]Row, len(before))
+	for _, row := range before {
+		byKey[row.Key] = row
+	}
+	for _, row := range now {
+		if last, known := byKey[row.Key]; !known || !slices.Equal(last.cells, row.cells) {
+			changed = append(changed, row)
+		}
+		delete(byKey, row.Key)
+	}
+	for _, row := range before {
+		if _, gone := byKey[row.Key]; gone {
+			cells := slices.Clone(row.cells)
+			cells[stateColumn] = cell{text: "Gone"}
+			changed = append(changed, Row{Key: row.Key, cells: cells[:stateColumn+1]})
+		}
+	}
+	return changed
+}
+
+func headerCells(wide bool) (cells []cell) {
+	names := header
+	if wide {
+		names = wideHeader
+	}
+	for _, name := range names {
+		cells = append(cells, cell{text: name})
+	}
+	return cells
+}
+
+func withoutEmptyColumns(rows [][]cell) [][]cell {
+	filled := make([]bool, len(rows[0]))
+	for _, row := range rows[1:] {
+		for i, c := range row {
+			filled[i] = filled[i] || c.text != ""
+		}
+	}
+	kept := make([][]cell, len(rows))
+	for r, row := range rows {
+		for i, c := range row {
+			if filled[i] {
+				kept[r] = append(kept[r], c)
+			}
+		}
+	}
+	return kept
+}
+
+// Summary counts the devices, in one line.
+func (o Overview) Summary() string {
+	text := fmt.Sprintf("%s on %s", number(o.GPUs.Total, "GPU"), number(len(o.Nodes), "node"))
+	if o.GPUs.Total > 0 {
+		text += ": " + o.GPUs.String()
+	}
+	if o.Partitions.Total > 0 {
+		text += fmt.Sprintf("; %s: %s", number(o.Partitions.Total, "partition"), o.Partitions)
+	}
+	problems, conflicts := 0, 0
+	for _, n := range o.Nodes {
+		problems += boolInt(n.Problem != "")
+		conflicts += len(n.Conflicts)
+	}
+	if problems > 0 {
+		text += fmt.Sprintf("; %s without a serving agent", number(problems, "node"))
+	}
+	if conflicts > 0 {
+		text += fmt.Sprintf("; %s in conflict", number(conflicts, "claim"))
+	}
+	return text
+}
+
+func number(n int, what string) string {
+	if n == 1 {
+		return "1 " + what
+	}
+	return fmt.Sprintf("%d %ss", n, what)
+}

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package overview
+
+import (
+	"strings"
+	"unicode"
+	"unicode/utf8"
+)
+
+// Style is what the reader of a text can show.
+type Style struct {
+	// Colour allows ANSI colours, UTF8 characters beyond ASCII.
+	Colour, UTF8 bool
+}
+
+// colours of the states (ECMA-48, SGR).
+var colours = map[State]string{
+	Free: "32", Claim: "36", Pod: "34", Allocated: "33", Draining: "33", Unhealthy: "31", Excluded: "90",
+}
+
+// paint returns the text in the colour of a state.
+func (s Style) paint(text string, state State) string {
+	if code := colours[state]; s.Colour && code != "" && text != "" {
+		return "\x1b[" + code + "m" + text + "\x1b[0m"
+	}
+	return text
+}
+
+// plain replaces what the reader cannot show, and control characters: names and reasons come from the cluster.
+func (s Style) plain(text string) string {
+	return strings.Map(func(r rune) rune {
+		if unicode.IsControl(r) || r == utf8.RuneError || !s.UTF8 && r > unicode.MaxASCII {
+			return '?'
+		}
+		return r
+	}, text)
+}
+
+// cell is a text in a table, in the colour of a state.
+type cell struct {
+	text  string
+	state State
+}
+
+// columns aligns rows. The last cell of a row has no padding.
+func (s Style) columns(indent string, gap int, rows [][]cell) string {
+	return s.aligned(indent, gap, rows, widths(rows))
+}
+
+func widths(rows [][]cell) (w []int) {
+	for _, row := range rows {
+		for i, c := range row {
+			if i == len(w) {
+				w = append(w, 0)
+			}
+			w[i] = max(w[i], utf8.RuneCountInString(c.text))
+		}
+	}
+	return w
+}
+
+func (s Style) aligned(indent string, gap int, rows [][]cell, widths []int) string {
+	var b strings.Builder
+	for _, row := range rows {
+		for len(row) > 0 && row[len(row)-1].text == "" {
+			row = row[:len(row)-1]
+		}
+		b.WriteString(indent)
+		for i, c := range row {
+			b.WriteString(s.paint(c.text, c.state))
+			if i < len(row)-1 {
+				b.WriteString(strings.Repeat(" ", max(0, widths[i]-utf8.RuneCountInString(c.text))+gap))
+			}
+		}
+		b.WriteString("\n")
+	}
+	return b.String()
+}
