@@ -28,9 +28,14 @@ deps: ## install the Debian packages that building and testing need
 	@hack/deps.sh
 
 .PHONY: build
-build: ## node agent and controller, into bin/
+build: ## all programs, into bin/
 	@hack/go.sh
 	go build -tags grpcnotrace -o bin/ ./cmd/...
+
+.PHONY: kubectl-gpu
+kubectl-gpu: ## the kubectl plugin, one static program, into bin/
+	@hack/go.sh
+	CGO_ENABLED=0 go build -ldflags '-s -w' -o bin/ ./cmd/kubectl-gpu
 
 .PHONY: unit
 unit: ## unit and contract tests with the race detector

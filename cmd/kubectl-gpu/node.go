@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"github.com/spf13/cobra"
+)
+
+func (p *plugin) node() *cobra.Command {
+	return &cobra.Command{
+		Use:   "node NODE",
+		Short: "Draw the GPUs and partitions of a node",
+		Long: "Draw the GPUs of a node by NUMA node and NVLink, with their partitions to scale. The picture is plain ASCII unless standard\n" +
+			"output is a UTF-8 terminal. NO_COLOR switches colours off.",
+		Example: "  kubectl gpu node node-1",
+		Args:    cobra.ExactArgs(1),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			c, err := p.open()
+			if err != nil {
+				return err
+			}
+			picture, notes, err := c.cluster.Picture(cmd.Context(), args[0])
+			if err != nil {
+				return err
+			}
+			p.notes(notes)
+			return p.print(p.style.Draw(picture))
+		},
+		ValidArgsFunction: p.completeNodes(1),
+	}
+}

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/term"
+	"k8s.io/cli-runtime/pkg/genericclioptions"
+	"k8s.io/cli-runtime/pkg/genericiooptions"
+	"k8s.io/client-go/dynamic"
+	"k8s.io/client-go/kubernetes"
+
+	"github.com/tandem-gpu/tandem/internal/version"
+	"github.com/tandem-gpu/tandem/pkg/overview"
+)
+
+// plugin is what all commands use.
+type plugin struct {
+	streams genericiooptions.IOStreams
+	style   overview.Style
+	connect func() (connection, error)
+	// driverName is the value of its flag.
+	driverName string
+}
+
+// connection is a cluster and the namespace that the flags and the kubeconfig select.
+type connection struct {
+	cluster   overview.Cluster
+	namespace string
+	// given is set if a flag selects the namespace.
+	given bool
+}
+
+// connectWith returns a function that makes the clients. It does not connect before the first request.
+func connectWith(flags *genericclioptions.ConfigFlags) func() (connection, error) {
+	return func() (connection, error) {
+		config, err := flags.ToRESTConfig()
+		if err != nil {
+			return connection{}, fmt.Errorf("configure API client: %w", err)
+		}
+		// Pages of large clusters and the rights of many namespaces are more than the default of 5 requests a second.
+		config.QPS, config.Burst = 50, 100
+		config.UserAgent = "kubectl-gpu/" + version.Version
+		client, err := kubernetes.NewForConfig(config)
+		if err != nil {
+			return connection{}, fmt.Errorf("configure API client: %w", err)
+		}
+		objects, err := dynamic.NewForConfig(config)
+		if err != nil {
+			return connection{}, fmt.Errorf("configure API client: %w", err)
+		}
+		namespace, _, err := flags.ToRawKubeConfigLoader().Namespace()
+		if err != nil {
+			return connection{}, fmt.Errorf("read kubeconfig: %w", err)
+		}
+		given := flags.Namespace != nil && *flags.Namespace != ""
+		return connection{overview.Cluster{Client: client, Dynamic: objects}, namespace, given}, nil
+	}
+}
+
+// open connects with the driver's name of the flag.
+func (p *plugin) open() (connection, error) {
+	c, err := p.connect()
+	c.cluster.DriverName = p.driverName
+	return c, err
+}
+
+// styleOf returns what a file can show. Colours are for terminals, unless NO_COLOR is set (no-color.org).
+func styleOf(out *os.File, getenv func(string) string) overview.Style {
+	terminal := term.IsTerminal(int(out.Fd()))
+	locale := getenv("LC_ALL")
+	for _, name := range []string{"LC_CTYPE", "LANG"} {
+		if locale == "" {
+			locale = getenv(name)
+		}
+	}
+	locale = strings.ToUpper(locale)
+	return overview.Style{
+		Colour: terminal && getenv("NO_COLOR") == "" && getenv("TERM") != "dumb",
+		UTF8:   terminal && (strings.Contains(locale, "UTF-8") || strings.Contains(locale, "UTF8")),
+	}
+}
+
+// command returns the root command without the flags of the connection.
+func (p *plugin) command() *cobra.Command {
+	root := &cobra.Command{
+		Use:           "kubectl-gpu",
+		Annotations:   map[string]string{cobra.CommandDisplayNameAnnotation: "kubectl gpu"},
+		Short:         "Show the GPUs of a cluster that Tandem serves",
+		Long:          "Show the GPUs and MIG partitions of a cluster that Tandem serves: who has which, and why a pod waits for one.",
+		Version:       version.String(),
+		SilenceUsage:  true,
+		SilenceErrors: true,
+	}
+	// kubectl completes its plugins by a program of its own: see docs/user/kubectl-gpu.md.
+	root.CompletionOptions.HiddenDefaultCmd = true
+	root.SetIn(p.streams.In)
+	root.SetOut(p.streams.Out)
+	root.SetErr(p.streams.ErrOut)
+	root.PersistentFlags().StringVar(&p.driverName, "driver-name", overview.DriverName, "name of Tandem's DRA driver")
+	root.AddCommand(p.ls(), p.why(), p.node())
+	return root
+}
+
+// notes prints what a view lacks to standard error, so that standard output stays as documented.
+func (p *plugin) notes(notes []string) {
+	for _, note := range notes {
+		fmt.Fprintln(p.streams.ErrOut, "note:", note)
+	}
+}
+
+func (p *plugin) print(text string) error {
+	if _, err := fmt.Fprint(p.streams.Out, text); err != nil {
+		return fmt.Errorf("print: %w", err)
+	}
+	return nil
+}
+
+// completeNodes completes names of nodes with an agent.
+func (p *plugin) completeNodes(most int) cobra.CompletionFunc {
+	return p.completion(most, func(ctx context.Context, c connection, prefix string) ([]string, error) {
+		return c.cluster.NodeNames(ctx, prefix)
+	})
+}
+
+// completePods completes names of pods of the namespace.
+func (p *plugin) completePods() cobra.CompletionFunc {
+	return p.completion(1, func(ctx context.Context, c connection, prefix string) ([]string, error) {
+		return c.cluster.PodNames(ctx, c.namespace, prefix)
+	})
+}
+
+// completion completes up to most arguments; with 0, any number.
+func (p *plugin) completion(most int, names func(context.Context, connection, string) ([]string, error)) cobra.CompletionFunc {
+	return func(cmd *cobra.Command, args []string, prefix string) ([]cobra.Completion, cobra.ShellCompDirective) {
+		if most > 0 && len(args) >= most {
+			return nil, cobra.ShellCompDirectiveNoFileComp
+		}
+		c, err := p.open()
+		if err != nil {
+			return nil, cobra.ShellCompDirectiveError
+		}
+		found, err := names(cmd.Context(), c, prefix)
+		if err != nil {
+			return nil, cobra.ShellCompDirectiveError
+		}
+		return found, cobra.ShellCompDirectiveNoFileComp
+	}
+}

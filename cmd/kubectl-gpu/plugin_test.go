@@ -1,0 +1,362 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/cli-runtime/pkg/genericclioptions"
+	"k8s.io/cli-runtime/pkg/genericiooptions"
+	"k8s.io/client-go/dynamic/fake"
+	clienttesting "k8s.io/client-go/testing"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/overview"
+)
+
+func TestWrongFlags(t *testing.T) {
+	w := world{machines: []*machine{busy()}}
+	for line, want := range map[string]string{
+		"ls -o table":     `--output: "table" is not wide, json or yaml`,
+		"ls -w -o json":   "--watch prints rows",
+		"ls --nothing":    "unknown flag: --nothing",
+		"why":             "accepts 1 arg(s), received 0",
+		"why a b":         "accepts 1 arg(s), received 2",
+		"node":            "accepts 1 arg(s), received 0",
+		"top":             `unknown command "top"`,
+		"node node-1 -w":  "unknown shorthand flag",
+		"ls node-1 other": `"other" not found`,
+	} {
+		if got := w.run(t, strings.Fields(line)...); !strings.Contains(got, want) {
+			t.Errorf("%s: %s, want %s", line, got, want)
+		}
+	}
+}
+
+// TestKubeconfig: the flags of kubectl select cluster and namespace, and nothing connects before a request.
+func TestKubeconfig(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "config")
+	const config = `{"apiVersion": "v1", "kind": "Config", "current-context": "a",
+		"clusters": [{"name": "a", "cluster": {"server": "https://a.example"}}],
+		"contexts": [{"name": "a", "context": {"cluster": "a", "namespace": "of-a"}}, {"name": "b", "context": {"cluster": "a", "namespace": "of-b"}}]}`
+	if err := os.WriteFile(path, []byte(config), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for line, want := range map[string]connection{
+		"":                   {namespace: "of-a"},
+		"--context b":        {namespace: "of-b"},
+		"-n ml":              {namespace: "ml", given: true},
+		"--context b -n web": {namespace: "web", given: true},
+	} {
+		flags := genericclioptions.NewConfigFlags(true)
+		p := &plugin{streams: genericiooptions.NewTestIOStreamsDiscard(), connect: connectWith(flags)}
+		root := p.command()
+		flags.AddFlags(root.PersistentFlags())
+		if err := root.ParseFlags(append(strings.Fields(line), "--kubeconfig", path)); err != nil {
+			t.Fatal(err)
+		}
+		c, err := p.open()
+		if err != nil || c.namespace != want.namespace || c.given != want.given || c.cluster.Client == nil || c.cluster.DriverName != overview.DriverName {
+			t.Errorf("%s: namespace %q, given %t, %v", line, c.namespace, c.given, err)
+		}
+	}
+}
+
+func TestCompletion(t *testing.T) {
+	w := world{machines: []*machine{busy(), h100s("gpu-2", 1)}, objects: []runtime.Object{pending("train-0"), pending("infer-1")}}
+	for line, want := range map[string]string{
+		"node |":         "gpu-2 node-1 :4",
+		"node n|":        "node-1 :4",
+		"node node-1 |":  ":4",
+		"ls node-1 |":    "gpu-2 node-1 :4",
+		"why t|":         "train-0 :4",
+		"why |":          "infer-1 train-0 :4",
+		"why train-0 |":  ":4",
+		"ls --output y|": "yaml json wide :4",
+	} {
+		args := append([]string{"__complete"}, strings.Split(strings.TrimSuffix(line, "|"), " ")...)
+		p, stdout, _ := w.plugin(t)
+		root := p.command()
+		root.SetArgs(args)
+		if err := root.ExecuteContext(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		got := strings.Fields(stdout.String())
+		wanted := strings.Fields(want)
+		slices.Sort(got)
+		slices.Sort(wanted)
+		if !slices.Equal(got, wanted) {
+			t.Errorf("%s: %v, want %v", line, got, wanted)
+		}
+	}
+	w.denied = []string{"pods", "gpunodes"}
+	for _, line := range []string{"node", "why"} {
+		if got := w.run(t, "__complete", line, ""); !strings.Contains(got, ":1") {
+			t.Errorf("%s without rights: %s", line, got)
+		}
+	}
+}
+
+// TestJSONIsStable: what the documentation says of the JSON form. A field may be added.
+func TestJSONIsStable(t *testing.T) {
+	var got struct {
+		Version string
+		Nodes   []struct {
+			Name, Mode, Problem string
+			Devices             []struct {
+				Name, UUID, Model, State, UnhealthyReason, ExtendedResource, ExtendedResourceState string
+				Holders                                                                            []struct {
+					Kind  string
+					Claim *struct{ UID, Namespace, Name string }
+					Pods  []struct{ UID, Namespace, Name string }
+				}
+			}
+		}
+		GPUs struct{ Total, Free int }
+	}
+	if err := json.Unmarshal([]byte(world{machines: []*machine{busy()}}.run(t, "ls", "-o", "json")), &got); err != nil {
+		t.Fatal(err)
+	}
+	states := map[string]string{}
+	for _, d := range got.Nodes[0].Devices {
+		states[d.Name] = d.State
+	}
+	want := map[string]string{
+		"gpu-0": "Claim", "gpu-1": "Pod", "gpu-2": "Claim", "gpu-3": "Allocated", "gpu-4": "Draining", "gpu-5": "Pod", "gpu-6": "Unhealthy", "gpu-7": "Free",
+	}
+	if diff := cmp.Diff(want, states); diff != "" || got.Version != "v1alpha1" || got.GPUs.Total != 8 || got.GPUs.Free != 1 {
+		t.Errorf("%+v\n%s", got, diff)
+	}
+	if h := got.Nodes[0].Devices[0].Holders; len(h) != 1 || h[0].Claim.Name != "train-0-gpu" || h[0].Pods[0].Name != "train-0" {
+		t.Errorf("%+v", h)
+	}
+}
+
+// lockedBuffer is a buffer that a test reads while a command writes.
+type lockedBuffer struct {
+	mu     sync.Mutex
+	buffer bytes.Buffer
+}
+
+func (b *lockedBuffer) Write(data []byte) (int, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.buffer.Write(data)
+}
+
+func (b *lockedBuffer) await(t *testing.T, want string) {
+	t.Helper()
+	for deadline := time.Now().Add(20 * time.Second); ; time.Sleep(5 * time.Millisecond) {
+		b.mu.Lock()
+		got := b.buffer.String()
+		b.mu.Unlock()
+		if strings.Contains(got, want) {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("no %q in\n%s", want, got)
+		}
+	}
+}
+
+func TestWatch(t *testing.T) {
+	m := h100s("node-1", 2)
+	p, _, _ := world{machines: []*machine{m}}.plugin(t)
+	var out lockedBuffer
+	p.streams.Out = &out
+	c, err := p.open()
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan error, 1)
+	root := p.command()
+	root.SetArgs([]string{"ls", "-w"})
+	go func() { ended <- root.ExecuteContext(ctx) }()
+	out.await(t, "gpu-1 ")
+	nodes := c.cluster.Dynamic.Resource(v1alpha1.Resource)
+	awaitWatch(t, c.cluster.Dynamic.(*fake.FakeDynamicClient))
+	update := func() {
+		content, err := runtime.DefaultUnstructuredConverter.ToUnstructured(m.gpuNode())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := nodes.Update(ctx, &unstructured.Unstructured{Object: content}, metav1.UpdateOptions{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	m.pod("ml", "infer", 1)
+	update()
+	out.await(t, "ml/infer (limits)")
+	m.gpus = m.gpus[1:]
+	update()
+	out.await(t, "Gone")
+	if err := nodes.Delete(ctx, "node-1", metav1.DeleteOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	for deadline := time.Now().Add(20 * time.Second); ; time.Sleep(5 * time.Millisecond) {
+		out.mu.Lock()
+		gone := strings.Count(out.buffer.String(), "Gone")
+		text := out.buffer.String()
+		out.mu.Unlock()
+		if gone == 2 {
+			// A row that did not change is not printed again.
+			if n := strings.Count(text, "\n"); n != 6 {
+				t.Errorf("%d lines:\n%s", n, text)
+			}
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("the node is not gone:\n%s", text)
+		}
+	}
+	cancel()
+	if err := <-ended; err != nil {
+		t.Error(err)
+	}
+}
+
+func awaitWatch(t *testing.T, client *fake.FakeDynamicClient) {
+	t.Helper()
+	for deadline := time.Now().Add(20 * time.Second); ; time.Sleep(5 * time.Millisecond) {
+		if slices.ContainsFunc(client.Actions(), func(a clienttesting.Action) bool { return a.GetVerb() == "watch" }) {
+			return
+		}
+		if time.Now().After(deadline) {
+			t.Fatal("no watch")
+		}
+	}
+}
+
+// TestPages: a large cluster is read in pages, and every page is shown.
+func TestPages(t *testing.T) {
+	pages := 0
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Content-Type", "application/json")
+		if !strings.HasSuffix(r.URL.Path, "/gpunodes") {
+			fmt.Fprint(w, `{"kind": "NodeList", "apiVersion": "v1", "items": []}`)
+			return
+		}
+		if limit := r.URL.Query().Get("limit"); limit != "500" {
+			t.Errorf("a page of %q", limit)
+		}
+		list := v1alpha1.GPUNodeList{TypeMeta: metav1.TypeMeta{Kind: "GPUNodeList", APIVersion: v1alpha1.GroupVersion.String()}}
+		for i := range 500 {
+			list.Items = append(list.Items, v1alpha1.GPUNode{
+				TypeMeta:   metav1.TypeMeta{Kind: "GPUNode", APIVersion: v1alpha1.GroupVersion.String()},
+				ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("node-%d-%d", pages, i)},
+				Status:     v1alpha1.GPUNodeStatus{Devices: []v1alpha1.DeviceStatus{{Name: "gpu-0", UUID: "GPU-0"}}},
+			})
+		}
+		if pages++; pages < 10 {
+			list.Continue = "more"
+		}
+		if err := json.NewEncoder(w).Encode(list); err != nil {
+			t.Error(err)
+		}
+	}))
+	defer server.Close()
+	streams, _, stdout, _ := genericiooptions.NewTestIOStreams()
+	flags := genericclioptions.NewConfigFlags(true)
+	p := &plugin{streams: streams, connect: connectWith(flags)}
+	root := p.command()
+	flags.AddFlags(root.PersistentFlags())
+	root.SetArgs([]string{"ls", "--kubeconfig", "/dev/null", "--server", server.URL})
+	if err := root.ExecuteContext(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if !strings.HasSuffix(stdout.String(), "5000 GPUs on 5000 nodes: 5000 free\n") {
+		t.Errorf("%d pages, and the end is %q", pages, stdout.String()[max(0, stdout.Len()-80):])
+	}
+}
+
+// TestLargeCluster: the answer is bounded, and comes within seconds.
+func TestLargeCluster(t *testing.T) {
+	var w world
+	for i := range 300 {
+		w.machines = append(w.machines, full(fmt.Sprintf("node-%03d", i), 8))
+	}
+	for i := range 200 {
+		w.machines = append(w.machines, cpu(fmt.Sprintf("cpu-%03d", i)))
+	}
+	w.namespaces, w.objects = []string{""}, []runtime.Object{pending("late", byLimits(testResource, 4))}
+	start := time.Now()
+	got := w.run(t, "why", "late")
+	if lines := strings.Count(got, "\n"); lines > 100 || !strings.Contains(got, "and 289 more: is full") {
+		t.Errorf("%d lines:\n%s", lines, got)
+	}
+	if took := time.Since(start); took > time.Minute {
+		t.Errorf("it took %s", took)
+	}
+}
+
+func TestStyle(t *testing.T) {
+	file, err := os.Create(filepath.Join(t.TempDir(), "file"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer file.Close()
+	if got := styleOf(file, func(string) string { return "de_DE.UTF-8" }); got != (overview.Style{}) {
+		t.Errorf("a file: %+v", got)
+	}
+	terminal, err := os.OpenFile("/dev/ptmx", os.O_RDWR, 0)
+	if err != nil {
+		t.Skip("no terminal here:", err)
+	}
+	defer terminal.Close()
+	for env, want := range map[string]overview.Style{
+		"LANG=C.UTF-8":                  {Colour: true, UTF8: true},
+		"LANG=de_DE.utf8":               {Colour: true, UTF8: true},
+		"LANG=C":                        {Colour: true},
+		"":                              {Colour: true},
+		"LANG=C.UTF-8 NO_COLOR=1":       {UTF8: true},
+		"LANG=C.UTF-8 TERM=dumb":        {UTF8: true},
+		"LC_ALL=C LANG=C.UTF-8":         {Colour: true},
+		"LC_CTYPE=en_US.UTF-8 LANG=C":   {Colour: true, UTF8: true},
+		"LC_ALL=C.UTF-8 LC_CTYPE=POSIX": {Colour: true, UTF8: true},
+	} {
+		getenv := func(name string) string {
+			for _, pair := range strings.Fields(env) {
+				if value, ok := strings.CutPrefix(pair, name+"="); ok {
+					return value
+				}
+			}
+			return ""
+		}
+		if got := styleOf(terminal, getenv); got != want {
+			t.Errorf("%q: %+v, want %+v", env, got, want)
+		}
+	}
+}
+
+// TestControlCharacters: a name or a message from the cluster cannot write to the terminal what it likes.
+func TestControlCharacters(t *testing.T) {
+	m := h100s("node-1", 1)
+	m.gpu(0).ProductName, m.waiting = "H100\x1b[2J", ""
+	w := world{machines: []*machine{m}, style: overview.Style{UTF8: true}, objects: []runtime.Object{
+		pending("late", byLimits(testResource, 1), func(p *corev1.Pod) {
+			scheduler("none\x1b]0;title\x07 \x9b2J")(p)
+		})}}
+	for _, args := range [][]string{{"ls"}, {"ls", "-o", "wide"}, {"node", "node-1"}, {"why", "late"}} {
+		if got := w.run(t, args...); strings.ContainsAny(got, "\x1b\x07\u009b") {
+			t.Errorf("%v: %q", args, got)
+		}
+	}
+}

@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/golden"
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/overview"
+)
+
+// busy is a node on which each GPU has another state.
+func busy() *machine {
+	m := h100s("node-1", 8)
+	m.pod("ml", "infer", 1).pod("web", "chat", 5)
+	m.claim("ml", "train-0-gpu", "train-0", m.gpu(0).Ref(), m.gpu(2).Ref())
+	m.allocated("ml", "train-1-gpu", m.gpu(3).Ref())
+	m.claim("web", "old-gpu", "old", m.gpu(4).Ref())
+	ending := &m.holds[len(m.holds)-1]
+	ending.State, ending.WaitsFor = ledger.StateDraining, "process 4711 (python)"
+	m.gpu(6).Health = device.Health{Reason: device.ReasonXID, XID: 79, Message: "XID 79: GPU has fallen off the bus"}
+	return m
+}
+
+// partitioned is a node with static partitions on a GPU, and shared GPUs.
+func partitioned() *machine {
+	m := h100s("node-2", 4)
+	m.limits.Strategy = device.MIGStrategyMixed
+	m.claim("ml", "part-gpu", "part", m.partition(0, "3g.40gb", 0, false))
+	m.partition(0, "1g.10gb", 6, false)
+	two := m.partition(0, "2g.20gb", 4, false)
+	m.holds = append(m.holds, ledger.Hold{
+		Holder: ledger.Holder{Kind: ledger.KindPod, ID: "MIG"}, Device: two, State: ledger.StateHeld, Resource: "nvidia.com/mig-2g.20gb",
+		Pods: []ledger.Pod{{UID: "uid-small", Namespace: "web", Name: "small"}},
+	})
+	m.share(1)
+	m.shareOf("ml", "notebook-gpu", "notebook", 1, 10*gib)
+	m.shareOf("web", "demo-gpu", "demo", 1, 20*gib)
+	m.excluded = "gpu-3"
+	return m
+}
+
+// share lets claims share a GPU by memory.
+func (m *machine) share(gpu int) {
+	m.gpu(gpu).Sharing = device.Sharing{Strategy: device.TimeSlicing, Claims: device.ByMemory}
+}
+
+func (m *machine) shareOf(namespace, name, pod string, gpu int, bytes uint64) {
+	ref := m.gpu(gpu).Ref()
+	m.claim(namespace, name, pod, ref)
+	m.holds[len(m.holds)-1].Share = device.ShareOf(bytes, m.gpu(gpu).MemoryBytes)
+	m.claims[len(m.claims)-1].Shares = append(m.claims[len(m.claims)-1].Shares, v1alpha1.AllocatedShare{Device: m.gpu(gpu).Name(), Memory: int64(bytes)})
+}
+
+func waiting(name string) *machine {
+	m := h100s(name, 0)
+	m.waiting = "no NVIDIA driver: /usr/lib, /run/nvidia/driver and /home/kubernetes/bin/nvidia have none"
+	return m
+}
+
+// away is a node with GPUs and without an agent; cpu is one without GPUs.
+func away(name string) *machine {
+	return &machine{name: name, labels: map[string]string{"nvidia.com/gpu.present": "true"}}
+}
+func cpu(name string) *machine { return &machine{name: name} }
+
+// full is a node whose GPUs all have a pod as holder.
+func full(name string, n int) *machine {
+	m := h100s(name, n)
+	for i := range n {
+		m.pod("ml", fmt.Sprintf("%s-pod-%d", name, i), i)
+	}
+	return m
+}
+
+func quota(name, key string, used, hard int64) *corev1.ResourceQuota {
+	of := func(n int64) corev1.ResourceList {
+		return corev1.ResourceList{corev1.ResourceName(key): *resource.NewQuantity(n, resource.DecimalSI)}
+	}
+	return &corev1.ResourceQuota{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "ml", Name: name}, Status: corev1.ResourceQuotaStatus{Hard: of(hard), Used: of(used)},
+	}
+}
+
+// dynamicGPU is a node with one GPU that Tandem partitions, of which claims have two halves.
+func dynamicGPU() *machine {
+	m := h100s("node-1", 1)
+	m.gpu(0).Dynamic = true
+	m.claim("ml", "half-a", "a", m.partition(0, "3g.40gb", 0, true))
+	m.claim("web", "half-b", "b", m.partition(0, "3g.40gb", 4, true))
+	return m
+}
+
+func shared() *machine {
+	m := h100s("node-1", 2)
+	m.share(0)
+	m.share(1)
+	m.shareOf("ml", "a-gpu", "a", 0, 60*gib)
+	m.shareOf("ml", "b-gpu", "b", 1, 50*gib)
+	return m
+}
+
+func conflicted() *machine {
+	m := full("node-1", 2)
+	m.claims = nil
+	m.allocated("ml", "late-gpu", m.gpu(0).Ref())
+	m.conflicts = []ledger.Conflict{{
+		UID: "uid-late-gpu", Namespace: "ml", Name: "late-gpu", Devices: []device.Ref{m.gpu(0).Ref()}, Names: []string{"gpu-0"}, PendingEviction: true,
+		Message: "device gpu-0 of claim ml/late-gpu is held by a pod by its nvidia.com/gpu limit (held)",
+	}}
+	return m
+}
+
+// screens are what users see, by the name of the golden file.
+func screens() map[string]func(*testing.T) string {
+	const none = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu. no new claims to deallocate, preemption: 0/3 nodes are available."
+	whole := world{machines: []*machine{busy(), partitioned(), waiting("node-3"), away("node-4"), cpu("cpu-1")}}
+	in := func(w world, namespaces ...string) world {
+		w.namespaces = namespaces
+		return w
+	}
+	of := func(m *machine, objects ...runtime.Object) world {
+		return world{machines: []*machine{m, cpu("cpu-1"), cpu("cpu-2")}, objects: objects, namespaces: []string{""}}
+	}
+	show := func(w world, args ...string) func(*testing.T) string {
+		return func(t *testing.T) string { return w.run(t, args...) }
+	}
+	with := func(w world, change func(*world)) world {
+		change(&w)
+		return w
+	}
+	failed := pending("infer-7xk2q", byLimits(testResource, 1), on("node-1", corev1.PodFailed), owned("ReplicaSet", "infer"), func(p *corev1.Pod) {
+		p.Status.Reason, p.Status.Message = "UnexpectedAdmissionError", "Pod was rejected: Allocate failed due to rpc error: code = FailedPrecondition desc = "+
+			"device GPU-0 is held by claim 5f2c (held), which is unexpected"
+	})
+	unhealthy := h100s("node-1", 1)
+	unhealthy.gpu(0).Health = device.Health{Reason: device.ReasonXID, XID: 79, Message: "XID 79: GPU has fallen off the bus"}
+	tainted := h100s("node-1", 2)
+	tainted.taints = []corev1.Taint{{Key: "team", Value: "web", Effect: corev1.TaintEffectNoSchedule}}
+	claimed := h100s("node-1", 2)
+	claimed.claim("ml", "a-gpu", "a", claimed.gpu(0).Ref()).claim("web", "b-gpu", "b", claimed.gpu(1).Ref())
+	draining := h100s("node-1", 1)
+	draining.claim("ml", "old-gpu", "old", draining.gpu(0).Ref())
+	draining.claims, draining.holds[0].State, draining.holds[0].WaitsFor = nil, ledger.StateDraining, "process 4711 (python, state D) of pod ml/old"
+	return map[string]func(*testing.T) string{
+		"ls":           show(whole, "ls"),
+		"ls-wide":      show(whole, "ls", "node-1", "node-2", "-o", "wide"),
+		"ls-yaml":      show(whole, "ls", "node-2", "-o", "yaml"),
+		"ls-json":      show(whole, "ls", "node-3", "-o", "json"),
+		"ls-namespace": show(with(whole, func(w *world) { w.given = true }), "ls"),
+		"ls-node":      show(whole, "ls", "node-1"),
+		"ls-all":       show(with(whole, func(w *world) { w.given = true }), "ls", "node-1", "-A"),
+		"ls-colour":    show(with(whole, func(w *world) { w.style = overview.Style{Colour: true, UTF8: true} }), "ls", "node-1"),
+		"ls-empty":     show(world{}, "ls"),
+		"ls-denied":    show(with(whole, func(w *world) { w.denied = []string{"gpunodes"} }), "ls"),
+		"ls-no-nodes":  show(with(whole, func(w *world) { w.denied = []string{"nodes"} }), "ls"),
+		"ls-unknown":   show(whole, "ls", "node-9"),
+		"node":         show(with(whole, func(w *world) { w.style = overview.Style{UTF8: true} }), "node", "node-1"),
+		"node-mig":     show(with(whole, func(w *world) { w.style = overview.Style{UTF8: true} }), "node", "node-2"),
+		"node-ascii":   show(whole, "node", "node-2"),
+		"node-colour":  show(with(whole, func(w *world) { w.style = overview.Style{UTF8: true, Colour: true} }), "node", "node-2"),
+		"node-dynamic": show(of(dynamicGPU()), "node", "node-1"),
+		"node-waiting": show(whole, "node", "node-3"),
+		"node-away":    show(whole, "node", "node-4"),
+		"node-denied":  show(with(whole, func(w *world) { w.denied = []string{"resourceslices"} }), "node", "node-1"),
+
+		"why-full-limits":  show(of(full("node-1", 8), pending("late", byLimits(testResource, 1), scheduler(none))), "why", "late"),
+		"why-full-claims":  show(of(claimed, pending("late", byTemplate("single", "late-gpu")), claim("late-gpu", spec("gpu.nvidia.com"))), "why", "late"),
+		"why-other-users":  show(in(of(claimed, pending("late", byTemplate("single", "late-gpu")), claim("late-gpu", spec("gpu.nvidia.com"))), "ml"), "why", "late"),
+		"why-taint":        show(of(tainted, pending("late", byLimits(testResource, 1), scheduler(none))), "why", "late"),
+		"why-too-many":     show(of(h100s("node-1", 8), pending("late", byLimits(testResource, 16))), "why", "late"),
+		"why-two-requests": show(of(h100s("node-1", 2), pending("late", byLimits(testResource, 2), byTemplate("single", "")), template("single", spec("gpu.nvidia.com"))), "why", "late"),
+		"why-quota": show(of(h100s("node-1", 8), pending("late", byTemplate("single", "")), template("single", spec("gpu.nvidia.com")),
+			quota("gpus", "requests."+testResource, 2, 2), event("Pod", "late", "FailedResourceClaimCreation",
+				`PodResourceClaim gpu: failed to create ResourceClaim: resourceclaims "late-gpu-" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=1, used: requests.nvidia.com/gpu=2, limited: requests.nvidia.com/gpu=2`)), "why", "late"),
+		"why-class": show(of(h100s("node-1", 8), pending("late", byTemplate("single", "late-gpu")), claim("late-gpu", spec("gpu.nvidia.co"))), "why", "late"),
+		"why-selector": show(of(h100s("node-1", 8), pending("late", byTemplate("single", "late-gpu")),
+			claim("late-gpu", spec("gpu.nvidia.com", selector(`device.attributes["gpu.nvidia.com"].productName == "NVIDIA B200"`)))), "why", "late"),
+		"why-mistake":  show(of(h100s("node-1", 8), pending("late", byTemplate("single", "late-gpu")), claim("late-gpu", spec("gpu.nvidia.com", selector(`device.attributes[`)))), "why", "late"),
+		"why-template": show(of(h100s("node-1", 8), pending("late", byTemplate("singel", ""))), "why", "late"),
+		"why-mig": show(of(dynamicGPU(), pending("late", byTemplate("half", "late-gpu")),
+			claim("late-gpu", spec("mig.nvidia.com", selector(`device.attributes["gpu.nvidia.com"].profile == "2g.20gb"`)))), "why", "late"),
+		"why-mig-never": show(of(dynamicGPU(), pending("late", byTemplate("half", "late-gpu")),
+			claim("late-gpu", spec("mig.nvidia.com", selector(`device.attributes["gpu.nvidia.com"].profile == "5g.50gb"`)))), "why", "late"),
+		"why-memory":    show(of(shared(), pending("late", byTemplate("share", "late-gpu")), claim("late-gpu", spec("gpu.nvidia.com", memory(40*gib)))), "why", "late"),
+		"why-unhealthy": show(of(unhealthy, pending("late", byLimits(testResource, 1), scheduler(none))), "why", "late"),
+		"why-draining":  show(of(draining, pending("late", byLimits(testResource, 1), scheduler(none))), "why", "late"),
+		"why-conflict": show(of(conflicted(), pending("late", byTemplate("single", "late-gpu"), on("node-1", corev1.PodPending), owned("ReplicaSet", "late")),
+			claim("late-gpu", spec("gpu.nvidia.com")), event("ResourceClaim", "late-gpu", "DeviceHeld", "device gpu-0 is held by a pod by its nvidia.com/gpu limit (held): the pod is evicted")), "why", "late"),
+		"why-agent":  show(world{machines: []*machine{waiting("node-3"), away("node-4"), cpu("cpu-1")}, objects: []runtime.Object{pending("late", byLimits(testResource, 1))}}, "why", "late"),
+		"why-failed": show(of(busy(), failed), "why", "infer-7xk2q"),
+		"why-bare":   show(of(busy(), pending("infer-7xk2q", func(p *corev1.Pod) { *p = *failed; p.OwnerReferences = nil })), "why", "infer-7xk2q"),
+		"why-running": show(of(busy(), pending("train-0", byTemplate("pair", "train-0-gpu"), on("node-1", corev1.PodRunning)), claim("train-0-gpu", spec("gpu.nvidia.com"))),
+			"why", "train-0"),
+		"why-starting": show(of(busy(), pending("late", byLimits(testResource, 1), on("node-1", corev1.PodPending), func(p *corev1.Pod) {
+			p.Status.ContainerStatuses = []corev1.ContainerStatus{{Name: "main", State: corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{
+				Reason: "ImagePullBackOff", Message: "Back-off pulling image \"trainer:1\""}}}}
+		})), "why", "late"),
+		"why-not-served": show(of(busy(), pending("late", byLimits(testResource, 1), on("cpu-1", corev1.PodPending))), "why", "late"),
+		"why-room":       show(of(h100s("node-1", 8), pending("late", byLimits(testResource, 1), scheduler("0/3 nodes are available: 3 Insufficient cpu."))), "why", "late"),
+		"why-no-gpu":     show(of(h100s("node-1", 8), pending("late")), "why", "late"),
+		"why-gated": show(of(h100s("node-1", 8), pending("late", byLimits(testResource, 1), func(p *corev1.Pod) {
+			p.Spec.SchedulingGates = []corev1.PodSchedulingGate{{Name: "kueue.x-k8s.io/admission"}}
+		})), "why", "late"),
+		"why-finished": show(of(h100s("node-1", 8), pending("late", byLimits(testResource, 1), on("node-1", corev1.PodSucceeded))), "why", "late"),
+		"why-denied": show(with(of(full("node-1", 2), pending("late", byLimits(testResource, 1), scheduler(none)), quota("gpus", "requests."+testResource, 1, 4)), func(w *world) {
+			w.denied, w.namespaces = []string{"gpunodes", "nodes", "resourceslices", "deviceclasses"}, []string{"ml"}
+		}), "why", "late"),
+		"why-unknown": show(of(busy()), "why", "nothing"),
+	}
+}
+
+func TestScreens(t *testing.T) {
+	for name, show := range screens() {
+		t.Run(name, func(t *testing.T) { golden.Compare(t, filepath.Join("testdata", name+".txt"), []byte(show(t))) })
+	}
+}
+
+// TestScreensInDocs: each screen of docs/user/kubectl-gpu.md is one of TestScreens, whose name the comment above it has.
+func TestScreensInDocs(t *testing.T) {
+	const path, begin = "../../docs/user/kubectl-gpu.md", "<!-- screen: "
+	page, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	all := screens()
+	var now bytes.Buffer
+	parts := strings.Split(string(page), begin)
+	now.WriteString(parts[0])
+	for _, part := range parts[1:] {
+		name, rest, _ := strings.Cut(part, " -->\n\n```\n")
+		command, rest, _ := strings.Cut(rest, "\n")
+		_, after, found := strings.Cut("\n"+rest, "\n```\n")
+		if all[name] == nil || !found || !strings.HasPrefix(command, "$ kubectl gpu ") {
+			t.Fatalf("%s: no screen after %q", path, name)
+		}
+		fmt.Fprintf(&now, "%s%s -->\n\n```\n%s\n%s```\n%s", begin, name, command, all[name](t), after)
+	}
+	if len(parts) < 5 {
+		t.Errorf("%s has %d screens", path, len(parts)-1)
+	}
+	golden.Compare(t, path, now.Bytes())
+}
