@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"debug/elf"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	corev1 "k8s.io/api/core/v1"
+
+	"github.com/tandem-gpu/tandem/hack/gotool"
+	"github.com/tandem-gpu/tandem/pkg/overview"
+	"github.com/tandem-gpu/tandem/test/oracle"
+)
+
+// TestKubectlGPU: on a node that both APIs have filled, the plugin's list is kubelet's own, it says why a pod waits, and draws the node. A
+// user with few rights learns which are missing, and no names of other namespaces.
+func TestKubectlGPU(t *testing.T) {
+	s := begin(t)
+	plugin := s.buildPlugin()
+	gpu := func(args ...string) string {
+		t.Helper()
+		out, err := s.kubectlGPU(plugin, args...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return out
+	}
+	s.example("more-than-gpus.yaml")
+	s.running(soon, gpusANode, 2)
+
+	s.await(soon, "ls to list what kubelet has given to pods", func() error {
+		want, err := oracle.Granted(s.ctx, node())
+		if err != nil {
+			return err
+		}
+		for pod, devices := range want {
+			if len(devices) == 0 {
+				delete(want, pod)
+			}
+		}
+		if diff := cmp.Diff(want, s.listed(gpu("ls", gpuNode, "-o", "json"))); diff != "" || len(want) != gpusANode {
+			return fmt.Errorf("kubelet has given devices to %d pods (-kubelet +ls):\n%s", len(want), diff)
+		}
+		return nil
+	})
+	table := gpu("ls")
+	t.Log("\n" + table)
+	if n := strings.Count(table, "("); n != gpusANode || !strings.Contains(table, numaNode) {
+		t.Errorf("ls has %d holders", n)
+	}
+
+	var waits corev1.Pod
+	for _, pod := range s.pods() {
+		if pod.Status.Phase == corev1.PodPending {
+			waits = pod
+		}
+	}
+	why := gpu("why", waits.Name, "-n", s.namespace)
+	t.Log("\n" + why)
+	for _, words := range []string{
+		"Pod " + s.namespace + "/" + waits.Name + " waits: all 8 GPUs of " + gpuNode + " are held", gpuNode + ": is full: 0 of 8",
+		"The scheduler says", numaNode + ": cannot run it: the pod does not tolerate its taint " + numaKey + "=true:NoSchedule", "once its holder has ended",
+	} {
+		if !strings.Contains(why, words) {
+			t.Errorf("why has no %q", words)
+		}
+	}
+	if n := strings.Count(why, "  "+s.namespace+"/"); n != gpusANode {
+		t.Errorf("why names %d holders", n)
+	}
+	i := slices.IndexFunc(s.pods(), func(p corev1.Pod) bool { return p.Status.Phase == corev1.PodRunning })
+	if running := gpu("why", s.pods()[i].Name, "-n", s.namespace); !strings.Contains(running, "runs on "+gpuNode+" with gpu-") {
+		t.Errorf("why of a pod that runs:\n%s", running)
+	}
+	picture := gpu("node", gpuNode)
+	t.Log("\n" + picture)
+	for _, words := range []string{"NUMA node 0", "NUMA node 1", "NVLink A: gpu-0", "gpu-7  NVIDIA H100", "* Claim", "* Pod"} {
+		if !strings.Contains(picture, words) {
+			t.Errorf("node has no %q", words)
+		}
+	}
+	s.pluginWithFewRights(plugin, waits.Name)
+}
+
+// pluginWithFewRights runs the plugin as users of the namespace.
+func (s *story) pluginWithFewRights(plugin, waits string) {
+	s.Helper()
+	as := "--as=system:serviceaccount:" + s.namespace + ":"
+	s.manifest(`
+apiVersion: rbac.authorization.k8s.io/v1
+kind: RoleBinding
+metadata: {name: viewer}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: view}
+subjects: [{kind: ServiceAccount, name: viewer, namespace: ` + s.namespace + `}]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: Role
+metadata: {name: one}
+rules: [{apiGroups: [""], resources: [pods], verbs: [get]}]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: RoleBinding
+metadata: {name: one}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: Role, name: one}
+subjects: [{kind: ServiceAccount, name: guest, namespace: ` + s.namespace + `}]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRole
+metadata: {name: ` + s.namespace + `}
+rules:
+- {apiGroups: [tandem-gpu.dev], resources: [gpunodes], verbs: [get, list, watch]}
+- {apiGroups: [""], resources: [nodes], verbs: [get, list]}
+- {apiGroups: [resource.k8s.io], resources: [resourceslices, deviceclasses, resourceclaims], verbs: [get, list]}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {name: ` + s.namespace + `}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: ` + s.namespace + `}
+subjects: [{kind: ServiceAccount, name: guest, namespace: ` + s.namespace + `}]
+`)
+	s.undo(func() error {
+		_, err := theCluster.Kubectl(s.ctx, "delete", "--ignore-not-found", "clusterrole,clusterrolebinding", s.namespace)
+		return err
+	})
+	if out, err := s.kubectlGPU(plugin, "ls", as+"viewer"); err == nil || !strings.Contains(err.Error(), "resources: [gpunodes]") {
+		s.Errorf("ls of a user without the right to list GPUNodes: %v\n%s", err, out)
+	}
+	out, err := s.kubectlGPU(plugin, "why", waits, "-n", s.namespace, as+"viewer")
+	if err != nil || !strings.Contains(out, "What you may not read") || !strings.Contains(out, "The scheduler says") {
+		s.Errorf("why of a user who may view the namespace: %v\n%s", err, out)
+	}
+	// A new rule takes a moment to be known to the API server.
+	s.await(soon, "an answer without names", func() error {
+		out, err := s.kubectlGPU(plugin, "why", waits, "-n", s.namespace, as+"guest")
+		if err != nil {
+			return err
+		}
+		if n := strings.Count(out, "another namespace ("); n != gpusANode || strings.Count(out, "  "+s.namespace+"/") > 0 {
+			return fmt.Errorf("%d holders without a name:\n%s", n, out)
+		}
+		return nil
+	})
+}
+
+// listed returns what the plugin lists for pods, as oracle.Granted does: limits by UUID, claims by the names of their devices.
+func (s *story) listed(text string) map[string][]string {
+	s.Helper()
+	var o overview.Overview
+	if err := json.Unmarshal([]byte(text), &o); err != nil {
+		s.Fatalf("decode the list: %v", err)
+	}
+	pods := map[string][]string{}
+	for _, n := range o.Nodes {
+		for _, d := range n.Devices {
+			for _, h := range d.Holders {
+				id := d.UUID
+				if h.Claim != nil {
+					id = d.Name
+				}
+				for _, p := range h.Pods {
+					pods[p.Namespace+"/"+p.Name] = append(pods[p.Namespace+"/"+p.Name], id)
+				}
+			}
+		}
+	}
+	for _, ids := range pods {
+		slices.Sort(ids)
+	}
+	return pods
+}
+
+// buildPlugin returns the path of the plugin, which is one static program.
+func (s *story) buildPlugin() string {
+	s.Helper()
+	root, err := gotool.Root(s.ctx)
+	if err != nil {
+		s.Fatal(err)
+	}
+	dir := s.TempDir()
+	program := filepath.Join(dir, "kubectl-gpu")
+	cmd := gotool.Command(s.ctx, dir, []string{"CGO_ENABLED=0"}, "build", "-o", program, "./cmd/kubectl-gpu")
+	cmd.Dir = root
+	if out, err := cmd.CombinedOutput(); err != nil {
+		s.Fatalf("build the plugin: %v\n%s", err, out)
+	}
+	file, err := elf.Open(program)
+	if err != nil {
+		s.Fatal(err)
+	}
+	defer file.Close()
+	for _, part := range file.Progs {
+		if part.Type == elf.PT_INTERP {
+			s.Error("the plugin is not static")
+		}
+	}
+	return program
+}
+
+// kubectlGPU runs the plugin as kubectl does: kubectl finds it in its PATH.
+func (s *story) kubectlGPU(program string, args ...string) (string, error) {
+	s.Helper()
+	path := filepath.Dir(program)
+	cmd, err := theCluster.Command(s.ctx, "sh", append([]string{"-c", `PATH="$0:$PATH" exec kubectl gpu "$@"`, path}, args...)...)
+	if err != nil {
+		return "", err
+	}
+	out, err := cmd.Output()
+	var exit *exec.ExitError
+	if errors.As(err, &exit) {
+		err = fmt.Errorf("kubectl gpu %v: %w: %s", args, err, exit.Stderr)
+	}
+	return string(out), err
+}
