@@ -272,7 +272,7 @@ func TestNodeFeaturePolicy(t *testing.T) {
 		"a label of NFD's":        {onNode("a"), nil, feature(name, own, label("cpu-cpuid.AVX")), others},
 		"features":                {onNode("a"), nil, feature(name, own, func(_, spec object) { spec["features"] = object{} }), others},
 		"keeps it by a finalizer": {onNode("a"), nil, feature(name, own, finalizer), "may not set finalizers"},
-		"another one's finalizer": {onNode("a"), feature(name, own, finalizer), feature(name, own, finalizer), ""},
+		"another's finalizer":     {onNode("a"), feature(name, own, finalizer), feature(name, own, finalizer), ""},
 	} {
 		t.Run(what, func(t *testing.T) {
 			user := object{"username": "system:serviceaccount:tandem-system:tandem"}
@@ -287,7 +287,7 @@ func TestNodeFeaturePolicy(t *testing.T) {
 	judge(t, "-node-features", request, nil, feature("b", "b", label("cpu-cpuid.AVX")), "-")
 }
 
-// Only the agent's own namespace has its NodeFeatures.
+// The agent has rights on NodeFeatures only in its own namespace.
 func TestNodeFeatureRights(t *testing.T) {
 	for _, name := range cases {
 		agent := daemonSet(t, name)

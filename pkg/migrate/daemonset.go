@@ -74,10 +74,10 @@ func roleOf(set appsv1.DaemonSet) (role, bool) {
 	return "", false
 }
 
-// kubernetesTaints are those of kubelet and of the controllers of Kubernetes. Pods of DaemonSets tolerate most of them.
+// kubernetesTaints is the prefix of the taints that kubelet and the controllers of Kubernetes set. Pods of DaemonSets tolerate most of them.
 const kubernetesTaints = "node.kubernetes.io/"
 
-// runsOn reports whether the DaemonSet's template admits the node.
+// runsOn reports whether the DaemonSet's template admits the node, by its affinity and its tolerations. It ignores kubernetesTaints.
 func (d daemonSet) runsOn(node *corev1.Node) (bool, error) {
 	keepsOff := func(t *corev1.Taint) bool {
 		return t.Effect != corev1.TaintEffectPreferNoSchedule && !strings.HasPrefix(t.Key, kubernetesTaints)
@@ -158,7 +158,7 @@ func exclude(set *appsv1.DaemonSet) error {
 			}
 		}
 	}
-	// A Helm upgrade restores the strategy, and leaves the annotation.
+	// A Helm upgrade restores the strategy and keeps the annotation.
 	if set.Spec.UpdateStrategy.Type != appsv1.OnDeleteDaemonSetStrategyType || set.Annotations[strategyAnnotation] == "" {
 		before, err := json.Marshal(set.Spec.UpdateStrategy)
 		if err != nil {

@@ -30,9 +30,9 @@ const (
 	fieldManager = "tandem-migrate"
 	// lookAgain is the time between two looks at a node.
 	lookAgain = time.Second
-	// operatorAnnotation of a Node says that its operatorLabel was "true" before Tandem served it.
+	// operatorAnnotation of a Node says that its operatorLabel was "true" before the node moved to Tandem.
 	operatorAnnotation = "tandem-gpu.dev/migrate-operator"
-	// computeDomains is the driver that runs in the pods of NVIDIA's DRA driver beside the one for GPUs.
+	// computeDomains is the second driver in the pods of NVIDIA's DRA driver, beside the driver for GPUs.
 	computeDomains = "compute-domain.nvidia.com"
 	// modeAnnotation of a Node keeps what its label for the mode was before --back; empty for no label.
 	modeAnnotation = "tandem-gpu.dev/migrate-mode"
@@ -231,7 +231,7 @@ func (n *Nodes) checkForward(
 	case agent == nil:
 		refusals = append(refusals, "no agent of Tandem runs on this node: install Tandem's chart, with tolerations and affinity for this node")
 	case missing != "":
-		refusals = append(refusals, "Tandem's agent cannot take over this node, which lacks "+missing)
+		refusals = append(refusals, "Tandem cannot take over this node yet: it waits for "+missing)
 	}
 	if slices.ContainsFunc(sets, func(d daemonSet) bool { return d.role == draDriver }) {
 		if names := claimsOn(node.Name, claims, n.DriverName, computeDomains); len(names) > 0 {
@@ -249,7 +249,7 @@ func (n *Nodes) checkForward(
 // checkBack returns why NVIDIA's software cannot take over a node: it would give away the GPUs of these holders.
 func (n *Nodes) checkBack(ctx context.Context, node *corev1.Node, claims []resourceapi.ResourceClaim) (refusals []string, err error) {
 	if node.Labels[Label] == returning {
-		return nil, nil // NVIDIA's software has returned, or is returning: the claims are its own
+		return nil, nil // NVIDIA's software has returned, or is returning: the claims have devices of its DRA driver
 	}
 	names := claimsOn(node.Name, claims, n.DriverName)
 	object, err := n.GPUNode(ctx, node.Name)
@@ -291,9 +291,9 @@ func (n *Nodes) Apply(ctx context.Context, p Plan) error {
 			return err
 		}
 	}
-	move, again, wayBack := n.forward, "--apply", ". --back --apply --node gives the node back to NVIDIA's software"
+	move, again := n.forward, "--apply"
 	if n.Back {
-		move, again, wayBack = n.back, "--back --apply", ""
+		move, again = n.back, "--back --apply"
 	}
 	for i, node := range p.nodes {
 		n.say("node %s (%d of %d): moving it; %d running pods have GPUs by limits", node.name, i+1, len(p.nodes), len(node.pods))
@@ -301,6 +301,10 @@ func (n *Nodes) Apply(ctx context.Context, p Plan) error {
 		err := move(bounded, p.sets, node.name)
 		cancel()
 		if err != nil {
+			wayBack := ""
+			if !n.Back {
+				wayBack = ". To give the node back to NVIDIA's software, run migrate --back --apply --node=" + node.name
+			}
 			return fmt.Errorf("node %s: %w. The other nodes stay as they are, and running pods keep running. Remove the cause, then run migrate %s "+
 				"again; it continues with this node. See `kubectl describe gpunode %s` and the log of the node's agent%s",
 				node.name, err, again, node.name, wayBack)
@@ -339,7 +343,7 @@ func (n *Nodes) forward(ctx context.Context, sets []daemonSet, name string) erro
 	if err != nil {
 		return err
 	}
-	// The nodes before may have taken long.
+	// The plan may be out of date: earlier nodes may have taken long.
 	claims, err := n.allocatedClaims(ctx)
 	if err != nil {
 		return err
@@ -363,7 +367,7 @@ func (n *Nodes) forward(ctx context.Context, sets []daemonSet, name string) erro
 	return n.await(ctx, name, func() (string, error) { return n.missing(ctx, sets, name) })
 }
 
-// missing returns what a node lacks to have moved to Tandem; empty for nothing.
+// missing returns what migrate waits for until a node has moved to Tandem; empty if the node has moved.
 func (n *Nodes) missing(ctx context.Context, sets []daemonSet, name string) (string, error) {
 	pods, err := n.podsOf(ctx, sets, name)
 	if err != nil {
@@ -375,8 +379,8 @@ func (n *Nodes) missing(ctx context.Context, sets []daemonSet, name string) (str
 	return n.tandemMissing(ctx, name)
 }
 
-// findAgent returns the agent of Tandem on a node, nil if there is none, and what it lacks to serve GPUs; empty for nothing. Beside NVIDIA's
-// software such an agent is not ready.
+// findAgent returns Tandem's agent on a node, nil if there is none. missing is what the agent waits for before it can serve GPUs; empty for
+// nothing. findAgent does not check whether the agent is ready: beside NVIDIA's software it is not.
 func (n *Nodes) findAgent(ctx context.Context, name string) (agent *corev1.Pod, missing string, err error) {
 	agent, err = n.agent(ctx, name)
 	switch {
@@ -478,7 +482,7 @@ func (n *Nodes) leave(ctx context.Context, node *corev1.Node) error {
 			return err
 		}
 	}
-	// Until its slices are gone, the scheduler allocates devices of the node.
+	// While the node has ResourceSlices, the scheduler can allocate devices of the node to claims.
 	err = n.await(ctx, node.Name, func() (string, error) {
 		left, err := n.slices(ctx, node.Name)
 		if err != nil || left == 0 {
@@ -692,7 +696,7 @@ func hasGPULimit(c corev1.Container) bool {
 	return false
 }
 
-// slices counts the driver's ResourceSlices of a node.
+// slices counts the driver's ResourceSlices of a node. It is zero if the API server does not serve ResourceSlices.
 func (n *Nodes) slices(ctx context.Context, node string) (count int, err error) {
 	selector := fields.Set{resourceapi.ResourceSliceSelectorNodeName: node, resourceapi.ResourceSliceSelectorDriver: n.DriverName}.String()
 	list, err := n.Client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{FieldSelector: selector})
@@ -702,7 +706,7 @@ func (n *Nodes) slices(ctx context.Context, node string) (count int, err error) 
 	return len(list.Items), nil
 }
 
-// allocatedClaims lists the claims that have devices. Without the API for claims there are none.
+// allocatedClaims lists the claims that have devices. There are none if the API server does not serve ResourceClaims.
 func (n *Nodes) allocatedClaims(ctx context.Context) ([]resourceapi.ResourceClaim, error) {
 	list, err := n.Client.ResourceV1().ResourceClaims(metav1.NamespaceAll).List(ctx, metav1.ListOptions{})
 	if apierrors.IsNotFound(err) {
@@ -714,7 +718,7 @@ func (n *Nodes) allocatedClaims(ctx context.Context) ([]resourceapi.ResourceClai
 	return slices.DeleteFunc(list.Items, func(claim resourceapi.ResourceClaim) bool { return claim.Status.Allocation == nil }), nil
 }
 
-// claimsOn returns the names of the claims with devices of the drivers on a node, sorted. NVIDIA's pool has the name of the node.
+// claimsOn returns the names of the claims that have devices of these drivers on a node, sorted. NVIDIA's pool has the name of the node.
 func claimsOn(node string, claims []resourceapi.ResourceClaim, drivers ...string) []string {
 	var names []string
 	for _, claim := range claims {

@@ -460,7 +460,7 @@ func TestClaims(t *testing.T) {
 	w.wantNoAnnotation("a")
 }
 
-// What a node was planned with may no longer hold when its turn comes.
+// Migrate checks a node again before it moves, because the plan may be out of date.
 func TestNodeChangesAfterThePlan(t *testing.T) {
 	pods := corev1.SchemeGroupVersion.WithResource("pods")
 	for name, c := range map[string]struct {
@@ -478,7 +478,7 @@ func TestNodeChangesAfterThePlan(t *testing.T) {
 			agent := podOn("c", "agent", agentLabels, "")
 			agent.Status.Phase = corev1.PodPending
 			_ = w.client.Tracker().Update(pods, agent, "default")
-		}, "node c: Tandem's agent cannot take over this node, which lacks a running agent: pod default/agent-c is Pending"},
+		}, "node c: Tandem cannot take over this node yet: it waits for a running agent: pod default/agent-c is Pending"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			dra := appsv1.DaemonSet{ObjectMeta: metav1.ObjectMeta{Namespace: "nvidia", Name: "dra", UID: "dra"}}
@@ -497,8 +497,8 @@ func TestNodeChangesAfterThePlan(t *testing.T) {
 	}
 }
 
-// On the way back NVIDIA's plugin returns only when the scheduler can allocate nothing of the node. The claims that a node has afterwards
-// are NVIDIA's.
+// On the way back NVIDIA's plugin returns only after the scheduler can no longer allocate devices of the node. Claims that get devices
+// afterwards have them from NVIDIA's DRA driver.
 func TestSlicesAndClaimsOnTheWayBack(t *testing.T) {
 	w := newWorld(t, plugin)
 	if err := w.migrate(w.nodes(false)); err != nil {
@@ -530,8 +530,8 @@ func TestSlicesAndClaimsOnTheWayBack(t *testing.T) {
 	w.wantMoved("a=back", "a=", "b=back", "b=", "c=back", "c=")
 }
 
-// A node that has moved is not looked at again, so that its agent's trouble does not stop the others. Where nothing moves, no DaemonSet
-// changes.
+// Migrate does not check a node again that has moved: a problem of its agent does not stop the other nodes. If no node moves, migrate
+// changes no DaemonSet.
 func TestNothingToMove(t *testing.T) {
 	w := newWorld(t, plugin)
 	n := w.nodes(false)
@@ -551,7 +551,7 @@ func TestNothingToMove(t *testing.T) {
 	}
 }
 
-// Without the API for claims no claim can be in the way.
+// If the API server does not serve ResourceClaims, migrate finds no claims and continues.
 func TestWithoutTheClaimsAPI(t *testing.T) {
 	w := newWorld(t, plugin)
 	w.client.PrependReactor("list", "resourceclaims", func(k8stesting.Action) (bool, runtime.Object, error) {
@@ -757,7 +757,7 @@ func TestExcludeInclude(t *testing.T) {
 				t.Fatal(err)
 			}
 		}
-		// A Helm upgrade restores strategy and template while the annotation stays.
+		// A Helm upgrade restores the strategy and the template, and keeps the annotation.
 		upgraded := before.DeepCopy()
 		upgraded.Annotations = d.Annotations
 		if err := exclude(upgraded); err != nil || upgraded.Spec.UpdateStrategy.Type != appsv1.OnDeleteDaemonSetStrategyType {
@@ -770,7 +770,7 @@ func TestExcludeInclude(t *testing.T) {
 	}
 }
 
-// A DaemonSet runs on a node only if it tolerates the administrator's taints. Those of Kubernetes itself do not keep it off.
+// A DaemonSet runs on a node only if it tolerates the administrator's taints. Taints of Kubernetes itself are ignored.
 func TestTaints(t *testing.T) {
 	set := daemonSet{}
 	set.Spec.Template.Spec.Tolerations = []corev1.Toleration{{Key: "nvidia.com/gpu", Operator: corev1.TolerationOpExists}}

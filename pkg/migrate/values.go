@@ -102,7 +102,7 @@ func merge(into, values map[string]any, from Source, above string) (changes []st
 	return changes
 }
 
-// brief is a value for people. Variables may be secret.
+// brief describes a value in a message. It does not show environment variables, because they may be secret.
 func brief(path string, value any) string {
 	if strings.HasSuffix(strings.ToLower(path), "env") {
 		return "a list of variables"
@@ -179,16 +179,17 @@ func (t *translation) run() error {
 	return errors.Join(t.errs...)
 }
 
-// lostKeys are keys without effect.
+// lostKeys are keys that have no effect, for one reason.
 type lostKeys struct {
-	// path of the key, or of the keys' common parent.
+	// path is that of the key, or of the common parent of several keys.
 	path string
-	// keys are relative to path; empty for path itself.
+	// keys are relative to path. Without keys, path itself is the key.
 	keys []string
-	why  string
+	// why is the reason.
+	why string
 }
 
-// lostLines has a line for each lostKeys.
+// lostLines returns one line for each lostKeys.
 func (t *translation) lostLines() []string {
 	var lines []string
 	for _, l := range t.lost {

@@ -55,7 +55,7 @@ func TestGolden(t *testing.T) {
 	}
 }
 
-// Variables may be secret, and names of configurations may look like formats.
+// Messages do not show environment variables, which may be secret. A name of a configuration may contain a percent sign.
 func TestMessages(t *testing.T) {
 	first := "{kubeletPlugin: {containers: {gpus: {env: [{name: A, value: used}]}}}}"
 	second := "{kubeletPlugin: {containers: {gpus: {env: [{name: A, value: s3cret}]}}}}"
