@@ -119,7 +119,7 @@ const (
 	requestBurst      = 400
 )
 
-// withLimits names the program to the API server, and bounds its requests.
+// withLimits sets the program's name that the API server sees, and limits the rate of its requests.
 func withLimits(api *rest.Config, program string) *rest.Config {
 	api.QPS, api.Burst = requestsPerSecond, requestBurst
 	return rest.AddUserAgent(api, program+"/"+version.Version)

@@ -301,7 +301,8 @@ func (a *agent) partitionPolicy() partition.Policy {
 	return partition.Policy{Dynamic: a.config.Dynamic, Sharing: a.config.SharingOf}
 }
 
-// reservesAtOnce reports whether claims reserve their devices before their pods are bound. Only Dual has another API to reserve them from.
+// reservesAtOnce reports whether claims reserve their devices before their pods are bound. Only in Dual could the other API take the devices
+// before the claim does.
 func (a *agent) reservesAtOnce() bool { return a.config.Strict && a.config.Mode == config.ModeDual }
 
 func (a *agent) serveDevices(ctx context.Context, c components) error {

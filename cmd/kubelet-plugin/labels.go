@@ -47,8 +47,8 @@ func (a *agent) labelConfig(ctx context.Context, c components, devices inventory
 	}
 }
 
-// owner returns a function that finds the owner of what the agent creates in its namespace: its DaemonSet, which lives as long as the
-// installation. GPU Feature Discovery adds its pod, which would be another one after each restart.
+// owner returns a function that finds the owner of the objects that the agent creates in its namespace. The owner is the agent's DaemonSet,
+// which exists as long as Tandem is installed. GPU Feature Discovery also makes its pod an owner, but each restart creates a new pod.
 func (a *agent) owner() func(context.Context) ([]metav1.OwnerReference, error) {
 	var owners []metav1.OwnerReference
 	return func(ctx context.Context) ([]metav1.OwnerReference, error) {

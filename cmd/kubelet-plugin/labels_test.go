@@ -39,7 +39,7 @@ func labelledNode(t *testing.T, c config.Config) *fake.Clientset {
 	return client
 }
 
-// noFeatures is an API server without a NodeFeature.
+// noFeatures returns the client of an API server without NodeFeature objects.
 func noFeatures() *fakedynamic.FakeDynamicClient {
 	return fakedynamic.NewSimpleDynamicClient(runtime.NewScheme())
 }
@@ -113,8 +113,8 @@ func TestNodeLabels(t *testing.T) {
 	}
 }
 
-// With Node Feature Discovery, the labels go to an object in the agent's namespace, which is removed with the agents' DaemonSet. The node's
-// own are removed.
+// With Node Feature Discovery, the agent writes the labels to an object in its namespace. The agents' DaemonSet owns the object. The agent
+// removes its labels from the Node.
 func TestNodeFeature(t *testing.T) {
 	c := nodeConfig(t)
 	simulatedMachine(t, &c)
@@ -151,7 +151,7 @@ func TestNodeFeature(t *testing.T) {
 		t.Errorf("labels are %v", labels)
 	}
 
-	// The agent does not write what nothing would remove.
+	// The agent writes no object without an owner: it would stay after an uninstallation.
 	a.config.PodName = "other"
 	if owners, err := a.owner()(t.Context()); err == nil || !strings.Contains(err.Error(), "get pod gpu/other") {
 		t.Errorf("owners %v, %v", owners, err)

@@ -14,11 +14,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// pageRange is memory from start, inclusive, to end.
+// pageRange is the memory from start up to, but not including, end.
 type pageRange struct{ start, end uint64 }
 
-// unmapProgram unmaps the pages of the program's own file. Startup touches most of them, and the agent needs a fifth afterwards, which
-// the kernel maps again at their next use. The others can then be reclaimed at once where memory is short. The bench figure rss_idle
+// unmapProgram unmaps the pages of the program's own file. Startup uses most of them; afterwards the agent needs about a fifth. The kernel
+// maps a page again when the agent uses it. If memory is short, the kernel can reclaim the other pages at once. The bench figure rss_idle
 // shows the difference.
 func unmapProgram() error {
 	program, err := os.Readlink("/proc/self/exe")
@@ -43,8 +43,8 @@ func unmapProgram() error {
 	return errors.Join(errs...)
 }
 
-// unchanged returns the mappings of a file whose pages are all those of the file: they cannot be written, and none was, by the dynamic
-// linker either. smaps has the format of proc(5).
+// unchanged returns the mappings of a file whose pages all equal the file: they are read-only, and nothing has written to them before, not
+// even the dynamic linker. smaps has the format of proc(5).
 func unchanged(smaps io.Reader, file string) (ranges []pageRange, err error) {
 	lines := bufio.NewScanner(smaps)
 	var current pageRange

@@ -30,7 +30,7 @@ Anonymous:             0 kB
 Anonymous:             0 kB
 `
 
-// Pages that were written, or can be, keep what was written: those of the dynamic linker are read-only and differ from the file.
+// Pages that are writable, or were written to, must stay mapped. The dynamic linker writes to pages that are read-only afterwards.
 func TestUnchanged(t *testing.T) {
 	got, err := unchanged(strings.NewReader(smaps), "/usr/bin/kubelet-plugin")
 	if err != nil {

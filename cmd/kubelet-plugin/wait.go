@@ -179,7 +179,7 @@ func (a *agent) returnMemory(ctx context.Context) error {
 			previous = reason
 			debug.FreeOSMemory()
 			if err := unmapProgram(); err != nil {
-				klog.FromContext(ctx).Info("Keeping more memory than needed", "reason", err.Error())
+				klog.FromContext(ctx).Info("Cannot return pages of the program to the kernel, so the agent uses more memory", "reason", err.Error())
 			}
 		}
 		if waiting == nil {

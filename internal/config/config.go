@@ -37,7 +37,7 @@ type Config struct {
 	// Unused are the settings that are accepted and have no effect, each with the reason: "flags.mpsRoot: ...". They are sorted.
 	Unused   []string
 	NodeName string
-	// PodUID and PodName are the agent's own pod; empty outside a pod. Namespace is the pod's, and that of the node's NodeFeature.
+	// PodUID and PodName identify the agent's own pod; they are empty outside a pod. Namespace is that of the pod and of the node's NodeFeature.
 	PodUID     string
 	PodName    string
 	Namespace  string
@@ -281,7 +281,7 @@ func (c *Config) define(flags *flag.FlagSet) {
 	})
 	flags.BoolVar(&c.NodeLabels, "node-labels", c.NodeLabels, "write the labels of GPU Feature Discovery to the node")
 	flags.BoolVar(&c.UseNodeFeatureAPI, "use-node-feature-api", c.UseNodeFeatureAPI,
-		"write the labels to a NodeFeature object, from which Node Feature Discovery gives them to the node")
+		"write the labels to a NodeFeature object; Node Feature Discovery adds them to the node")
 	flags.BoolVar(&c.NoTimestamp, "no-timestamp", c.NoTimestamp, "leave out the label nvidia.com/gfd.timestamp")
 	flags.Func("sleep-interval", "how often removed labels are restored: `duration` of at least 1s, or infinite (default "+c.LabelInterval.String()+")",
 		func(s string) error { return c.setLabelInterval(s) })

@@ -28,7 +28,7 @@ const nfdLabels = "nfd.node.kubernetes.io/feature-labels"
 type onNode struct {
 	nodes typedcorev1.NodeInterface
 	name  string
-	// node is what read has found.
+	// node is the object that read got.
 	node *corev1.Node
 }
 
@@ -41,7 +41,7 @@ func (o *onNode) read(ctx context.Context) (err error) {
 
 func (o *onNode) otherOwner(want map[string]string) string { return otherOwner(o.node, want) }
 
-// write keeps the labels that Node Feature Discovery manages as well if it removes the others.
+// write without labels removes Tandem's labels, but keeps those that Node Feature Discovery manages as well.
 func (o *onNode) write(ctx context.Context, labels map[string]string) (changed bool, err error) {
 	if len(labels) == 0 {
 		labels = listedByNFD(o.node)

@@ -21,8 +21,8 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// NodeFeatures is the resource of Node Feature Discovery (node-feature-discovery, api/nfd/v1alpha1), whose master gives the labels of a
-// NodeFeature to the node that the object's label names.
+// NodeFeatures is a resource of Node Feature Discovery (node-feature-discovery, api/nfd/v1alpha1). Its master adds the labels in a NodeFeature
+// to the node that the label featureNode of the object names.
 var NodeFeatures = schema.GroupVersionResource{Group: "nfd.k8s-sigs.io", Version: "v1alpha1", Resource: "nodefeatures"}
 
 const (
@@ -32,10 +32,10 @@ const (
 	featureNode = "nfd.node.kubernetes.io/node-name"
 )
 
-// errNoNodeFeatures is returned where the API server does not serve NodeFeatures.
+// errNoNodeFeatures means that the API server does not serve NodeFeatures.
 var errNoNodeFeatures = errors.New("the API server has no NodeFeatures (" + NodeFeatures.GroupVersion().String() + ")")
 
-// feature is what Tandem uses of a NodeFeature.
+// feature has the fields of a NodeFeature that Tandem uses.
 type feature struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata"`
@@ -50,9 +50,9 @@ type featureSpec struct {
 type inFeature struct {
 	features dynamic.ResourceInterface
 	owner    func(ctx context.Context) ([]metav1.OwnerReference, error)
-	// node is where Node Feature Discovery writes the labels of all NodeFeatures.
+	// node is the output to the Node, where Node Feature Discovery writes the labels of all NodeFeatures.
 	node *onNode
-	// object is what read has found; nil if there is none.
+	// object is the NodeFeature that read got; nil if there is none.
 	object *feature
 }
 
@@ -72,7 +72,8 @@ func (o *inFeature) read(ctx context.Context) error {
 	return o.keep(found)
 }
 
-// isUnserved reports whether the API server does not know the resource: its answer is then no Status (client-go, rest/request.go).
+// isUnserved reports whether the error means that the API server does not serve the resource. Then its answer is not a Status (client-go,
+// rest/request.go).
 func isUnserved(err error) bool {
 	return apierrors.IsNotFound(err) && apierrors.HasStatusCause(err, metav1.CauseTypeUnexpectedServerResponse)
 }
@@ -86,8 +87,8 @@ func (o *inFeature) keep(found *unstructured.Unstructured) error {
 	return nil
 }
 
-// otherOwner says who has changed the object. Without one it looks at the node: GPU Feature Discovery's own object may be in any namespace,
-// and Node Feature Discovery would merge both.
+// otherOwner says who else has written the object. If there is no object, it checks the Node: GPU Feature Discovery's object may be in any
+// namespace, and Node Feature Discovery would merge both objects.
 func (o *inFeature) otherOwner(want map[string]string) string {
 	switch {
 	case len(want) == 0:
@@ -98,7 +99,8 @@ func (o *inFeature) otherOwner(want map[string]string) string {
 	return o.otherManager()
 }
 
-// otherManager says which other field manager owns a part of the object; empty if it is Tandem's alone.
+// otherManager says which other field manager owns a part of the spec, or that Tandem has not written the object. It is empty if only Tandem
+// has written the spec.
 func (o *inFeature) otherManager() string {
 	ours := false
 	entries := slices.SortedFunc(slices.Values(o.object.ManagedFields), func(a, b metav1.ManagedFieldsEntry) int { return cmp.Compare(a.Manager, b.Manager) })
@@ -110,7 +112,7 @@ func (o *inFeature) otherManager() string {
 		}
 	}
 	if !ours {
-		return fmt.Sprintf("another one has written the NodeFeature %s/%s", o.object.Namespace, o.object.Name)
+		return fmt.Sprintf("an unknown field manager has written the NodeFeature %s/%s", o.object.Namespace, o.object.Name)
 	}
 	return ""
 }
@@ -134,7 +136,7 @@ func (o *inFeature) write(ctx context.Context, labels map[string]string) (change
 	case o.object == nil:
 		return false, nil
 	}
-	// Not an object that another one has changed meanwhile.
+	// The preconditions keep an object that another field manager has changed since the GET.
 	preconditions := &metav1.Preconditions{UID: ptr.To(o.object.UID), ResourceVersion: ptr.To(o.object.ResourceVersion)}
 	if err := o.features.Delete(ctx, o.name(), metav1.DeleteOptions{Preconditions: preconditions}); err != nil && !apierrors.IsNotFound(err) {
 		return false, fmt.Errorf("delete NodeFeature %s: %w", o.name(), err)

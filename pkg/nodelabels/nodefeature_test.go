@@ -32,7 +32,7 @@ import (
 
 const featureName = "nvidia-features-for-n"
 
-// newFeatures returns an API server with NodeFeatures and field managers.
+// newFeatures returns the client of an API server that serves NodeFeatures and records field managers.
 func newFeatures() *fakedynamic.FakeDynamicClient {
 	scheme := runtime.NewScheme()
 	kind := NodeFeatures.GroupVersion().WithKind("NodeFeature")
@@ -81,7 +81,7 @@ func (r *rig) wantFeature(what string, want map[string]string) {
 	}
 }
 
-// wantWrite fails unless write makes these requests for NodeFeatures, and fails or not.
+// wantWrite checks that write makes these requests for NodeFeatures, and that it returns this failure, or none if failure is empty.
 func (r *rig) wantWrite(what, requests, failure string) (handedBack bool) {
 	r.t.Helper()
 	r.dynamic.ClearActions()
@@ -95,7 +95,7 @@ func (r *rig) wantWrite(what, requests, failure string) (handedBack bool) {
 		if patch, ok := action.(clienttesting.PatchActionImpl); ok && (patch.PatchOptions.Force != nil && *patch.PatchOptions.Force || patch.PatchOptions.FieldManager != Manager) {
 			r.t.Errorf("%s: patch with %+v", what, patch.PatchOptions)
 		}
-		// An object that has changed since the GET may be another one's.
+		// If the object has changed since the GET, another field manager may have written it.
 		if deletion, ok := action.(clienttesting.DeleteActionImpl); ok {
 			if p := deletion.DeleteOptions.Preconditions; p == nil || p.UID == nil || p.ResourceVersion == nil {
 				r.t.Errorf("%s: deletion with %+v", what, p)
@@ -108,7 +108,7 @@ func (r *rig) wantWrite(what, requests, failure string) (handedBack bool) {
 	return handedBack
 }
 
-// write by another field manager.
+// patchFeature changes the NodeFeature as another field manager.
 func (r *rig) patchFeature(manager string, patch any) {
 	r.t.Helper()
 	text, err := json.Marshal(patch)
@@ -120,8 +120,9 @@ func (r *rig) patchFeature(manager string, patch any) {
 	}
 }
 
-// nfd does what Node Feature Discovery's master does to the node, as far as the Writer sees it: it lists the labels of all NodeFeatures, writes
-// those with another value, and removes those that it has listed before (node-feature-discovery v0.19.0, pkg/nfd-master, updateNodeObject).
+// nfd changes the node as Node Feature Discovery's master does, as far as the Writer sees it. It lists the labels of all NodeFeatures, writes
+// labels whose value differs, and removes labels that it listed before and no NodeFeature has any more (node-feature-discovery v0.19.0,
+// pkg/nfd-master, updateNodeObject).
 func (r *rig) nfd() {
 	r.t.Helper()
 	labels, keys := map[string]any{}, []string{}
@@ -208,7 +209,7 @@ func TestNodeFeature(t *testing.T) {
 	r.wantFeature("without an answer about the owner", nil)
 }
 
-// The labels leave one place before they are in the other.
+// The Writer removes the labels from one place before it writes them to the other.
 func TestNodeFeatureSwitch(t *testing.T) {
 	r := newRig(t)
 	r.wantRequests("first", 1, 1)
@@ -232,7 +233,7 @@ func TestNodeFeatureSwitch(t *testing.T) {
 	r.wantWrite("the NodeFeature is gone", "", "")
 	r.wantEvents("alone")
 
-	// Disabled in the same moment.
+	// The labels are disabled at the same time as the NodeFeature.
 	r.restart(true)
 	r.wantWrite("again", "get patch", "")
 	r.nfd()
@@ -243,7 +244,7 @@ func TestNodeFeatureSwitch(t *testing.T) {
 	r.wantLabels("disabled", map[string]string{})
 }
 
-// The Writer waits a moment for Node Feature Discovery, not until the next interval.
+// The Writer waits handBack for Node Feature Discovery, not until the next interval.
 func TestNodeFeatureHandsBack(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := newRig(t)
@@ -268,7 +269,8 @@ func TestNodeFeatureHandsBack(t *testing.T) {
 	})
 }
 
-// An object that another one has written is left alone, as is a node with labels of another one.
+// The Writer does not change an object that another field manager has written. It writes no object if another field manager has labels on the
+// node.
 func TestNodeFeatureOfOthers(t *testing.T) {
 	theirs := map[string]any{"spec": map[string]any{"labels": map[string]any{product: "other"}}}
 	const written = "the field manager gfd has written the NodeFeature tandem/" + featureName
@@ -322,7 +324,7 @@ func TestNodeFeatureOfOthers(t *testing.T) {
 		r.wantFeature("changed", r.next)
 		r.wantEvents("changed")
 	})
-	// Another one has sent the labels to another node, which server-side apply does not overwrite.
+	// Another field manager has changed the node that the object names. Server-side apply does not overwrite that.
 	t.Run("for another node", func(t *testing.T) {
 		r := newRig(t)
 		r.restart(true)
@@ -333,7 +335,7 @@ func TestNodeFeatureOfOthers(t *testing.T) {
 	})
 	t.Run("of an unknown field manager", func(t *testing.T) {
 		o := inFeature{object: &feature{ObjectMeta: metav1.ObjectMeta{Namespace: "tandem", Name: featureName}}}
-		if got, want := o.otherOwner(map[string]string{count: "4"}), "another one has written the NodeFeature tandem/"+featureName; got != want {
+		if got, want := o.otherOwner(map[string]string{count: "4"}), "an unknown field manager has written the NodeFeature tandem/"+featureName; got != want {
 			t.Errorf("got %q, want %q", got, want)
 		}
 	})
@@ -348,7 +350,7 @@ func TestNodeFeatureOfOthers(t *testing.T) {
 	})
 }
 
-// Without NodeFeatures in the API the labels on the node stay, and the agent says what to do, once.
+// If the API server does not serve NodeFeatures, the labels on the node stay. One event says what to do.
 func TestNoNodeFeatures(t *testing.T) {
 	unserved := apierrors.NewGenericServerResponse(http.StatusNotFound, "get", NodeFeatures.GroupResource(), featureName, "404 page not found", 0, true)
 	refused := apierrors.NewForbidden(NodeFeatures.GroupResource(), featureName, errors.New("no role"))
@@ -370,8 +372,8 @@ func TestNoNodeFeatures(t *testing.T) {
 	}
 	answer = nil
 	r.patch("gfd", map[string]any{"nvidia.com/gfd.timestamp": "1"}, nil)
-	r.wantWrite("installed beside another one", "get", "")
-	r.wantEvents("installed beside another one", "field manager gfd owns the label nvidia.com/gfd.timestamp")
+	r.wantWrite("installed beside GPU Feature Discovery", "get", "")
+	r.wantEvents("installed beside GPU Feature Discovery", "field manager gfd owns the label nvidia.com/gfd.timestamp")
 	r.patch("gfd", map[string]any{"nvidia.com/gfd.timestamp": nil}, nil)
 	r.wantWrite("installed", "get patch", "")
 	r.wantFeature("installed", r.next)
@@ -381,7 +383,7 @@ func TestNoNodeFeatures(t *testing.T) {
 	r.next = nil
 	r.wantWrite("no GPU", "get", "")
 
-	// The right may be missing as well. It matters only where it is needed.
+	// The agent may lack the right. That is an error only if it is to write a NodeFeature.
 	answer, r.next = refused, before
 	r.restart(false)
 	r.wantWrite("on the node, without the right", "get", "")
@@ -391,7 +393,7 @@ func TestNoNodeFeatures(t *testing.T) {
 	r.wantLabels("without the right", r.next)
 }
 
-// A server without a resource answers with a text, one without an object with a Status.
+// For a resource that it does not serve, the API server answers with a text; for a missing object, with a Status.
 func TestUnserved(t *testing.T) {
 	for name, test := range map[string]struct {
 		kind, answer string

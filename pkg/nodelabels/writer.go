@@ -26,8 +26,8 @@ const Manager = "tandem-node-labels"
 const (
 	// requestTimeout bounds the requests of one attempt.
 	requestTimeout = 30 * time.Second
-	// handBack is how long Node Feature Discovery has to remove the labels of a NodeFeature that is gone. It collects changes for a second
-	// (node-feature-discovery, pkg/nfd-master, nfdAPIUpdateHandler).
+	// handBack is how long the Writer waits for Node Feature Discovery to remove the labels of a deleted NodeFeature. Node Feature Discovery
+	// collects changes for a second (node-feature-discovery, pkg/nfd-master, nfdAPIUpdateHandler).
 	handBack = 5 * time.Second
 )
 
@@ -41,11 +41,13 @@ func newRetries() wait.Backoff {
 type Config struct {
 	Nodes    typedcorev1.NodeInterface
 	NodeName string
-	// UseNodeFeature writes the labels to a NodeFeature object, from which Node Feature Discovery applies them, instead of to the Node.
+	// UseNodeFeature makes the Writer write the labels to a NodeFeature object instead of to the Node. Node Feature Discovery then adds them to
+	// the Node.
 	UseNodeFeature bool
-	// Features are the NodeFeatures of the agent's namespace.
+	// Features is the client for the NodeFeatures in the agent's namespace.
 	Features dynamic.ResourceInterface
-	// Owner returns the owners of the NodeFeature, with which it is removed. The Writer calls it before it writes the object.
+	// Owner returns the owners of the NodeFeature. The garbage collector deletes the NodeFeature when they are gone. The Writer calls Owner before
+	// it writes the object.
 	Owner func(ctx context.Context) ([]metav1.OwnerReference, error)
 	// Want returns the labels that the node is to have. If known is false, the node keeps those that it has.
 	Want func() (labels map[string]string, known bool)
@@ -55,23 +57,26 @@ type Config struct {
 	Seen func() map[string]string
 	// Interval is how often the Writer compares the labels of Seen with those after its last attempt.
 	Interval time.Duration
-	// Recorder receives an event on the node when another field manager has the labels, or when there are no NodeFeatures to write.
+	// Recorder receives an event on the node when another field manager has the labels, or when the API server does not serve NodeFeatures that
+	// the Writer is to write.
 	Recorder   record.EventRecorder
 	Registerer prometheus.Registerer
 }
 
-// output is a place for the labels of a node. Others may write there as well.
+// output is a place for the labels of a node. Other field managers may write there as well.
 type output interface {
-	// read reads what is there, for the other methods.
+	// read gets the object. The other methods use what it got.
 	read(ctx context.Context) error
-	// otherOwner says who else has one of the labels; empty if there is none.
+	// otherOwner says which other field manager has one of the labels; empty if there is none.
 	otherOwner(want map[string]string) string
-	// write makes these labels the only ones that Tandem has there, and leaves alone what others have. It removes Tandem's without labels.
+	// write makes these labels the only ones that Tandem has there. Without labels it removes those that Tandem has. It does not change what
+	// other field managers have.
 	write(ctx context.Context, labels map[string]string) (changed bool, err error)
 }
 
-// Writer writes the labels of a node by server-side apply, to the Node or to a NodeFeature, and removes those that an earlier agent has
-// written to the other one. While another field manager owns one of them it writes none, and removes its own. The agent runs one.
+// Writer writes the labels of a node by server-side apply, to the Node or to a NodeFeature. It removes the labels that an earlier agent has
+// written to the other of these two. While another field manager owns one of the labels, it writes none, and removes its own. The agent runs
+// one Writer.
 type Writer struct {
 	Config
 	node     *onNode
@@ -82,7 +87,7 @@ type Writer struct {
 	// settled is set once the node has what want asks for; the node's labels were seen then.
 	settled    bool
 	want, seen map[string]string
-	// left is set once an earlier agent's NodeFeature cannot exist any more.
+	// left is set once the other place has nothing that an earlier agent wrote.
 	left bool
 	// other says who owns the labels instead, and failure is the last error. Each is reported once.
 	other, failure string
@@ -141,8 +146,8 @@ func (w *Writer) fail(ctx context.Context, err error, after time.Duration) {
 	}
 }
 
-// write gives the node the labels of Want, unless another field manager has one of them. It has handed labels back if Node Feature Discovery
-// is about to remove those of a NodeFeature: then it has written none yet.
+// write gives the node the labels of Want, unless another field manager has one of them. handedBack means that the NodeFeature was deleted just
+// now and Node Feature Discovery has yet to remove its labels: then write has written none.
 func (w *Writer) write(ctx context.Context) (handedBack bool, err error) {
 	want, known := w.Want()
 	if !known || w.settled && maps.Equal(want, w.want) && maps.Equal(w.Seen(), w.seen) {
@@ -154,7 +159,7 @@ func (w *Writer) write(ctx context.Context) (handedBack bool, err error) {
 	if err := w.node.read(ctx); err != nil {
 		return false, err
 	}
-	// Nothing is removed from the Node before there is a place for the labels.
+	// If NodeFeatures are not served, write ends here, before it removes labels from the Node.
 	if err := w.readFeature(ctx, len(want) > 0); err != nil {
 		return false, err
 	}
@@ -163,7 +168,7 @@ func (w *Writer) write(ctx context.Context) (handedBack bool, err error) {
 		use, leave = leave, use
 	}
 	other := use.otherOwner(want)
-	// The labels leave one place before they are in the other: what is on the Node already, Node Feature Discovery would not write again.
+	// write removes the labels from one place before it writes them to the other: Node Feature Discovery does not write labels that the Node has.
 	changed, err := leave.write(ctx, nil)
 	if err != nil {
 		return false, err
@@ -185,7 +190,7 @@ func (w *Writer) write(ctx context.Context) (handedBack bool, err error) {
 	return false, nil
 }
 
-// readFeature reads the NodeFeature. Where none can be written, that is an error if one is to be written.
+// readFeature reads the NodeFeature. It returns errNoNodeFeatures only if the Writer is to write a NodeFeature.
 func (w *Writer) readFeature(ctx context.Context, wanted bool) error {
 	if !w.UseNodeFeature && w.left {
 		return nil
@@ -193,7 +198,7 @@ func (w *Writer) readFeature(ctx context.Context, wanted bool) error {
 	err := w.feature.read(ctx)
 	switch {
 	case !errors.Is(err, errNoNodeFeatures):
-		// Without the right to read it, no earlier agent has written one.
+		// Without the right to read NodeFeatures, no earlier agent has written one.
 		if !w.UseNodeFeature && apierrors.IsForbidden(err) {
 			return nil
 		}
@@ -203,8 +208,9 @@ func (w *Writer) readFeature(ctx context.Context, wanted bool) error {
 	}
 	w.written.Set(0)
 	if w.other != err.Error() {
-		w.event(corev1.EventTypeWarning, "the API server has no NodeFeatures. Install Node Feature Discovery: Tandem then writes them within a few minutes. "+
-			"Otherwise set the chart's nfd.enableNodeFeatureApi=false (flags.useNodeFeatureAPI in a node configuration): Tandem then writes the labels to the node itself")
+		w.event(corev1.EventTypeWarning, "the API server has no NodeFeatures. Install Node Feature Discovery: Tandem then writes the labels to a "+
+			"NodeFeature within a few minutes. Otherwise set the chart's nfd.enableNodeFeatureApi=false (flags.useNodeFeatureAPI in a node configuration): "+
+			"Tandem then writes the labels to the node itself")
 	}
 	w.other = err.Error()
 	return err
@@ -216,11 +222,11 @@ func (w *Writer) report(ctx context.Context, other string) {
 	w.other = other
 	switch {
 	case before != "" && other == "":
-		klog.FromContext(ctx).Info("Nothing keeps the agent from writing the node's labels any more", "before", before)
+		klog.FromContext(ctx).Info("The reason for not writing the node's labels is gone", "reason", before)
 	case other != "" && (before == "" || before == errNoNodeFeatures.Error()):
 		klog.FromContext(ctx).Info("Writing no labels to the node", "reason", other)
-		w.event(corev1.EventTypeNormal, other+". To keep GPU Feature Discovery, set the chart's gfd.enabled=false. Otherwise uninstall it and remove its labels: "+
-			"Tandem then writes its own")
+		w.event(corev1.EventTypeNormal, other+". To keep GPU Feature Discovery, set the chart's gfd.enabled=false. Otherwise uninstall it, and "+
+			"remove its labels (or its NodeFeature, if this event names one): Tandem then writes its own")
 	}
 }
 

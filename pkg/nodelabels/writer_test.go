@@ -57,7 +57,7 @@ func newRig(t *testing.T) *rig {
 	return r
 }
 
-// restart replaces the writer by the next agent's.
+// restart replaces the Writer by that of the next agent.
 func (r *rig) restart(useNodeFeature bool) {
 	r.Writer = NewWriter(Config{
 		Nodes: r.client.CoreV1().Nodes(), NodeName: "n", Want: func() (map[string]string, bool) { return r.next, !r.unknown },
