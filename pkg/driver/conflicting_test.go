@@ -289,7 +289,7 @@ func TestOtherDriversAreAskedOnce(t *testing.T) {
 	stop()
 	serveCounting(t, path, registerapi.CSIPlugin, "csi.example.com", &second)
 	askedOnly(t, r, &second, 1)
-	// A third socket that got the inode of the second: only its time differs.
+	// A third socket gets the inode of the second. Only its modification time differs.
 	if err := os.Chtimes(path, time.Now(), time.Now().Add(time.Second)); err != nil {
 		t.Fatal(err)
 	}

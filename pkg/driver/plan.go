@@ -143,8 +143,9 @@ func (d *Driver) planResult(ctx context.Context, p *preparation, result resource
 	p.addDevice(found, result.Device, consumed, shared)
 	switch {
 	case parameters.Sharing != nil && !share.Whole() && !agrees(*parameters.Sharing, found.Sharing()):
-		return refuseParameters(result.Request, fmt.Errorf("%s: the claim has a share of device %s (%s), and all holders of a shared device have the settings "+
-			"of the node's policy (%s): leave out sharing, or request these", parameters.Path.Child("sharing"), found.Name(), share, describeSettings(found.Sharing())))
+		return refuseParameters(result.Request, fmt.Errorf("%s: the claim has a share of device %s (%s) and requests other settings than "+
+			"the node's policy (%s). All holders of a shared device have the settings of the policy: leave out sharing, or request these settings",
+			parameters.Path.Child("sharing"), found.Name(), share, describeSettings(found.Sharing())))
 	case parameters.Sharing != nil && share.Whole():
 		p.addToGroup(sharedGroup{
 			key: fmt.Sprint(parameters.Entry), path: parameters.Path, request: result.Request, sharing: *parameters.Sharing,
@@ -160,7 +161,7 @@ func (d *Driver) planResult(ctx context.Context, p *preparation, result resource
 	return nil
 }
 
-// agrees reports whether a claim requests the settings that the policy gives all holders of a device.
+// agrees reports whether a claim requests the settings that all holders of a device have by the policy.
 func agrees(asked parametersv1beta1.Sharing, policy device.Sharing) bool {
 	if string(asked.Strategy) != string(policy.Strategy) {
 		return false

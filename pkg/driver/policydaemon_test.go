@@ -171,7 +171,7 @@ func TestSettingsOfThePolicy(t *testing.T) {
 		gpu, settings, want string
 	}{
 		"time-slicing":            {"gpu-1", sliced, ""},
-		"another interval":        {"gpu-1", gpuSliced, "the settings of the node's policy (strategy TimeSlicing with interval Default): leave out sharing"},
+		"another interval":        {"gpu-1", gpuSliced, "other settings than the node's policy (strategy TimeSlicing with interval Default)"},
 		"MPS of a GPU without":    {"gpu-1", fmt.Sprintf(gpuMPS, "{}"), "strategy TimeSlicing with interval Default"},
 		"MPS":                     {"gpu-0", fmt.Sprintf(gpuMPS, "{}"), ""},
 		"MPS with a limit":        {"gpu-0", fmt.Sprintf(gpuMPS, `{"defaultPinnedDeviceMemoryLimit":"1Gi"}`), "strategy MPS without mpsConfig"},

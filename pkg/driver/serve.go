@@ -357,8 +357,8 @@ func (d *Driver) findConflicting(ctx context.Context, ours []*ownSocket, asked m
 	})
 }
 
-// sameSocket reports whether two looks at a path found the same socket. A new socket often gets the inode of the one that was
-// removed before, so the time of its creation counts too.
+// sameSocket reports whether two FileInfos of a path describe the same socket. A new socket often gets the inode of the removed one, so
+// sameSocket compares the modification times as well.
 func sameSocket(a, b fs.FileInfo) bool { return os.SameFile(a, b) && a.ModTime().Equal(b.ModTime()) }
 
 // listening reports whether a process listens on the socket.

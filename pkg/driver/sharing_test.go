@@ -275,7 +275,7 @@ func TestSharingRefusals(t *testing.T) {
 		"too old a GPU":  {settings: `{"multiUser":true}`, want: `spec.devices.config[0].opaque.parameters.sharing.mpsConfig.multiUser: Invalid value: true: needs compute capability 7.0`},
 		"no such index":  {settings: `{"defaultPerDevicePinnedMemoryLimit":{"1":"1Gi"}}`, want: `mpsConfig.defaultPerDevicePinnedMemoryLimit[1]: Invalid value`},
 		"another's UUID": {settings: `{"defaultPerDevicePinnedMemoryLimit":{"` + uuidOf(1) + `":"1Gi"}}`, want: `mpsConfig.defaultPerDevicePinnedMemoryLimit[` + uuidOf(1) + `]: Invalid value`},
-		"only a part of the GPU": {settings: `{}`, want: `parameters.sharing: the claim has a share of device gpu-0 (1024Mi of 81920Mi), and all holders of a shared device have the settings of the node's policy (none)`, adapt: func(r *resourceapi.DeviceRequestAllocationResult) {
+		"only a part of the GPU": {settings: `{}`, want: `parameters.sharing: the claim has a share of device gpu-0 (1024Mi of 81920Mi) and requests other settings than the node's policy (none)`, adapt: func(r *resourceapi.DeviceRequestAllocationResult) {
 			r.ShareID = ptr.To(types.UID("share"))
 			r.ConsumedCapacity = map[resourceapi.QualifiedName]resource.Quantity{"memory": resource.MustParse("1Gi")}
 		}},
