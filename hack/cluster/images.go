@@ -51,8 +51,8 @@ func (c *Cluster) makeImages(ctx context.Context, pauseProgram string) ([]string
 		v1.Config{Cmd: []string{"sh"}, Env: []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin"}, StopSignal: "SIGKILL"})
 }
 
-// WriteProgramImage writes an image archive for LoadImage with nothing but one static program of the host, at a path in the image. Stories
-// call it for programs whose images they cannot pull. It does not run as root, which charts demand of their images.
+// WriteProgramImage writes an image archive for LoadImage. The image contains only one static program of the host, at the path inImage.
+// Stories call it for programs whose images they cannot pull. The image's user is not root, because charts require that.
 func WriteProgramImage(archive, reference, program, inImage string) error {
 	return writeImage(archive, reference, map[string]string{inImage: program}, nil, v1.Config{User: "65534"})
 }

@@ -33,11 +33,11 @@ const (
 	kueueImage     = "docker.io/local/kueue"
 )
 
-// TestKueue: one ClusterQueue counts the GPUs of Jobs with limits and of Jobs with claims. What exceeds its quota waits, whichever API it
-// uses, and the oldest that waits gets what another gives back. Kueue's configuration and the queue are those of the user page.
+// TestKueue: one ClusterQueue counts the GPUs of Jobs with limits and of Jobs with claims. A Job that exceeds the quota waits, whichever API
+// it uses. When a Job ends, the oldest waiting Job gets its GPU. Kueue's configuration and the queue are those of the user page.
 func TestKueue(t *testing.T) {
 	if os.Getenv(kueueVariable) == "" {
-		t.Skipf("compiling Kueue takes minutes the first time; play the story by %s=1 make e2e RUN=TestKueue", kueueVariable)
+		t.Skipf("compiling Kueue takes minutes the first time; to play the story, run %s=1 make e2e RUN=TestKueue", kueueVariable)
 	}
 	s := begin(t)
 	values, queues := kueuePage(t)
@@ -59,7 +59,7 @@ func TestKueue(t *testing.T) {
 	s.admitted(4, 0)
 	s.wantHolds(2, 2)
 
-	// A restarted Kueue counts the same. It takes claims into the queue later than limits, so any of these two may be first.
+	// A restarted Kueue counts the same. It takes claims into the queue later than limits, so either of these two may be first.
 	s.manifest(queued("claim", "claim-3") + queued("limit", "limit-3"))
 	s.admitted(4, 2)
 	s.restartKueue()
@@ -72,11 +72,11 @@ func TestKueue(t *testing.T) {
 	s.kubectl("delete", "jobs", "-n", s.namespace, "--all")
 	s.noPods()
 
-	// With a quota of all GPUs, Kueue admits a Job as soon as another ends, so that its GPU has to change over between the APIs.
+	// With a quota of all GPUs, Kueue admits a Job as soon as another Job ends. So the GPU must move from one API to the other.
 	s.manifest(strings.Replace(queues, "nvidia.com/gpu, nominalQuota: 4", fmt.Sprintf("nvidia.com/gpu, nominalQuota: %d", gpusANode), 1))
 	for _, apis := range [][2]string{{"limit", "claim"}, {"claim", "limit"}} {
 		first, second := apis[0], apis[1]
-		// Names of their own: a Job that is made again before Kueue has let go of the one deleted may stay suspended.
+		// Each round uses new names: a Job may stay suspended if it has the name of a Job that Kueue has not finished yet after its deletion.
 		var jobs strings.Builder
 		for i := range gpusANode {
 			jobs.WriteString(queued(first, fmt.Sprintf("all-%s-%d", first, i)))
@@ -98,7 +98,7 @@ func TestKueue(t *testing.T) {
 	}
 }
 
-// queued is a Job in the queue with one GPU, which ends when finish says so.
+// queued returns a Job in the queue with one GPU. The Job ends when finish is called.
 func queued(api, name string) string {
 	pod := one(api, name)
 	pod = strings.ReplaceAll(pod[strings.Index(pod, "spec:"):], "\n", "\n    ")
@@ -120,7 +120,7 @@ func (s *story) finish(job string) {
 	s.kubectl("exec", "-n", s.namespace, "job/"+job, "--", "touch", "/tmp/end")
 }
 
-// laterThan waits until what is made is younger than a Job: Kueue orders by creation, in seconds.
+// laterThan waits until a new object would be younger than a Job: Kueue orders by creation time, in seconds.
 func (s *story) laterThan(name string) {
 	s.Helper()
 	job, err := theClient.BatchV1().Jobs(s.namespace).Get(s.ctx, name, metav1.GetOptions{})
@@ -130,8 +130,8 @@ func (s *story) laterThan(name string) {
 	time.Sleep(time.Until(job.CreationTimestamp.Add(time.Second)))
 }
 
-// admitted waits until so many Jobs run, each on a GPU that the queue counts, and others wait for quota, without a pod. For Jobs that
-// have ended there is no pod either.
+// admitted waits until these numbers of Jobs run and wait. The queue counts one GPU for each running Job. The others wait for quota, and have
+// no pod. It ignores Jobs that have ended.
 func (s *story) admitted(running, waiting int) {
 	s.Helper()
 	s.await(patient, fmt.Sprintf("%d Jobs to run, %d to wait", running, waiting), func() error {
@@ -164,7 +164,7 @@ func (s *story) admitted(running, waiting int) {
 	})
 }
 
-// kueueCounts answers how many GPUs the queue counts, and how many workloads wait because it has none left.
+// kueueCounts returns how many GPUs the queue counts, and how many workloads wait because the quota has no GPU left.
 func (s *story) kueueCounts() (gpus string, short int, err error) {
 	gpus, err = theCluster.Kubectl(s.ctx, "get", "clusterqueue", "gpus", "-o",
 		`jsonpath={.status.flavorsUsage[0].resources[?(@.name=="nvidia.com/gpu")].total}`)
@@ -176,7 +176,7 @@ func (s *story) kueueCounts() (gpus string, short int, err error) {
 	return gpus, strings.Count(messages, "insufficient unused quota for nvidia.com/gpu"), err
 }
 
-// kueuePage answers the values for Kueue's chart and the queues of the user page.
+// kueuePage returns the values for Kueue's chart and the queues from the user page.
 func kueuePage(t *testing.T) (values, queues string) {
 	t.Helper()
 	page, err := os.ReadFile("../../docs/user/with/kueue.md")
@@ -185,12 +185,12 @@ func kueuePage(t *testing.T) (values, queues string) {
 	}
 	blocks := regexp.MustCompile("(?s)```yaml\n(.*?)```").FindAllStringSubmatch(string(page), -1)
 	if len(blocks) != 2 {
-		t.Fatalf("the page has %d blocks, not values and queues", len(blocks))
+		t.Fatalf("docs/user/with/kueue.md has %d YAML blocks; want two: values and queues", len(blocks))
 	}
 	return blocks[0][1], blocks[1][1]
 }
 
-// startKueue installs Kueue from its chart until the story ends. Its image is not pulled: Kueue is built from its module.
+// startKueue installs Kueue from its chart until the story ends. It does not pull Kueue's image, but builds Kueue from its module.
 func (s *story) startKueue(values string) {
 	s.Helper()
 	tool := binaries.Tool{Module: kueueModule, Version: kueueVersion, Package: kueueModule + "/cmd/kueue"}
@@ -218,8 +218,9 @@ func (s *story) startKueue(values string) {
 	if err != nil {
 		s.Fatal(err)
 	}
-	// Kueue writes its certificate into a Secret and waits until kubelet shows it there, for minutes. A pod that starts later sees it at once.
-	s.await(soon, "Kueue to have made its certificate", func() error {
+	// Kueue writes its certificate into a Secret, and then waits for minutes until kubelet updates the mounted Secret. A pod that starts after
+	// that write has the certificate at once.
+	s.await(soon, "Kueue to create its certificate", func() error {
 		certificate, err := theCluster.Kubectl(s.ctx, "get", "secret", "kueue-webhook-server-cert", "-n", kueueNamespace, "-o", `jsonpath={.data.tls\.crt}`)
 		if err == nil && certificate == "" {
 			err = errors.New("the Secret is empty")
@@ -235,7 +236,7 @@ func (s *story) restartKueue() {
 	s.kubectl("rollout", "status", "deployment", "-n", kueueNamespace, "--timeout="+patient.String())
 }
 
-// stopKueue removes Kueue and what it guards by finalizers, which it has to release itself.
+// stopKueue removes Kueue. Before that it deletes the objects with finalizers that only Kueue removes.
 func (s *story) stopKueue() error {
 	var failed error
 	try := func(args ...string) string {
@@ -267,11 +268,11 @@ func (s *story) helm(args ...string) error {
 	return nil
 }
 
-// module answers the directory of a module that is no dependency of ours.
+// module returns the directory of a module that Tandem does not depend on.
 func (s *story) module(version string) string {
 	s.Helper()
 	cmd := exec.CommandContext(s.ctx, "go", "mod", "download", "-json", version)
-	// Outside of the checkout, whose go.sum it would add to.
+	// In the checkout the command would add to go.sum.
 	cmd.Dir, cmd.Env = s.TempDir(), append(os.Environ(), "GOWORK=off", "GOFLAGS=")
 	out, err := cmd.Output()
 	var module struct{ Dir string }

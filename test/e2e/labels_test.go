@@ -104,7 +104,7 @@ func TestNodeLabelsDisabled(t *testing.T) {
 	s.hasLabels(map[string]string{"gpu.count": "", "gpu.product": "", "mig.strategy": ""})
 }
 
-// featureNames are the NodeFeatures in Tandem's namespace.
+// featureNames returns the names of the NodeFeatures in Tandem's namespace.
 func (s *story) featureNames() []string {
 	s.Helper()
 	return strings.Fields(s.kubectl("get", "nodefeatures", "-n", install.Namespace, "-o", "name"))
@@ -120,8 +120,9 @@ func (s *story) awaitFeatures(names ...string) {
 	})
 }
 
-// TestNodeFeature: with Node Feature Discovery, the labels come from an object. It goes where they go: with the setting, with the agents, and
-// with another one's. Without Node Feature Discovery the labels stay, and the agent says what is missing.
+// TestNodeFeature: with Node Feature Discovery, the labels come from NodeFeatures. The agents remove these when the setting changes, and the
+// garbage collector after an uninstallation. An agent leaves a NodeFeature that another field manager has written. Without Node Feature
+// Discovery the labels on the nodes stay, and an event says what is missing.
 func TestNodeFeature(t *testing.T) {
 	const product, own = "NVIDIA-H100-80GB-HBM3", "nvidia-features-for-" + gpuNode
 	s := begin(t)
@@ -190,7 +191,7 @@ func TestNodeFeature(t *testing.T) {
 		}
 	}
 
-	// The next agent goes on with the object, and restores it.
+	// The next agent uses the same object, and writes a deleted one again.
 	s.killAgent()
 	s.ready()
 	uid := s.kubectl("get", "nodefeature", own, "-n", install.Namespace, "-o", "jsonpath={.metadata.uid}")
@@ -203,14 +204,14 @@ func TestNodeFeature(t *testing.T) {
 	})
 	s.hasLabels(labelled)
 
-	// Another one that writes to it has it.
+	// If another field manager writes to the object, Tandem leaves it alone.
 	s.kubectl("patch", "nodefeature", own, "-n", install.Namespace, "--field-manager=gfd", "--type=merge", "-p", `{"spec":{"labels":{"nvidia.com/gpu.product":"theirs"}}}`)
 	s.event("Node", gpuNode, "NodeLabelsNotWritten", "the field manager gfd has written the NodeFeature "+install.Namespace+"/"+own)
 	s.hasLabels(map[string]string{"gpu.product": "theirs", "gpu.count": "8"})
 	s.kubectl("delete", "nodefeature", own, "-n", install.Namespace)
 	s.hasLabels(labelled)
 
-	// Back to the node, and to the object again.
+	// The labels move to the Node, and back to the object.
 	upgrade("false")
 	s.awaitFeatures()
 	s.await(patient, "labels of Tandem's own on both nodes", func() error {

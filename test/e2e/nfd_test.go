@@ -15,21 +15,22 @@ import (
 	"github.com/tandem-gpu/tandem/hack/gotool"
 )
 
-// nfdVersion is that of the chart of NVIDIA's device plugin 0.20.
+// nfdVersion is the version that the chart of NVIDIA's device plugin 0.20 installs.
 const nfdVersion = "v0.19.0"
 
-// nfd is Node Feature Discovery without its workers, which need its image: its definitions and its master, built from its module.
+// nfd is Node Feature Discovery: its CustomResourceDefinitions, and its master, built from its module. Its workers are left out, because they
+// need its image.
 type nfd struct {
 	*story
 	dir, master string
 }
 
-// nfd builds the master. That takes seconds once Go has its packages in the cache, and minutes before.
+// nfd builds the master. This takes minutes the first time, and seconds once Go has the packages in its cache.
 func (s *story) nfd() nfd {
 	s.Helper()
 	const module = "sigs.k8s.io/node-feature-discovery"
 	n := nfd{s, filepath.Join(s.TempDir(), "nfd"), filepath.Join(s.TempDir(), "nfd-master")}
-	// In its repository api/nfd is a directory, in the registry a module of its own.
+	// In NFD's repository api/nfd is a directory. In the module proxy it is a module of its own.
 	for path, to := range map[string]string{module: n.dir, module + "/api/nfd": filepath.Join(n.dir, "api/nfd")} {
 		if err := os.CopyFS(to, os.DirFS(moduleDir(s.T, path+"@"+nfdVersion))); err != nil {
 			s.Fatal(err)
@@ -66,7 +67,7 @@ func skipUnreachable(t *testing.T, out []byte) {
 	}
 }
 
-// define installs the definitions. At the story's end nothing of Node Feature Discovery is left.
+// define installs the CustomResourceDefinitions. At the story's end it removes everything of Node Feature Discovery.
 func (n nfd) define() {
 	n.Helper()
 	file := filepath.Join(n.dir, "deployment/base/nfd-crds/nfd-api-crds.yaml")

@@ -21,14 +21,14 @@ import (
 // is for one goroutine.
 type Lookout struct {
 	node *cluster.Node
-	// shared are the GPUs that several may have at once, by minor.
+	// shared says how GPUs are shared by several holders, by minor.
 	shared map[int]Sharing
 	// known are the devices of containers whose processes are in their own file systems, by container ID.
 	known map[string][]Device
 }
 
-// NewLookout looks at nothing yet. The GPUs that the node's configuration shares are told by their minors; how it shares them cannot
-// be read from outside.
+// NewLookout does not look yet. shared has the GPUs that the node's configuration shares, by minor. The caller passes them because the
+// oracle cannot see this configuration.
 func NewLookout(node *cluster.Node, shared map[int]Sharing) *Lookout {
 	return &Lookout{node: node, shared: shared, known: map[string][]Device{}}
 }

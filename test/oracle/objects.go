@@ -21,7 +21,7 @@ const (
 	resourceName = "nvidia.com/gpu"
 	// sharedSuffix may follow the resource name of replicas.
 	sharedSuffix = ".shared"
-	// memoryCapacity and sharesCapacity are what of a device claims can be given a part of.
+	// memoryCapacity and sharesCapacity are the capacities of a device of which the scheduler can give claims a part.
 	memoryCapacity = "memory"
 	sharesCapacity = "shares"
 	// partitionResources begins the names of what limits ask for partitions by.
@@ -203,8 +203,8 @@ func claimsByReference(pod corev1.Pod) map[string]string {
 	return names
 }
 
-// allocates reports whether a claim has a device of a node allocated, whether by admin access only, and what it has of the device:
-// all of it, unless the scheduler counted what it gave (KEP-5075).
+// allocates reports whether a claim has been allocated a device of a node, whether by admin access only, and its share of the device. The
+// share is all of the device, unless the scheduler counted a part (KEP-5075).
 func allocates(claim resourceapi.ResourceClaim, node string, device Device) (allocated, adminAccess bool, share Share) {
 	if claim.Status.Allocation == nil {
 		return false, false, Share{}
@@ -232,8 +232,8 @@ func allocates(claim resourceapi.ResourceClaim, node string, device Device) (all
 	return allocated, adminAccess, share
 }
 
-// shareOut says how much of the GPUs that are shared a container has by its limits, of which it has asked for so many: one
-// replica of each at least, and what it has asked for beyond that where it can only be of one of them.
+// shareOut sets the container's share of each shared GPU that it has by its limits. asked is the number in its limits. The container has at
+// least one replica of each GPU. If it has only one shared GPU, the rest of asked is replicas of that GPU.
 func (c *Container) shareOut(asked int64) {
 	var shared []int
 	others := int64(0)
@@ -253,7 +253,7 @@ func (c *Container) shareOut(asked int64) {
 		}
 		c.Devices[i].Share = Share{Part: true, Memory: replicas * (gpu.Memory / int64(gpu.Replicas) >> 20 << 20)}
 		if gpu.Shares > 0 {
-			// Of a GPU that is divided into equal shares a replica is one of them, or several.
+			// If claims get equal shares of the GPU, a replica is one or more of these shares.
 			c.Devices[i].Share = Share{Part: true, Count: replicas * int64(max(1, gpu.Shares/gpu.Replicas))}
 		}
 	}

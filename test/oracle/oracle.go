@@ -32,27 +32,27 @@ type GPU struct {
 	Index, Minor, NUMANode int
 	// Memory in bytes; zero where unknown.
 	Memory int64
-	// Sharing is what the Lookout was told.
+	// Sharing is what the caller of NewLookout passed for this GPU.
 	Sharing
 }
 
 // Sharing is how the configuration of a node shares a GPU among several holders.
 type Sharing struct {
-	// Replicas is as how many devices limits see the GPU; zero where it is not shared.
+	// Replicas is the number of devices that limits see for the GPU; zero if it is not shared.
 	Replicas int
-	// Shares is the number of equal shares for claims; zero where it is not divided so.
+	// Shares is the number of equal shares for claims; zero if the GPU has none.
 	Shares int
 }
 
-// Share is what a holder has of a device. The zero Share is all of it.
+// Share is the part of a device that a holder has. The zero Share is the whole device.
 type Share struct {
-	// Part tells that it is not all. A claim of a GPU without a limit has neither memory nor equal shares of its own.
+	// Part means that it is not the whole device. A claim of a GPU without a limit may have neither memory nor equal shares.
 	Part bool
 	// Memory is in bytes, Count the number of equal shares.
 	Memory, Count int64
 }
 
-// least is the smaller of what a holder may have.
+// least returns the smaller of two shares that a holder may have.
 func (s Share) least(other Share) Share {
 	switch {
 	case !s.Part:
@@ -63,7 +63,7 @@ func (s Share) least(other Share) Share {
 	return Share{Part: true, Memory: min(s.Memory, other.Memory), Count: min(s.Count, other.Count)}
 }
 
-// most is the larger of what a holder may have.
+// most returns the larger of two shares that a holder may have.
 func (s Share) most(other Share) Share {
 	if !s.Part || !other.Part {
 		return Share{}
@@ -196,7 +196,7 @@ type Double struct {
 	// Holders, at least two, and the containers in which they have it.
 	Holders    []string
 	Containers []Container
-	// shares are what the holders have of it.
+	// shares are the holders' shares of it.
 	shares map[string]Share
 }
 
@@ -218,8 +218,7 @@ func (d Double) String() string {
 	return text
 }
 
-// add notes a container in which a holder has the device, or so much of it. The containers of one holder use what it has
-// together.
+// add records a container in which a holder has this share of the device. The containers of one holder use its share together.
 func (d *Double) add(container Container, device Device, share Share) {
 	if d.shares == nil {
 		d.shares = map[string]Share{}
@@ -233,9 +232,9 @@ func (d *Double) add(container Container, device Device, share Share) {
 	d.Containers = append(d.Containers, container)
 }
 
-// guilty reports whether the holders may not have the device at once: there are several, and one of them has it whole, or there
-// is not enough memory for all, or there are not enough equal shares. The latter two are not decidable where it is unknown how much
-// the GPU has.
+// guilty reports whether the holders must not have the device at once. There are several, and one of them has the whole device, or the
+// device does not have enough memory or enough equal shares for all. If the GPU's memory or number of equal shares is unknown, guilty
+// does not check it.
 func (d Double) guilty() bool {
 	var sum Share
 	for _, share := range d.shares {
@@ -252,8 +251,8 @@ func (d Double) guilty() bool {
 // DoublyOwned returns the devices that containers of different holders see and may not see at once, in order of node and number.
 // A pod is one holder. Pods that share a ResourceClaim for the same device are one holder. Admin access holds nothing. A
 // partition belongs to its GPU: it conflicts with a holder of the whole GPU. Claims with shares of a GPU do not conflict while
-// there is memory for all of them. How many equal shares there are, the oracle is not told here. Pods with an extended resource hold the whole GPU, because the oracle is not told how many
-// replicas there are.
+// it has memory for all of them. DoublyOwned does not know the numbers of equal shares and of replicas. So it does not count equal shares,
+// and a pod with an extended resource counts as a holder of the whole GPU.
 func (p Picture) DoublyOwned() []Double {
 	type place struct {
 		node   string

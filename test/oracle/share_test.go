@@ -101,7 +101,7 @@ func TestOneBudgetOfMemory(t *testing.T) {
 	}
 }
 
-// equal adds a claim that was given so many of the equal shares of a GPU, and no memory of its own.
+// equal adds a claim that was allocated equal shares of a GPU, and no memory.
 func (w *world) equal(name, device string, shares int64) *world {
 	w.shares(name, device, 0)
 	results := w.claims[len(w.claims)-1].Status.Allocation.Devices.Results
@@ -109,7 +109,7 @@ func (w *world) equal(name, device string, shares int64) *world {
 	return w
 }
 
-// TestOneBudgetOfEqualShares: claims and replicas may be on a GPU together as long as there are equal shares, and memory, for all.
+// TestOneBudgetOfEqualShares: claims and replicas may use a GPU together while it has enough equal shares and memory for all.
 func TestOneBudgetOfEqualShares(t *testing.T) {
 	two := func() *world { return new(world).pod("a", claim("a")).pod("b", claim("b")).sees("a", 0).sees("b", 0) }
 	beside := func(n int64) *world {

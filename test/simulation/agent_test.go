@@ -745,8 +745,8 @@ func unknownPods(r ledger.ClaimRequest) ledger.ClaimRequest {
 	return r
 }
 
-// counted is what of a share the ledger counts: next to nothing of what it is of, or its memory only, so that however many there are
-// they never come to too much.
+// counted returns the share that a ledger with these faults counts: with noSum almost nothing, with noCount only the memory. So the sum of
+// all shares is never too large.
 func (f faults) counted(share device.Share) device.Share {
 	switch {
 	case share.Whole():

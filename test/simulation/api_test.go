@@ -53,7 +53,7 @@ type claim struct {
 	count     int
 	// pod is the UID of the pod that it was made for; empty for a shared claim.
 	pod string
-	// asks is what it asks for of each GPU; zero for no amount.
+	// asks is the amount of each GPU that it requests; zero for no amount.
 	asks amount
 	// ownDaemon is set where its parameters ask for an MPS daemon for its pods.
 	ownDaemon bool
@@ -87,7 +87,7 @@ func (c *claim) String() string {
 // slice is the ResourceSlice of the node's pool. It has the devices as the product publishes them.
 type slice struct{ *resourceapi.ResourceSlice }
 
-// String lists the devices: those that are shared out with what is left of them, and those that are withdrawn in parentheses.
+// String lists the devices: shared ones with the amount that is left, withdrawn ones in parentheses.
 func (s *slice) String() string {
 	var devices []string
 	for _, d := range s.Spec.Devices {

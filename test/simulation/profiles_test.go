@@ -26,7 +26,7 @@ type profile struct {
 	peaceful bool
 	// prompt worlds have no message that takes longer than 40 ms.
 	prompt bool
-	// sharing worlds let several pods have a GPU, by these policies, mps worlds by MPS.
+	// sharing has the policies by which several pods share a GPU; nil for no sharing. In mps worlds they share it by MPS.
 	sharing []policy
 	mps     bool
 }

@@ -16,16 +16,16 @@ import (
 // memory of each GPU in MiB, in worlds that share them.
 const memory = 80 << 10
 
-// policy is how a GPU of such a world is shared.
+// policy says how a GPU of such a world is shared.
 type policy struct {
-	// replicas is as how many devices limits see it; zero where they see it as it is.
+	// replicas is the number of devices that limits see for the GPU; zero if they see the GPU itself.
 	replicas int
-	// claims is how claims share it, and shares is how many equal ones there are.
+	// claims says how claims share it. shares is the number of equal shares.
 	claims device.ClaimShares
 	shares int
 }
 
-// The policies of worlds, by the GPUs' minors. Further GPUs are as these.
+// The policies of worlds, by the GPUs' minors. If there are more GPUs than policies, the policies repeat.
 var (
 	byMemory    = []policy{{replicas: 4, claims: device.ByMemory}, {claims: device.ByMemory}, {replicas: 3}, {}}
 	equalShares = []policy{
@@ -58,11 +58,11 @@ func (s *simulation) shareGPUs() {
 	}
 }
 
-// amount is what a holder has of a GPU, or asks for: so many MiB of its memory, and so many of its equal shares, of which it has so many.
-// A claim of a GPU without a limit has neither.
+// amount is what a holder has of a GPU, or requests. A claim of a GPU without a limit may have neither memory nor equal shares.
 type amount struct {
-	// all is the whole GPU.
-	all             bool
+	// all means the whole GPU.
+	all bool
+	// mib is memory in MiB. shares are equal shares, of is how many the GPU has.
 	mib, shares, of int
 }
 
@@ -70,7 +70,7 @@ func (a amount) plus(other amount) amount {
 	return amount{all: a.all || other.all, mib: a.mib + other.mib, shares: a.shares + other.shares, of: max(a.of, other.of)}
 }
 
-// What a pod has is a GPU by its name, or a part of it: "gpu-0=20480" is so many MiB of it, "gpu-0=20480+2/5" has two of five equal
+// A string says what a pod has: "gpu-0" is a whole GPU, "gpu-0=20480" is that many MiB of it, and "gpu-0=20480+2/5" is two of five equal
 // shares as well.
 
 func part(gpu string, a amount) string {
@@ -80,7 +80,7 @@ func part(gpu string, a amount) string {
 	return gpu + "=" + a.String()
 }
 
-// String is for the trace.
+// String formats the amount for the trace and for part.
 func (a amount) String() string {
 	switch {
 	case a.all:
@@ -102,7 +102,7 @@ func amountOf(part string) (a amount) {
 	if !isPart {
 		return amount{all: true}
 	}
-	_, _ = fmt.Sscanf(text, "%d+%d/%d", &a.mib, &a.shares, &a.of) // no equal shares where there are none
+	_, _ = fmt.Sscanf(text, "%d+%d/%d", &a.mib, &a.shares, &a.of) // without "+", there are no equal shares
 	return a
 }
 
@@ -121,7 +121,7 @@ func minorOf(gpu string) int {
 	return minor
 }
 
-// policyOf is how a GPU is shared.
+// policyOf returns the policy of a GPU. Claims do not share it in versions of Kubernetes before firstShares.
 func (s *simulation) policyOf(gpu string) policy {
 	if s.profile.sharing == nil {
 		return policy{}
@@ -133,10 +133,10 @@ func (s *simulation) policyOf(gpu string) policy {
 	return p
 }
 
-// replicas is as how many limits see a GPU; zero where they see it as it is.
+// replicas returns the number of devices that limits see for a GPU; zero if they see the GPU itself.
 func (s *simulation) replicas(gpu string) int { return s.policyOf(gpu).replicas }
 
-// replica is what one of them has. How limits share a GPU does not depend on the version of Kubernetes.
+// replica returns the amount of one replica. How limits share a GPU does not depend on the version of Kubernetes.
 func (s *simulation) replica(gpu string) amount {
 	p := s.profile.sharing[minorOf(gpu)%len(s.profile.sharing)]
 	if p.claims == device.ByCount {
@@ -145,7 +145,7 @@ func (s *simulation) replica(gpu string) amount {
 	return amount{mib: memory / p.replicas}
 }
 
-// amountOn is what a claim that asks for an amount has of a GPU.
+// amountOn returns what a claim has of a GPU if it requests this amount.
 func (s *simulation) amountOn(gpu string, asked amount) amount {
 	switch p := s.policyOf(gpu); {
 	case p.claims == "", p.claims == device.ByMemory && asked.mib == 0:
@@ -157,7 +157,7 @@ func (s *simulation) amountOn(gpu string, asked amount) amount {
 	}
 }
 
-// published is what the slice offers of a GPU without holders.
+// published returns what the slice offers of a GPU without holders.
 func (s *simulation) published(gpu string) amount {
 	p := s.policyOf(gpu)
 	return amount{all: p.claims == "", mib: memory, shares: p.shares, of: p.shares}
@@ -187,10 +187,10 @@ func (s *simulation) partsOf(uid string, gpus []string) []string {
 	return parts
 }
 
-// newClaim asks for no amount, or in a world that shares GPUs, often for a part.
+// newClaim returns a claim. In a world that shares GPUs it often requests a part, otherwise no amount.
 func (s *simulation) newClaim(k claim) *claim {
 	if s.profile.sharing != nil && !s.chance(4) {
-		// Equal shares where there are some, with memory as well at times, or memory alone.
+		// If the world has equal shares, the claim often requests some, at times with memory. Otherwise it requests memory.
 		if divided := func(p policy) bool { return p.shares > 0 }; slices.ContainsFunc(s.profile.sharing, divided) && !s.chance(3) {
 			k.asks.shares = 1 + s.rand.IntN(2)
 		}
@@ -226,7 +226,7 @@ func (s *simulation) allocatedTo(ids []string) []string {
 	return parts
 }
 
-// having is who has what of GPUs.
+// having records the amount that each owner has of each GPU.
 type having map[string]map[string]amount
 
 func (h having) give(owner string, parts []string) {
@@ -244,7 +244,7 @@ func (h having) give(owner string, parts []string) {
 	}
 }
 
-// fit is how often the other holders leave so much of a GPU.
+// fit returns how many times this amount of a GPU is free beside the holders other than except.
 func (h having) fit(gpu, except string, one amount) int {
 	if one.all {
 		if h.others(gpu, except) {
@@ -335,7 +335,7 @@ func (s *simulation) takeClaim(beside having, k *claim) bool {
 	for i := range s.host.gpus {
 		gpu := fmt.Sprintf("gpu-%d", i)
 		parts := s.partsOf(k.uid, []string{gpu})
-		// Only GPUs that are divided into equal shares are given to those who ask for some.
+		// A claim that requests equal shares gets only GPUs that have equal shares.
 		able := k.asks.shares == 0 || s.version < firstShares || s.policyOf(gpu).claims == device.ByCount
 		if left > 0 && able && beside.hasRoom(k.uid, parts) {
 			beside.give(k.uid, parts)

@@ -74,7 +74,7 @@ type simulation struct {
 	rebootedPods map[string]bool
 	// before is what each claim held when the node rebooted.
 	before map[string][]string
-	// wanted is what a claim asks for of each GPU, by UID: those that ask for a part only.
+	// wanted is the amount of each GPU that a claim requests, by UID. It has only claims that request a part.
 	wanted map[string]amount
 }
 

@@ -46,8 +46,8 @@ type broken struct {
 	// root answers the node's root directory; an error means that the node is down.
 	root func() (string, error)
 
-	// room is held by fillDisk, and for reading during each change of the simulated GPUs: their state is in files of the same file
-	// system, that of real GPUs is not.
+	// room keeps simulated GPUs from changing on a full disk: fillDisk locks it, and each change of the GPUs locks it for reading. The state of
+	// simulated GPUs is in files of the same file system. That of real GPUs is not.
 	room sync.RWMutex
 
 	mu     sync.Mutex
@@ -165,7 +165,7 @@ func (s *injector) listPods(ctx context.Context, op Op) (done, error) {
 	return done{}, nil
 }
 
-// fillDisk fills a file system. The GPUs do not change meanwhile.
+// fillDisk fills a file system. The simulated GPUs do not change while it is full.
 func (s *injector) fillDisk(ctx context.Context, op Op) (done, error) {
 	s.broken.room.Lock()
 	defer s.broken.room.Unlock()

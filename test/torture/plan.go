@@ -40,9 +40,9 @@ type Workload struct {
 	// Profile is that of the partitions; empty for whole GPUs. Together they have to be of one GPU.
 	Profile  string
 	Together bool
-	// Memory is how many GiB of each GPU a claim asks for, Shares how many of its equal shares; zero where it asks for no amount.
+	// Memory is how many GiB of each GPU a claim requests, and Shares how many of its equal shares; zero for no amount.
 	Memory, Shares int
-	// Of has a claim select the GPUs that it would have in this way without an amount; empty for any.
+	// Of makes a claim select the GPUs that it would have in this way without an amount; empty for any GPU.
 	Of way
 	// Renamed asks for replicas that have a resource of their own.
 	Renamed bool
@@ -95,7 +95,7 @@ func (w Workload) String() string {
 	return text
 }
 
-// sharing reports whether the claim is one of those that only runs with sharing have.
+// sharing reports whether only runs with sharing have such a claim.
 func (w Workload) sharing() bool { return w.Memory > 0 || w.Shares > 0 || w.Of != "" }
 
 // slices is how much of all GPUs the workload wants at once, in memory slices.
@@ -108,7 +108,7 @@ func (w Workload) slices() int {
 	case w.Shares > 0 || w.Of == equal:
 		one = w.GPUs * max(1, w.Shares) * slicesAGPU / 4
 	case w.Of == unlimited:
-		one = w.GPUs // they leave room for each other, and the pods still take time
+		one = w.GPUs // any number of them fit on the GPU, but the pods take time
 	case w.Memory > 0:
 		one = w.GPUs * (w.Memory*slicesAGPU + gibAGPU - 1) / gibAGPU
 	case w.Renamed:
@@ -386,8 +386,8 @@ func DrawSeed(draw func() uint64, mix Mix) uint64 {
 	}
 }
 
-// proves reports whether in a round claims and limits race for all GPUs, something is killed that always runs, as a pod may not, and
-// where GPUs are shared a workload requests replicas that other GPUs do not have, one equal shares, and one a GPU without a limit.
+// proves reports whether a round tests enough. Claims and limits race for all GPUs. A component is killed that always runs; a pod may not.
+// With shared GPUs, one workload requests renamed replicas, one requests equal shares, and one requests the GPU without a limit.
 func (r Round) proves(mix Mix) bool {
 	has := func(is func(Op) bool) bool { return slices.ContainsFunc(r.Ops, is) }
 	creates := func(is func(Workload) bool) bool {
@@ -518,7 +518,7 @@ func (p *planner) burstOf(name string) Op {
 func (p *planner) add(kind Kind, workloads ...Workload) Op {
 	for i := range workloads {
 		if w := &workloads[i]; p.mix.Sharing && w.API == oracle.Claim && !w.sharing() && !w.Last {
-			// Otherwise all of them would be given the one GPU that any number may have.
+			// Otherwise the scheduler would give all such claims the one GPU that any number of claims may have.
 			w.Of = alone
 		}
 	}

@@ -9,17 +9,17 @@ import (
 	"github.com/tandem-gpu/tandem/test/oracle"
 )
 
-// sizesInGiB that claims ask for. The GPUs have a little less than 80 GiB, so that no replica is as large as one of these.
+// sizesInGiB are the amounts of memory that claims request. The GPUs have a little less than 80 GiB, so no replica has one of these sizes.
 var sizesInGiB = []int{5, 10, 20, 35, 60}
 
-// WithSharing is a mix for GPUs that several may have at once.
+// WithSharing returns a mix for GPUs that several holders may have at once.
 func (m Mix) WithSharing() Mix {
 	m.Sharing = true
 	// The oracle could not tell its whole GPUs from replicas.
 	return m.without(ForeignPlugin)
 }
 
-// ofPart has a claim ask for a part of a GPU in one of the three ways, by weight.
+// ofPart makes a claim request memory, equal shares or the GPU without a limit, by these weights.
 func (p *planner) ofPart(w *Workload, sizes, shares []int, weights ...int) {
 	switch p.weighted(weights...) {
 	case 0:
@@ -37,7 +37,7 @@ func (p *planner) ofPart(w *Workload, sizes, shares []int, weights ...int) {
 	}
 }
 
-// createShares is create for parts of GPUs: memory, equal shares or no limit for claims, replicas for limits.
+// createShares is create for parts of GPUs. Claims request memory, equal shares or the GPU without a limit; limits request replicas.
 func (p *planner) createShares(name string) Op {
 	w := Workload{Name: name, API: oracle.Claim, GPUs: 1, Replicas: 1}
 	switch p.weighted(40, 30, 12, 18) {
@@ -57,8 +57,8 @@ func (p *planner) createShares(name string) Op {
 		w.API, w.Renamed = oracle.Limits, p.chance(40)
 	}
 	if p.chance(20) && !w.Renamed && w.Shares == 0 && w.Of == "" {
-		// For a claim shares of two GPUs, for limits two replicas, of one GPU or not, but none of the renamed, which are by MPS: a
-		// container can be the client of one daemon. One GPU has equal shares, and one no limit.
+		// A claim requests memory of two GPUs, limits request two replicas, of one GPU or two. Renamed replicas are by MPS, and a container
+		// can be the client of one daemon only. Only one GPU has equal shares, and only one has no limit.
 		w.GPUs, w.Replicas = 2, min(w.Replicas, 3)
 	}
 	return p.add(Create, p.decorate(w))

@@ -54,9 +54,9 @@ type Counters struct {
 	PartitionsMade      int  `json:"partitionsMade,omitempty"`
 	PartitionsDestroyed int  `json:"partitionsDestroyed,omitempty"`
 	UnmanagedChanged    int  `json:"unmanagedChanged,omitempty"`
-	// Sharing is whether GPUs were shared: PlacedShares counts the pods that were seen with a GPU of which their claims have a part of
-	// the memory, PlacedEqual and PlacedUnlimited those with one that is divided into equal shares, or has no limit, and PlacedReplicas
-	// those with one that limits see as several.
+	// Sharing says whether GPUs were shared. PlacedShares counts the pods that were seen with a GPU of which their claims have a part of the
+	// memory. PlacedEqual counts pods with claims on a GPU of equal shares, and PlacedUnlimited those on a GPU without a limit. PlacedReplicas
+	// counts pods with limits on a GPU with replicas.
 	Sharing         bool `json:"sharing,omitempty"`
 	PlacedShares    int  `json:"placedShares,omitempty"`
 	PlacedEqual     int  `json:"placedEqual,omitempty"`

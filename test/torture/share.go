@@ -19,22 +19,22 @@ import (
 	"github.com/tandem-gpu/tandem/test/oracle"
 )
 
-// policy is how the configuration of the node shares a GPU.
+// policy says how the configuration of the node shares a GPU.
 type policy struct {
-	// replicas is as how many devices limits see it; zero where they see it as it is.
+	// replicas is the number of devices that limits see for the GPU; zero if they see the GPU itself.
 	replicas int
-	// renamed ones have a resource of their own.
+	// renamed replicas have a resource of their own.
 	renamed bool
-	// memory tells that claims can ask for a part of it. In place of that, shares is how many equal ones there are for claims, and
-	// unlimited lets any number of claims have it.
+	// At most one of these is set. memory lets claims request a part of the GPU's memory, shares is its number of equal shares for claims,
+	// and unlimited lets any number of claims have it.
 	memory    bool
 	shares    int
 	unlimited bool
-	// mps has a daemon for all who have a part of it. Limits get its replicas only.
+	// mps shares the GPU by a daemon. Limits get only its replicas.
 	mps bool
 }
 
-// limits is as how many devices limits see the GPU.
+// limits returns the number of devices that limits see for the GPU.
 func (p policy) limits() int {
 	if p.mps {
 		return p.replicas
@@ -42,7 +42,7 @@ func (p policy) limits() int {
 	return max(1, p.replicas)
 }
 
-// way is how a claim has a GPU if it asks for no amount.
+// way says how a claim has a GPU if it requests no amount.
 type way string
 
 const (
@@ -62,14 +62,14 @@ func (p policy) way() way {
 	}
 }
 
-// policies of a run with sharing by the GPUs' minors; the others are not shared. The last three have to be those that limits are
-// given first (race).
+// policies of a run with sharing, by the GPUs' minors. The other GPUs are not shared. They must be the last three, because limits are given
+// these first (race).
 var policies = map[int]policy{
 	0: {replicas: 4, memory: true}, 1: {memory: true, mps: true},
 	2: {replicas: 2, shares: 4}, 3: {replicas: 4, renamed: true, mps: true}, 4: {unlimited: true},
 }
 
-// gpusOf are the minors of the GPUs that claims have in a way.
+// gpusOf returns the minors of the GPUs that claims have in this way.
 func gpusOf(w way) (gpus []string) {
 	for gpu := range gpusANode {
 		if policies[gpu].way() == w {
@@ -79,7 +79,8 @@ func gpusOf(w way) (gpus []string) {
 	return gpus
 }
 
-// valuesOfPolicies are the chart's: by Tandem's rules, and what is renamed in NVIDIA's words, which rules have none for.
+// valuesOfPolicies returns the chart's values for policies. Renamed replicas are configured as for NVIDIA's device plugin, because Tandem's
+// rules cannot rename.
 func valuesOfPolicies() string {
 	rules, renamed := "", ""
 	for _, gpu := range slices.Sorted(maps.Keys(policies)) {
@@ -109,7 +110,7 @@ func valuesOfPolicies() string {
 		"  tandem:\n    devices:\n" + rules
 }
 
-// sharingOfGPUs is what the oracle has to be told.
+// sharingOfGPUs returns what the oracle must know of policies.
 func sharingOfGPUs() map[int]oracle.Sharing {
 	shared := map[int]oracle.Sharing{}
 	for gpu, p := range policies {
@@ -123,18 +124,18 @@ const (
 	sharesCapacity = "shares"
 	mibibytes      = 1 << 20
 	mibAGib        = 1 << 10
-	// renamedResource is by which limits ask for replicas of renamed GPUs.
+	// renamedResource is the resource of renamed replicas.
 	renamedResource = install.ResourceName + ".shared"
 )
 
-// part is what a holder has of a GPU: so many MiB of its memory, and so many of its equal shares. A claim without a limit has neither.
+// part is what a holder has of a GPU: MiB of its memory, and a number of its equal shares. A claim without a limit may have neither.
 type part struct {
-	// all tells that the holder has the GPU alone.
+	// all means that the holder has the GPU alone.
 	all         bool
 	mib, shares int
 }
 
-// String is "all", "10240", "2 shares", "2 shares with 10240" or "no limit".
+// String returns for example "all", "10240", "2 shares", "2 shares with 10240" or "no limit".
 func (p part) String() string {
 	var words []string
 	if p.shares > 0 {
@@ -153,13 +154,13 @@ func (p part) String() string {
 	}
 }
 
-// times is so many such parts.
+// times returns n such parts together.
 func (p part) times(n int) part { return part{all: p.all, mib: n * p.mib, shares: n * p.shares} }
 
-// parts are what holders have of GPUs, by the GPU's minor and by holder.
+// parts records what holders have of GPUs, by the GPU's minor and by holder.
 type parts map[int]map[string]part
 
-// give notes a part; the most that is known of a holder counts.
+// give records a part. If a holder already has one of the GPU, the larger of both counts.
 func (p parts) give(gpu int, holder string, has part) {
 	if p[gpu] == nil {
 		p[gpu] = map[string]part{}
@@ -172,7 +173,7 @@ func (p parts) give(gpu int, holder string, has part) {
 	p[gpu][holder] = has
 }
 
-// add notes all that others have.
+// add records all parts of others.
 func (p parts) add(others parts) {
 	for gpu, holders := range others {
 		for holder, has := range holders {
@@ -181,7 +182,7 @@ func (p parts) add(others parts) {
 	}
 }
 
-// fit is how often a part can still be had of a GPU that has so much.
+// fit returns how many times the part one is free of a GPU. whole is all that the GPU has.
 func (p parts) fit(gpu int, whole, one part) int {
 	if one.all {
 		return 1 - min(1, len(p[gpu]))
@@ -203,7 +204,7 @@ func (p parts) fit(gpu int, whole, one part) int {
 	return times
 }
 
-// String is "0: a has 10240, b has all".
+// String returns for example "0: a has 10240, b has all".
 func (p parts) String() string {
 	var gpus []string
 	for _, gpu := range slices.Sorted(maps.Keys(p)) {
@@ -216,10 +217,10 @@ func (p parts) String() string {
 	return strings.Join(gpus, "; ")
 }
 
-// whole is what a GPU has.
+// whole returns all that a GPU has.
 func (r room) whole(gpu int) part { return part{mib: r.memory[gpu], shares: policies[gpu].shares} }
 
-// one is what a GPU gives for one unit of what is asked for; false where it gives nothing.
+// one returns what a GPU gives for one unit of a request; false if it gives nothing.
 func (r room) one(gpu int, asked ask) (part, bool) {
 	p := policies[gpu]
 	limits := asked.api == oracle.Limits
@@ -238,8 +239,8 @@ func (r room) one(gpu int, asked ask) (part, bool) {
 	}
 }
 
-// seenBy are the parts of what a pod sees that asked for so much. Of several GPUs that are shared each has one part at least: which
-// has more, only kubelet or the scheduler knows.
+// seenBy returns the parts of the devices that a pod sees, by what the pod requested. If it sees several shared GPUs, it has at least one
+// part of each. Only kubelet or the scheduler knows of which it has more.
 func (r room) seenBy(holder string, asked ask, devices []oracle.Device) parts {
 	found, several := parts{}, parts{}
 	units := asked.gpus
@@ -260,7 +261,7 @@ func (r room) seenBy(holder string, asked ask, devices []oracle.Device) parts {
 	return found
 }
 
-// fitsBeside is fits where GPUs are shared.
+// fitsBeside is fits for a run with shared GPUs.
 func (r room) fitsBeside(asked ask, taken parts) bool {
 	units := 0
 	for gpu := range gpusANode {
@@ -269,7 +270,7 @@ func (r room) fitsBeside(asked ask, taken parts) bool {
 	return units >= asked.gpus
 }
 
-// sharedUnits is how often a GPU has what is asked for.
+// sharedUnits returns how many units of a request are free on a GPU.
 func (r room) sharedUnits(gpu int, asked ask, taken parts) int {
 	one, ok := r.one(gpu, asked)
 	switch {
@@ -278,12 +279,12 @@ func (r room) sharedUnits(gpu int, asked ask, taken parts) int {
 	case asked.api == oracle.Limits:
 		return taken.fit(gpu, r.whole(gpu), one)
 	default:
-		// Schedulers from 1.37 on give a request a device once (allocateOne continues after the last one).
+		// From 1.37 on, the scheduler gives a request each device at most once (allocateOne continues after the last device).
 		return min(1, taken.fit(gpu, r.whole(gpu), one))
 	}
 }
 
-// serves reports whether these GPUs can be what was asked for.
+// serves reports whether these GPUs satisfy the request.
 func (r room) serves(asked ask, places []place) bool {
 	units := 0
 	for _, at := range places {
@@ -296,7 +297,7 @@ func (r room) serves(asked ask, places []place) bool {
 	return len(places) > 0 && len(places) <= asked.gpus && units >= asked.gpus
 }
 
-// partsOf are what a claim has been allocated.
+// partsOf returns the parts that a claim has been allocated.
 func partsOf(claim resourceapi.ResourceClaim) parts {
 	found := parts{}
 	if claim.Status.Allocation == nil {
@@ -322,10 +323,10 @@ func partsOf(claim resourceapi.ResourceClaim) parts {
 	return found
 }
 
-// holderOf is who has what a pod sees: its claim, or itself.
+// holderOf returns the holder of what a pod sees: its claim, or the pod.
 func holderOf(pod *corev1.Pod) string { return cmp.Or(claimOf(pod), string(pod.UID)) }
 
-// parts are what containers see and what claims in use have. What a pod that is gone may still have is unknown: it counts as the
+// parts returns what containers see and what claims in use have. It is unknown what a pod that is gone may still have: that counts as the
 // whole GPU.
 func (s snapshot) parts() parts {
 	taken := parts{}
@@ -340,7 +341,7 @@ func (s snapshot) parts() parts {
 	return taken
 }
 
-// seenParts are what containers see, but for what these claims have.
+// seenParts returns what containers see, without what these claims have.
 func (s snapshot) seenParts(except map[string]bool) parts {
 	taken := parts{}
 	pods := map[string]*corev1.Pod{}
@@ -363,7 +364,7 @@ func (s snapshot) seenParts(except map[string]bool) parts {
 	return taken
 }
 
-// crowded reports whether those whose containers run leave too little of some GPU for what a claim has been allocated.
+// crowded reports whether running containers leave too little of a GPU for what a claim has been allocated.
 func (s snapshot) crowded(claim resourceapi.ResourceClaim) bool {
 	others := s.seenParts(map[string]bool{claim.Name: true})
 	for gpu, holders := range partsOf(claim) {

@@ -20,7 +20,7 @@ import (
 	"github.com/tandem-gpu/tandem/test/oracle"
 )
 
-// sharedRoom has GPUs of 81559 MiB: replicas of 20389 on 0 and 3, of two equal shares of four on 2.
+// sharedRoom has GPUs of 81559 MiB. Replicas have 20389 MiB on GPUs 0 and 3, and two of four equal shares on GPU 2.
 func sharedRoom() room {
 	memory := map[int]int{}
 	for gpu := range gpusANode {
@@ -171,20 +171,20 @@ func (s *scene) share(pod string, minor uint32, parts ...int64) {
 	s.claims = append(s.claims, claim)
 }
 
-// equal allocates equal shares of a GPU to the claim of a pod, and no memory.
+// equal allocates equal shares of a GPU, and no memory, to the claim of a pod.
 func (s *scene) equal(pod string, minor uint32, shares int64) {
 	s.share(pod, minor, 0)
 	results := s.claims[len(s.claims)-1].Status.Allocation.Devices.Results
 	results[0].ConsumedCapacity[sharesCapacity] = *resource.NewQuantity(shares, resource.DecimalSI)
 }
 
-// hold has a pod run with a GPU that has no limit.
+// hold adds a running pod with a GPU that has no limit.
 func (s *scene) hold(pod string, minor uint32) {
 	asking(Workload{Of: unlimited})(s.pod(pod, oracle.Claim, 1, corev1.PodRunning, minor))
 	s.share(pod, minor, 0)
 }
 
-// asking labels a pod like those of a workload.
+// asking returns a function that labels a pod like the pods of a workload.
 func asking(w Workload) func(*corev1.Pod) {
 	return func(p *corev1.Pod) {
 		w.GPUs, w.API = max(1, w.GPUs), oracle.Claim
@@ -259,7 +259,7 @@ func TestTheJudgeOfShares(t *testing.T) {
 	}
 }
 
-// TestTheJudgeOfEqualShares: all GPUs but those that are divided into equal shares, or have no limit, are in other hands as a whole.
+// TestTheJudgeOfEqualShares: only GPU 2, with equal shares, and GPU 4, without a limit, are free. Another pod has all other GPUs alone.
 func TestTheJudgeOfEqualShares(t *testing.T) {
 	for name, test := range map[string]struct {
 		set  func(*scene)
@@ -415,7 +415,7 @@ func TestValuesOfPolicies(t *testing.T) {
 	}
 }
 
-// TestClaimsOfAWay: the scheduler gives a claim that selects GPUs of a way those, and no others.
+// TestClaimsOfAWay: the selector of a claim for a way matches the GPUs of this way, and no other GPUs.
 func TestClaimsOfAWay(t *testing.T) {
 	for _, w := range []way{alone, equal, unlimited} {
 		selectors := claimSpec(Workload{GPUs: 1, Of: w}).Devices.Requests[0].Exactly.Selectors

@@ -85,7 +85,7 @@ type watch struct {
 	wrongs []string
 }
 
-// newWatch is told which GPUs are shared, and how.
+// newWatch returns a watch. shared says which GPUs are shared, and how.
 func newWatch(
 	client kubernetes.Interface, node *cluster.Node, shared map[int]oracle.Sharing, room func() room, t *statistics, h *heals,
 ) *watch {

@@ -284,9 +284,9 @@ type ask struct {
 	together bool
 	// mib is how much memory of each GPU a claim wants; zero for all of it.
 	mib int
-	// shares is how many of the equal shares of each GPU a claim wants; zero where it does not say.
+	// shares is how many of the equal shares of each GPU a claim wants; zero if it requests no number.
 	shares int
-	// of are the only GPUs that a claim wants; empty for any.
+	// of is the way of the GPUs that a claim selects; empty for any GPU.
 	of way
 	// renamed are replicas that have a resource of their own.
 	renamed bool
