@@ -44,7 +44,8 @@ func unmapProgram() error {
 }
 
 // unchanged returns the mappings of a file whose pages all equal the file: they are read-only, and nothing has written to them before, not
-// even the dynamic linker. smaps has the format of proc(5).
+// even the dynamic linker. A page that was written is anonymous, or swapped out. smaps has the format of proc(5), in which Anonymous
+// precedes Swap.
 func unchanged(smaps io.Reader, file string) (ranges []pageRange, err error) {
 	lines := bufio.NewScanner(smaps)
 	var current pageRange
@@ -65,9 +66,13 @@ func unchanged(smaps io.Reader, file string) (ranges []pageRange, err error) {
 			if err != nil {
 				return nil, fmt.Errorf("parse mapping %q: %w", fields[0], err)
 			}
-		case candidate && fields[0] == "Anonymous:" && len(fields) > 1 && fields[1] == "0":
+		case candidate && fields[0] == "Anonymous:":
+			candidate = isZero(fields)
+		case candidate && fields[0] == "Swap:" && isZero(fields):
 			ranges = append(ranges, current)
 		}
 	}
 	return ranges, lines.Err()
 }
+
+func isZero(fields []string) bool { return len(fields) > 1 && fields[1] == "0" }
