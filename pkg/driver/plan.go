@@ -142,7 +142,8 @@ func (d *Driver) planResult(ctx context.Context, p *preparation, result resource
 	}
 	p.addDevice(found, result.Device, consumed, shared)
 	switch {
-	case parameters.Sharing != nil && !share.Whole() && !agrees(*parameters.Sharing, found.Sharing()):
+	// A claim that has its share keeps it if the policy changes: otherwise its containers cannot start again after kubelet did.
+	case parameters.Sharing != nil && !share.Whole() && !d.has(p.claim, ref) && !agrees(*parameters.Sharing, found.Sharing()):
 		return refuseParameters(result.Request, fmt.Errorf("%s: the claim has a share of device %s (%s) and requests other settings than "+
 			"the node's policy (%s). All holders of a shared device have the settings of the policy: leave out sharing, or request these settings",
 			parameters.Path.Child("sharing"), found.Name(), share, describeSettings(found.Sharing())))

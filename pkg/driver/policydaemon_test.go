@@ -196,6 +196,33 @@ func TestSettingsOfThePolicy(t *testing.T) {
 	}
 }
 
+// A claim that was prepared with the settings of the policy keeps its share when kubelet prepares it again after a change of the policy. A new
+// claim with the same settings is refused.
+func TestSettingsOfAnEarlierPolicy(t *testing.T) {
+	const sliced = `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"TimeSlicing"}}`
+	r, _, _ := newPolicyRig(t, 0, 1)
+	k := r.ready()
+	claim := func(name string) *resourceapi.ResourceClaim {
+		c := r.partsClaim(name, "10Gi", []string{"gpu-0"}, []string{"one"})
+		c.Status.Allocation.Devices.Config = list(parameters(claimSource, sliced))
+		r.api.put("resourceclaims", c)
+		return c
+	}
+	held, next := claim("a"), claim("b")
+	if _, errs, err := k.prepare("v1", held); err != nil || len(errs) > 0 {
+		t.Fatal(err, errs)
+	}
+	inv := sharedMachine(1)
+	inv.GPUs[0].Sharing.Interval = "Long"
+	r.inventory.set(inv)
+	if _, errs, err := k.prepare("v1", held); err != nil || len(errs) > 0 {
+		t.Errorf("prepared again: %v %v", err, errs)
+	}
+	if _, errs, err := k.prepare("v1", next); err != nil || !strings.Contains(fmt.Sprint(errs["uid-b"]), "strategy TimeSlicing with interval Long") {
+		t.Errorf("a new claim: %v %v", err, errs)
+	}
+}
+
 // A client of a daemon sees that daemon's GPU only.
 func TestPartsOfSeveralGPUsByMPS(t *testing.T) {
 	r, _, _ := newPolicyRig(t, 2, 2)
