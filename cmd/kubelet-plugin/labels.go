@@ -31,7 +31,7 @@ func (a *agent) labelConfig(ctx context.Context, c components, devices inventory
 	}
 	return nodelabels.Config{
 		Nodes: a.client.CoreV1().Nodes(), NodeName: a.config.NodeName,
-		UseNodeFeature: a.config.UseNodeFeatureAPI, Features: a.dynamic.Resource(nodelabels.NodeFeatures).Namespace(a.config.Namespace), Owner: a.owner(),
+		UseNodeFeature: a.config.UseNodeFeatureAPI, Features: a.dynamic.Resource(nodelabels.NodeFeatures).Namespace(a.config.Namespace), Owner: a.owner,
 		Want: func() (map[string]string, bool) {
 			if !a.config.NodeLabels {
 				return nil, true
@@ -47,25 +47,23 @@ func (a *agent) labelConfig(ctx context.Context, c components, devices inventory
 	}
 }
 
-// owner returns a function that finds the owner of the objects that the agent creates in its namespace. The owner is the agent's DaemonSet,
-// which exists as long as Tandem is installed. GPU Feature Discovery also makes its pod an owner, but each restart creates a new pod.
-func (a *agent) owner() func(context.Context) ([]metav1.OwnerReference, error) {
-	var owners []metav1.OwnerReference
-	return func(ctx context.Context) ([]metav1.OwnerReference, error) {
-		if len(owners) > 0 || a.config.PodName == "" {
-			return owners, nil
-		}
-		pod, err := a.client.CoreV1().Pods(a.config.Namespace).Get(ctx, a.config.PodName, metav1.GetOptions{})
-		if err != nil {
-			return nil, fmt.Errorf("get pod %s/%s: %w", a.config.Namespace, a.config.PodName, err)
-		}
-		for _, owner := range pod.OwnerReferences {
-			if owner.Kind == "DaemonSet" {
-				owners = []metav1.OwnerReference{{APIVersion: owner.APIVersion, Kind: owner.Kind, Name: owner.Name, UID: owner.UID}}
-			}
-		}
-		return owners, nil
+// owner finds the owner of the objects that the agent creates in its namespace. The owner is the agent's DaemonSet, which exists as long as
+// Tandem is installed. GPU Feature Discovery also makes its pod an owner, but each restart creates a new pod. Each write looks it up:
+// another DaemonSet can adopt the pod, and the garbage collector deletes objects whose owner is gone.
+func (a *agent) owner(ctx context.Context) ([]metav1.OwnerReference, error) {
+	if a.config.PodName == "" {
+		return nil, nil
 	}
+	pod, err := a.client.CoreV1().Pods(a.config.Namespace).Get(ctx, a.config.PodName, metav1.GetOptions{})
+	if err != nil {
+		return nil, fmt.Errorf("get pod %s/%s: %w", a.config.Namespace, a.config.PodName, err)
+	}
+	for _, owner := range pod.OwnerReferences {
+		if owner.Kind == "DaemonSet" {
+			return []metav1.OwnerReference{{APIVersion: owner.APIVersion, Kind: owner.Kind, Name: owner.Name, UID: owner.UID}}, nil
+		}
+	}
+	return nil, nil
 }
 
 // driverAway reports whether the node may have GPUs although no driver reports them now. Its labels stay then: pods may select them.

@@ -16,6 +16,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
 	applycorev1 "k8s.io/client-go/applyconfigurations/core/v1"
 	fakedynamic "k8s.io/client-go/dynamic/fake"
 	"k8s.io/client-go/kubernetes/fake"
@@ -151,13 +152,23 @@ func TestNodeFeature(t *testing.T) {
 		t.Errorf("labels are %v", labels)
 	}
 
+	// Another DaemonSet can adopt the pod. An owner that is gone would have the object deleted.
+	for _, uid := range []types.UID{"d", "e"} {
+		pod.OwnerReferences[0].UID = uid
+		_, err := client.CoreV1().Pods(c.Namespace).Update(t.Context(), pod, metav1.UpdateOptions{})
+		check(t, err)
+		if owners, err := a.owner(t.Context()); err != nil || len(owners) != 1 || owners[0].UID != uid {
+			t.Errorf("owners %v, %v; want UID %s", owners, err, uid)
+		}
+	}
+
 	// The agent writes no object without an owner: it would stay after an uninstallation.
 	a.config.PodName = "other"
-	if owners, err := a.owner()(t.Context()); err == nil || !strings.Contains(err.Error(), "get pod gpu/other") {
+	if owners, err := a.owner(t.Context()); err == nil || !strings.Contains(err.Error(), "get pod gpu/other") {
 		t.Errorf("owners %v, %v", owners, err)
 	}
 	a.config.PodName = "" // outside a pod
-	if owners, err := a.owner()(t.Context()); len(owners) > 0 || err != nil {
+	if owners, err := a.owner(t.Context()); len(owners) > 0 || err != nil {
 		t.Errorf("owners %v, %v", owners, err)
 	}
 }
