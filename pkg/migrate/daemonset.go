@@ -29,6 +29,9 @@ const (
 	// operatorLabel with the value "false" keeps GPU Operator's device plugin off a node (its documentation, "Preventing installation of
 	// operands on some nodes"). The Operator leaves an existing value.
 	operatorLabel = "nvidia.com/gpu.deploy.device-plugin"
+	// paused is in its value while GPU Operator's driver manager or MIG manager works on the node. Afterwards they set it to true again
+	// (k8s-driver-manager; mig-parted, pkg/mig/reconfigure).
+	paused = "paused-"
 
 	// strategyAnnotation of a DaemonSet keeps its update strategy while it is patched.
 	strategyAnnotation = "tandem-gpu.dev/migrate-update-strategy"

@@ -239,6 +239,10 @@ func (n *Nodes) checkForward(
 				". Drain the node, or wait until their pods have ended")
 		}
 	}
+	if value := node.Labels[operatorLabel]; strings.Contains(value, paused) && slices.ContainsFunc(sets, daemonSet.byOperator) {
+		refusals = append(refusals, "GPU Operator has paused its device plugin there and will start it again (node label "+operatorLabel+"="+value+
+			"). Wait until the label is true")
+	}
 	if node.Labels[mpsLabel] == "true" && len(pods) > 0 {
 		refusals = append(refusals, "pods use NVIDIA's MPS daemon, which leaves the node with the plugin: "+strings.Join(pods, ", ")+
 			". Drain the node, or wait until they have ended")

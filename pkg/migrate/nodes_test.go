@@ -632,6 +632,28 @@ func TestOperator(t *testing.T) {
 	}
 }
 
+// GPU Operator pauses its plugin on a node after the plan, and would start it again beside Tandem.
+func TestPausedByOperator(t *testing.T) {
+	set := *plugin.DeepCopy()
+	set.Spec.Template.Spec.NodeSelector = map[string]string{operatorLabel: "true"}
+	w := newWorld(t, set)
+	w.interfere = func(node string) {
+		if node == "a" {
+			w.label("b", operatorLabel, "paused-for-driver-upgrade")
+			_ = w.client.Tracker().Delete(corev1.SchemeGroupVersion.WithResource("pods"), "default", "plugin-b")
+		}
+	}
+	w.wantError(w.migrate(w.nodes(false)), "node b: GPU Operator has paused its device plugin there", operatorLabel+"=paused-for-driver-upgrade")
+	w.wantMoved("a=true")
+	w.interfere = nil
+	w.label("b", operatorLabel, "true")
+	w.react("b")
+	if err := w.migrate(w.nodes(false)); err != nil {
+		t.Fatal(err)
+	}
+	w.wantMoved("b=true", "c=true")
+}
+
 // TestRefusals: what keeps a migration from starting, and what the administrator can do.
 func TestRefusals(t *testing.T) {
 	with := func(change func(*appsv1.DaemonSet)) []appsv1.DaemonSet {
