@@ -3,11 +3,9 @@
 package e2e
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"regexp"
 	"slices"
@@ -212,7 +210,7 @@ func (s *story) startKueue(values string) {
 	}
 	s.undo(s.stopKueue)
 	const manager = "controllerManager.manager."
-	err = s.helm("install", "kueue", filepath.Join(s.module(kueueModule+"@"+kueueVersion), "charts", "kueue"), "--create-namespace", "-f", file,
+	err = s.helm("install", "kueue", filepath.Join(moduleDir(s.T, kueueModule+"@"+kueueVersion), "charts", "kueue"), "--create-namespace", "-f", file,
 		"--set="+manager+"image.repository="+kueueImage, "--set="+manager+"image.tag="+kueueVersion, "--set="+manager+"image.pullPolicy=Never",
 		"--set="+manager+"resources.requests.cpu=10m", "--set="+manager+"resources.requests.memory=64Mi")
 	if err != nil {
@@ -266,21 +264,4 @@ func (s *story) helm(args ...string) error {
 		return fmt.Errorf("helm %s: %w: %s", args[0], err, out)
 	}
 	return nil
-}
-
-// module returns the directory of a module that Tandem does not depend on.
-func (s *story) module(version string) string {
-	s.Helper()
-	cmd := exec.CommandContext(s.ctx, "go", "mod", "download", "-json", version)
-	// In the checkout the command would add to go.sum.
-	cmd.Dir, cmd.Env = s.TempDir(), append(os.Environ(), "GOWORK=off", "GOFLAGS=")
-	out, err := cmd.Output()
-	var module struct{ Dir string }
-	if err == nil {
-		err = json.Unmarshal(out, &module)
-	}
-	if err != nil {
-		s.Fatalf("download %s: %v: %s", version, err, out)
-	}
-	return module.Dir
 }
