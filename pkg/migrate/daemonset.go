@@ -183,7 +183,10 @@ func include(set *appsv1.DaemonSet) error {
 	if err := json.Unmarshal([]byte(saved), &before); err != nil {
 		return fmt.Errorf("read annotation %s: %w", strategyAnnotation, err)
 	}
-	set.Spec.UpdateStrategy = before
+	// Another strategy is that of a Helm upgrade since then.
+	if set.Spec.UpdateStrategy.Type == appsv1.OnDeleteDaemonSetStrategyType {
+		set.Spec.UpdateStrategy = before
+	}
 	delete(set.Annotations, strategyAnnotation)
 	pod := &set.Spec.Template.Spec
 	terms := requiredTerms(pod)

@@ -23,6 +23,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/client-go/kubernetes/fake"
 	k8stesting "k8s.io/client-go/testing"
 	"k8s.io/utils/ptr"
@@ -784,6 +785,12 @@ func TestExcludeInclude(t *testing.T) {
 		upgraded.Annotations = d.Annotations
 		if err := exclude(upgraded); err != nil || upgraded.Spec.UpdateStrategy.Type != appsv1.OnDeleteDaemonSetStrategyType {
 			t.Errorf("after an upgrade: %v, %v", upgraded.Spec.UpdateStrategy, err)
+		}
+		// Where it keeps the template, the strategy that it has set stays.
+		newer := appsv1.DaemonSetUpdateStrategy{Type: appsv1.RollingUpdateDaemonSetStrategyType, RollingUpdate: &appsv1.RollingUpdateDaemonSet{MaxUnavailable: ptr.To(intstr.FromInt32(7))}}
+		upgraded.Spec.UpdateStrategy = newer
+		if err := include(upgraded); err != nil || !reflect.DeepEqual(upgraded.Spec.UpdateStrategy, newer) {
+			t.Errorf("after an upgrade and back: %v, %v", upgraded.Spec.UpdateStrategy, err)
 		}
 		before.Annotations, set.Annotations = nil, nil
 		if diff := cmp.Diff(before, set); diff != "" {
