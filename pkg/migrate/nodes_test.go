@@ -531,8 +531,7 @@ func TestSlicesAndClaimsOnTheWayBack(t *testing.T) {
 	w.wantMoved("a=back", "a=", "b=back", "b=", "c=back", "c=")
 }
 
-// Migrate does not check a node again that has moved: a problem of its agent does not stop the other nodes. If no node moves, migrate
-// changes no DaemonSet.
+// A node that has moved, and is healthy, is not in the plan. Where nothing moves, no DaemonSet changes.
 func TestNothingToMove(t *testing.T) {
 	w := newWorld(t, plugin)
 	n := w.nodes(false)
@@ -762,7 +761,7 @@ func TestExcludeInclude(t *testing.T) {
 		served := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Labels: map[string]string{"a": "", Label: withTandem}}}
 		other := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Labels: map[string]string{"a": "", Label: returning}}}
 		without := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Labels: map[string]string{}}}
-		d := daemonSet{DaemonSet: *set}
+		d := daemonSet{DaemonSet: *set.DeepCopy()}
 		admitsWithout, err := daemonSet{DaemonSet: *before}.runsOn(without)
 		if err != nil {
 			t.Fatal(err)
