@@ -15,6 +15,7 @@ import (
 	"k8s.io/client-go/dynamic"
 	"k8s.io/client-go/kubernetes"
 
+	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/internal/version"
 	"github.com/tandem-gpu/tandem/pkg/overview"
 )
@@ -102,7 +103,7 @@ func (p *plugin) command() *cobra.Command {
 	root.SetIn(p.streams.In)
 	root.SetOut(p.streams.Out)
 	root.SetErr(p.streams.ErrOut)
-	root.PersistentFlags().StringVar(&p.driverName, "driver-name", overview.DriverName, "name of Tandem's DRA driver")
+	root.PersistentFlags().StringVar(&p.driverName, "driver-name", config.Defaults().DriverName, "name of Tandem's DRA driver")
 	root.AddCommand(p.ls(), p.why(), p.node())
 	return root
 }

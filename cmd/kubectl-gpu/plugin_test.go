@@ -28,6 +28,7 @@ import (
 	clienttesting "k8s.io/client-go/testing"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/overview"
 )
 
@@ -53,10 +54,10 @@ func TestWrongFlags(t *testing.T) {
 // TestKubeconfig: the flags of kubectl select cluster and namespace, and nothing connects before a request.
 func TestKubeconfig(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "config")
-	const config = `{"apiVersion": "v1", "kind": "Config", "current-context": "a",
+	const kubeconfig = `{"apiVersion": "v1", "kind": "Config", "current-context": "a",
 		"clusters": [{"name": "a", "cluster": {"server": "https://a.example"}}],
 		"contexts": [{"name": "a", "context": {"cluster": "a", "namespace": "of-a"}}, {"name": "b", "context": {"cluster": "a", "namespace": "of-b"}}]}`
-	if err := os.WriteFile(path, []byte(config), 0o600); err != nil {
+	if err := os.WriteFile(path, []byte(kubeconfig), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	for line, want := range map[string]connection{
@@ -73,7 +74,7 @@ func TestKubeconfig(t *testing.T) {
 			t.Fatal(err)
 		}
 		c, err := p.open()
-		if err != nil || c.namespace != want.namespace || c.given != want.given || c.cluster.Client == nil || c.cluster.DriverName != overview.DriverName {
+		if err != nil || c.namespace != want.namespace || c.given != want.given || c.cluster.Client == nil || c.cluster.DriverName != config.Defaults().DriverName {
 			t.Errorf("%s: namespace %q, given %t, %v", line, c.namespace, c.given, err)
 		}
 	}

@@ -27,6 +27,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/driver"
 	"github.com/tandem-gpu/tandem/pkg/gpunode"
@@ -165,7 +166,7 @@ func (m *machine) slices() (objects []runtime.Object) {
 			objects = append(objects, &resourceapi.ResourceSlice{
 				ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("%s-%d", strings.ReplaceAll(name, "/", "-"), i)},
 				Spec: resourceapi.ResourceSliceSpec{
-					Driver: overview.DriverName, NodeName: ptr.To(m.name), Devices: s.Devices, SharedCounters: s.SharedCounters,
+					Driver: config.Defaults().DriverName, NodeName: ptr.To(m.name), Devices: s.Devices, SharedCounters: s.SharedCounters,
 					Pool: resourceapi.ResourcePool{Name: name, Generation: 1, ResourceSliceCount: int64(len(pool.Slices))},
 				},
 			})

@@ -140,12 +140,12 @@ func explainShare(nodes []v1alpha1.GPUNode, asked Request) string {
 	case len(with) == 0 && asked.Shares > 0:
 		return fmt.Sprintf("no node divides its GPUs into shares; the pod requests %s of one", equalShares(asked.Shares))
 	case len(with) == 0:
-		return fmt.Sprintf("no node shares the memory of its GPUs; the pod requests %s of one", mebibytes(asked.Memory))
+		return fmt.Sprintf("no node shares the memory of its GPUs; the pod requests %s of one", Mebibytes(asked.Memory))
 	}
 	slices.SortFunc(with, func(a, b counted) int {
 		return cmp.Or(cmp.Compare(b.shares, a.shares), cmp.Compare(b.memory, a.memory), cmp.Compare(a.name, b.name))
 	})
-	amount := mebibytes(asked.Memory)
+	amount := Mebibytes(asked.Memory)
 	if byShares {
 		amount = equalShares(asked.Shares)
 	}
@@ -153,7 +153,7 @@ func explainShare(nodes []v1alpha1.GPUNode, asked Request) string {
 		if byShares {
 			return fmt.Sprintf("%s has %d at most", n.name, n.shares)
 		}
-		return fmt.Sprintf("%s has %s at most", n.name, mebibytes(n.memory))
+		return fmt.Sprintf("%s has %s at most", n.name, Mebibytes(n.memory))
 	}))
 }
 
@@ -194,7 +194,8 @@ func equalShares(n int64) string {
 	return fmt.Sprintf("%d shares", n)
 }
 
-func mebibytes(bytes int64) string { return fmt.Sprintf("%d MiB", bytes>>20) }
+// Mebibytes returns an amount of memory for users. Tables of pkg/overview call it as well.
+func Mebibytes(bytes int64) string { return fmt.Sprintf("%d MiB", bytes>>20) }
 
 // Request is what a pod waits for.
 type Request struct {

@@ -220,7 +220,7 @@ func (s *stock) shortages(needs []need) (short []shortage, ever bool) {
 
 // satisfies takes the devices of the first alternative for which there are enough, and otherwise none.
 func (s *stock) satisfies(n need) bool {
-	for _, alternative := range append([]need{n}, n.others...) {
+	for _, alternative := range n.alternatives() {
 		attempt := s.clone()
 		got, blocked := attempt.take(alternative, alternative.count)
 		if alternative.all && got > 0 && len(blocked) == 0 || !alternative.all && got >= alternative.count {
@@ -245,7 +245,7 @@ func (s *stock) clone() *stock {
 // shortage counts what the node has for one need alone.
 func (s *stock) shortage(n need) shortage {
 	short := shortage{need: n}
-	for _, alternative := range append([]need{n}, n.others...) {
+	for _, alternative := range n.alternatives() {
 		total, _ := s.again(true).take(alternative, math.MaxInt64)
 		free, blocked := s.again(false).take(alternative, math.MaxInt64)
 		short.total, short.free, short.count = max(short.total, total), max(short.free, free), min(short.count, alternative.count)
@@ -345,7 +345,7 @@ func describeLeft(d v1alpha1.DeviceStatus, left device.Share) string {
 	if d.Sharing.Shares > 0 {
 		return fmt.Sprintf("%d of %s left", left.Count, equalShares(d.Sharing.Shares))
 	}
-	return fmt.Sprintf("%s of %s left", mebibytes(int64(left.Bytes)), mebibytes(d.Sharing.Memory))
+	return fmt.Sprintf("%s of %s left", Mebibytes(int64(left.Bytes)), Mebibytes(d.Sharing.Memory))
 }
 
 func taintText(key, value, effect string) string {

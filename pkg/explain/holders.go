@@ -59,11 +59,11 @@ func Share(h v1alpha1.DeviceHolder) string {
 	case !h.Shared && h.Memory == 0:
 		return ""
 	case h.Shares > 0 && h.Memory > 0:
-		return equalShares(h.Shares) + ", " + mebibytes(h.Memory)
+		return equalShares(h.Shares) + ", " + Mebibytes(h.Memory)
 	case h.Shares > 0:
 		return equalShares(h.Shares)
 	case h.Memory > 0:
-		return mebibytes(h.Memory)
+		return Mebibytes(h.Memory)
 	default:
 		return "a share"
 	}
@@ -99,7 +99,7 @@ func (f Facts) blockers(s *stock, short shortage, node string) (holders, frees [
 	for _, b := range short.blocked {
 		name := availability.NameOf(b.device)
 		if b.reason == availability.Unhealthy {
-			frees = append(frees, fmt.Sprintf("%s of %s, once it is healthy again: %s", b.device, node, oneLine(b.detail)))
+			frees = append(frees, fmt.Sprintf("%s of %s, once it is healthy again: %s", b.device, node, OneLine(b.detail)))
 			continue
 		}
 		lines := f.holdersOf(s, name)
@@ -190,7 +190,7 @@ func (f Facts) waitsFor(s *stock, name availability.Name) string {
 			switch {
 			case h.WaitsFor == "":
 			case f.MayName != nil && f.MayName(namespaceOf(h)):
-				return oneLine(h.WaitsFor)
+				return OneLine(h.WaitsFor)
 			default:
 				return "the last process of a pod of another namespace"
 			}
@@ -203,7 +203,7 @@ func (f Facts) waitsFor(s *stock, name availability.Name) string {
 func (f Facts) scheduler() string {
 	for _, c := range f.Pod.Status.Conditions {
 		if c.Type == corev1.PodScheduled && c.Status == corev1.ConditionFalse && c.Message != "" {
-			return oneLine(c.Message)
+			return OneLine(c.Message)
 		}
 	}
 	return f.lastEvent("FailedScheduling")
@@ -214,7 +214,7 @@ func (f Facts) lastEvent(reason string) (message string) {
 	var last time.Time
 	for _, e := range f.Events {
 		if e.Reason == reason && !eventTime(e).Before(last) {
-			last, message = eventTime(e), oneLine(e.Message)
+			last, message = eventTime(e), OneLine(e.Message)
 		}
 	}
 	return message
@@ -232,7 +232,7 @@ func (f Facts) events() (texts []string) {
 		if slices.Contains(dull, e.Reason) {
 			continue
 		}
-		text := fmt.Sprintf("%s on %s %s: %s", e.Reason, strings.ToLower(e.InvolvedObject.Kind), e.InvolvedObject.Name, oneLine(e.Message))
+		text := fmt.Sprintf("%s on %s %s: %s", e.Reason, strings.ToLower(e.InvolvedObject.Kind), e.InvolvedObject.Name, OneLine(e.Message))
 		if !slices.Contains(texts, text) {
 			texts = append(texts, text)
 		}
@@ -260,7 +260,7 @@ func eventTime(e corev1.Event) time.Time {
 func (f Facts) quotas(needs []need) (texts []string) {
 	counted := map[corev1.ResourceName]int64{}
 	for _, n := range needs {
-		for _, alternative := range append([]need{n}, n.others...) {
+		for _, alternative := range n.alternatives() {
 			if alternative.resource != "" {
 				counted[corev1.ResourceName("requests."+alternative.resource)] += alternative.count
 				continue

@@ -14,6 +14,7 @@ import (
 	"k8s.io/dynamic-resource-allocation/resourceclaim"
 
 	"github.com/tandem-gpu/tandem/internal/capacity"
+	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
@@ -47,19 +48,22 @@ func (n need) String() string {
 	}
 	text := fmt.Sprintf("%s of class %s", amount, n.class)
 	if memory := n.capacity[capacity.Memory]; memory > 0 {
-		text += " with " + mebibytes(memory)
+		text += " with " + Mebibytes(memory)
 	}
 	if shares := n.capacity[capacity.Shares]; shares > 0 {
 		text += " with " + equalShares(shares)
 	}
 	for _, expression := range n.own {
-		text += " where " + bounded(oneLine(expression), mostExpression)
+		text += " where " + bounded(OneLine(expression), mostExpression)
 	}
 	for _, other := range n.others {
 		text += ", or " + other.String()
 	}
 	return text
 }
+
+// alternatives returns the need and the further ones of firstAvailable.
+func (n need) alternatives() []need { return append([]need{n}, n.others...) }
 
 // mostExpression bounds a selector in an answer.
 const mostExpression = 160
@@ -118,11 +122,11 @@ func (f Facts) limitNeeds() (needs []need) {
 
 // offered reports whether a node offers the extended resource for Tandem's devices, or whether it has one of their usual names.
 func (f Facts) offered(resource string) bool {
-	return (device.Resources{GPU: defaultResource}).Has(resource) || slices.ContainsFunc(f.GPUNodes, f.offers(resource))
+	return usualResources.Has(resource) || slices.ContainsFunc(f.GPUNodes, f.offers(resource))
 }
 
-// defaultResource is the extended resource of GPUs that every version of NVIDIA's device plugin and Tandem's default serve.
-const defaultResource = "nvidia.com/gpu"
+// usualResources are those that NVIDIA's device plugin serves, and Tandem by default.
+var usualResources = device.Resources{GPU: config.Defaults().ResourceName}
 
 // claimOf is a claim of the pod: the object, or the template of one that does not exist yet.
 type claimOf struct {

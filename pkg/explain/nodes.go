@@ -15,7 +15,6 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/availability"
-	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 // Fit is whether a pod fits a node.
@@ -85,7 +84,7 @@ func (f Facts) nodeAnswers(match matcher, claims []claimOf, needs []need) []Node
 		case excluded != "" && !reported:
 			answer.Reason = excluded
 		case reported && gpuNode.Status.Waiting != "":
-			answer.Fit, answer.Reason = FitAgent, "its agent serves no GPU: "+oneLine(gpuNode.Status.Waiting)
+			answer.Fit, answer.Reason = FitAgent, "its agent serves no GPU: "+OneLine(gpuNode.Status.Waiting)
 		case !reported && len(needs) > 0:
 			answer.Fit, answer.Reason = FitAgent, "it has GPUs and no GPUNode: Tandem's agent does not run there"
 		default:
@@ -255,7 +254,7 @@ func HasGPUs(node *corev1.Node) bool {
 		}
 	}
 	for name, quantity := range node.Status.Capacity {
-		if (device.Resources{GPU: defaultResource}).Has(string(name)) && !quantity.IsZero() {
+		if usualResources.Has(string(name)) && !quantity.IsZero() {
 			return true
 		}
 	}

@@ -11,7 +11,6 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
-	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 // waits explains a pod that the scheduler has not placed.
@@ -84,14 +83,12 @@ func (f Facts) counted(needs []need) string {
 			nodes = append(nodes, n)
 		}
 	}
-	limits := device.Resources{GPU: defaultResource}
-	if n := needs[0]; n.resource != "" {
-		limits.GPU = n.resource
-		if (device.Resources{GPU: defaultResource}).Has(n.resource) {
-			limits.GPU = defaultResource
-		}
-	} else if len(n.selectors) > 1 {
+	limits := usualResources
+	switch n := needs[0]; {
+	case n.resource == "" && len(n.selectors) > 1:
 		return "" // Explain does not know which devices the selectors select
+	case n.resource != "" && !usualResources.Has(n.resource):
+		limits.GPU = n.resource
 	}
 	claim := func(name string) *resourceapi.ResourceClaim { return f.Claims[name] }
 	return Explain(nodes, NewNames(f.Driver, limits, f.Classes).Request(f.Pod, claim))
@@ -120,7 +117,7 @@ func (f Facts) lacks(a *Answer, claims []claimOf, needs []need, match matcher) b
 		}
 	}
 	for _, n := range needs {
-		for _, alternative := range append([]need{n}, n.others...) {
+		for _, alternative := range n.alternatives() {
 			if _, known := f.class(alternative.class); alternative.resource == "" && !known && !f.missing(KindClasses) {
 				a.Cause, a.Summary = CauseNoClass, fmt.Sprintf("waits: DeviceClass %s of %s does not exist", alternative.class, alternative.claim)
 				a.Frees = append(a.Frees, "a claim with another class, or the class: "+f.classNames())
@@ -128,7 +125,7 @@ func (f Facts) lacks(a *Answer, claims []claimOf, needs []need, match matcher) b
 			}
 			if expression, err := match.broken(alternative.selectors); err != nil {
 				a.Cause, a.Summary = CauseSelector, fmt.Sprintf("waits: a selector of class %s or of %s has a mistake: %s: %s",
-					alternative.class, cmp.Or(alternative.claim, "the class"), oneLine(expression), oneLine(err.Error()))
+					alternative.class, cmp.Or(alternative.claim, "the class"), OneLine(expression), OneLine(err.Error()))
 				return true
 			}
 		}

@@ -179,7 +179,7 @@ func (f Facts) ended(a *Answer) {
 		a.Summary += " with " + status.Reason
 	}
 	if status.Message != "" {
-		a.Summary += ": " + oneLine(status.Message)
+		a.Summary += ": " + OneLine(status.Message)
 	}
 	controller := metav1.GetControllerOfNoCopy(f.Pod)
 	switch {
@@ -201,7 +201,7 @@ func (f Facts) placed(a *Answer, claims []claimOf) {
 		}
 		for _, conflict := range node.Status.Conflicts {
 			if conflict.UID == of.claim.UID && !running {
-				a.Cause, a.Summary = CauseConflict, fmt.Sprintf("waits on %s: %s", f.Pod.Spec.NodeName, oneLine(conflict.Message))
+				a.Cause, a.Summary = CauseConflict, fmt.Sprintf("waits on %s: %s", f.Pod.Spec.NodeName, OneLine(conflict.Message))
 				if conflict.PendingEviction {
 					a.Frees = append(a.Frees, "Tandem's controller evicts the pod; the pod that its owner creates is placed elsewhere")
 				} else {
@@ -220,7 +220,7 @@ func (f Facts) placed(a *Answer, claims []claimOf) {
 	case running:
 		a.Cause, a.Summary = CauseRunning, "runs on "+f.Pod.Spec.NodeName
 	case node != nil && node.Status.Waiting != "" && len(a.Requests) > 0:
-		a.Cause, a.Summary = CauseAgent, fmt.Sprintf("waits on %s: its agent serves no GPU: %s", f.Pod.Spec.NodeName, oneLine(node.Status.Waiting))
+		a.Cause, a.Summary = CauseAgent, fmt.Sprintf("waits on %s: its agent serves no GPU: %s", f.Pod.Spec.NodeName, OneLine(node.Status.Waiting))
 	case len(a.Requests) == 0:
 		a.Cause, a.Summary = CauseStarting, "starts on "+f.Pod.Spec.NodeName+" and requests no GPU"
 	case node == nil && !f.missing(KindGPUNodes):
@@ -238,7 +238,7 @@ func waitingContainer(pod *corev1.Pod) string {
 		if w := s.State.Waiting; w != nil && w.Reason != "" {
 			text := fmt.Sprintf("container %s is waiting: %s", s.Name, w.Reason)
 			if w.Message != "" {
-				text += ": " + oneLine(w.Message)
+				text += ": " + OneLine(w.Message)
 			}
 			return text
 		}
@@ -262,7 +262,7 @@ func (f Facts) has() (devices []string) {
 				text += " " + share
 			}
 			if d.UnhealthyReason != "" {
-				text += ", unhealthy: " + oneLine(d.UnhealthyReason)
+				text += ", unhealthy: " + OneLine(d.UnhealthyReason)
 			}
 			devices = append(devices, text)
 		}
@@ -292,4 +292,5 @@ func uniq(texts []string) (found []string) {
 	return found
 }
 
-func oneLine(text string) string { return strings.Join(strings.Fields(text), " ") }
+// OneLine returns a text of the cluster on one line, with single spaces. It is pure. Views call it for what they show.
+func OneLine(text string) string { return strings.Join(strings.Fields(text), " ") }

@@ -20,16 +20,11 @@ import (
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/dynamic"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/tools/pager"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/explain"
 )
-
-// pageSize is how many objects one request lists.
-const pageSize = 500
-
-// DriverName is the name of the DRA driver in charts without another one.
-const DriverName = "gpu.nvidia.com"
 
 // Cluster reads what the views need. It writes nothing, apart from reviews of the viewer's own rights. It is safe for concurrent use.
 type Cluster struct {
@@ -70,7 +65,7 @@ func gpuNodesError(verb string, err error) error {
 	}
 }
 
-func gpuNode(object runtime.Object) (node v1alpha1.GPUNode, err error) {
+func decodeGPUNode(object runtime.Object) (node v1alpha1.GPUNode, err error) {
 	from, ok := object.(*unstructured.Unstructured)
 	if !ok {
 		return node, fmt.Errorf("decode GPUNode: unexpected %T", object)
@@ -81,25 +76,48 @@ func gpuNode(object runtime.Object) (node v1alpha1.GPUNode, err error) {
 	return node, nil
 }
 
+// gpuNode returns the GPUNode of a node. An error that it does not exist is the API server's own, for the caller to decide.
+func (c Cluster) gpuNode(ctx context.Context, name string) (v1alpha1.GPUNode, error) {
+	object, err := c.gpuNodes().Get(ctx, name, metav1.GetOptions{})
+	if apierrors.IsNotFound(err) {
+		return v1alpha1.GPUNode{}, err
+	}
+	if err != nil {
+		return v1alpha1.GPUNode{}, gpuNodesError("get", err)
+	}
+	return decodeGPUNode(object)
+}
+
 // EachGPUNode calls visit for all GPUNodes, one page after the other. It returns the resource version of the list, for a watch.
 func (c Cluster) EachGPUNode(ctx context.Context, visit func(v1alpha1.GPUNode)) (version string, err error) {
-	options := metav1.ListOptions{Limit: pageSize}
-	for {
+	page := func(ctx context.Context, options metav1.ListOptions) (runtime.Object, error) {
 		list, err := c.gpuNodes().List(ctx, options)
 		if err != nil {
-			return "", gpuNodesError("list", err)
+			return nil, gpuNodesError("list", err)
 		}
-		for i := range list.Items {
-			node, err := gpuNode(&list.Items[i])
-			if err != nil {
-				return "", err
-			}
+		version = list.GetResourceVersion()
+		return list, nil
+	}
+	err = pager.New(page).EachListItem(ctx, metav1.ListOptions{}, func(object runtime.Object) error {
+		node, err := decodeGPUNode(object)
+		if err == nil {
 			visit(node)
 		}
-		if options.Continue = list.GetContinue(); options.Continue == "" {
-			return list.GetResourceVersion(), nil
+		return err
+	})
+	return version, err
+}
+
+// each calls visit for the items of a list, one page after the other.
+func each[T any](ctx context.Context, options metav1.ListOptions, page pager.ListPageFunc, visit func(T)) error {
+	return pager.New(page).EachListItem(ctx, options, func(object runtime.Object) error {
+		item, ok := object.(T)
+		if !ok {
+			return fmt.Errorf("unexpected %T", object)
 		}
-	}
+		visit(item)
+		return nil
+	})
 }
 
 // Nodes returns the named nodes, or all with GPUs. notes says what is left out because the viewer may not read it.
@@ -137,53 +155,45 @@ func (c Cluster) Nodes(ctx context.Context, names ...string) (nodes []Node, note
 }
 
 func (c Cluster) node(ctx context.Context, name string) (Node, error) {
-	object, err := c.gpuNodes().Get(ctx, name, metav1.GetOptions{})
-	if err == nil {
-		node, err := gpuNode(object)
-		return NodeOf(node), err
+	node, err := c.gpuNode(ctx, name)
+	if apierrors.IsNotFound(err) {
+		return c.nodeWithoutAgent(ctx, name, err)
 	}
-	if !apierrors.IsNotFound(err) {
-		return Node{}, gpuNodesError("get", err)
-	}
-	node, nodeErr := c.Client.CoreV1().Nodes().Get(ctx, name, metav1.GetOptions{})
-	if nodeErr != nil {
-		return Node{}, fmt.Errorf("get GPUNode %s: %w, and get node %s: %w", name, err, name, nodeErr)
+	return NodeOf(node), err
+}
+
+// nodeWithoutAgent describes a node whose GPUNode does not exist, as missing says.
+func (c Cluster) nodeWithoutAgent(ctx context.Context, name string, missing error) (Node, error) {
+	node, err := c.Client.CoreV1().Nodes().Get(ctx, name, metav1.GetOptions{})
+	if err != nil {
+		return Node{}, fmt.Errorf("get GPUNode %s: %w, and get node %s: %w", name, missing, name, err)
 	}
 	return WithoutAgent(node), nil
 }
 
 func (c Cluster) eachNode(ctx context.Context, selector string, visit func(*corev1.Node)) error {
-	options := metav1.ListOptions{Limit: pageSize, LabelSelector: selector}
-	for {
-		list, err := c.Client.CoreV1().Nodes().List(ctx, options)
-		if err != nil {
-			return fmt.Errorf("list nodes: %w", err)
-		}
-		for i := range list.Items {
-			visit(&list.Items[i])
-		}
-		if options.Continue = list.Continue; options.Continue == "" {
-			return nil
-		}
+	page := func(ctx context.Context, options metav1.ListOptions) (runtime.Object, error) {
+		return c.Client.CoreV1().Nodes().List(ctx, options)
 	}
+	if err := each(ctx, metav1.ListOptions{LabelSelector: selector}, page, visit); err != nil {
+		return fmt.Errorf("list nodes: %w", err)
+	}
+	return nil
 }
 
 func (c Cluster) eachSlice(ctx context.Context, selector fields.Selector, visit func(resourceapi.ResourceSlice)) error {
-	options := metav1.ListOptions{Limit: pageSize, FieldSelector: selector.String()}
-	for {
-		list, err := c.Client.ResourceV1().ResourceSlices().List(ctx, options)
-		if err != nil {
-			return fmt.Errorf("list ResourceSlices: %w", err)
-		}
-		for _, slice := range list.Items {
-			if slice.Spec.Driver == c.DriverName {
-				visit(slice)
-			}
-		}
-		if options.Continue = list.Continue; options.Continue == "" {
-			return nil
-		}
+	page := func(ctx context.Context, options metav1.ListOptions) (runtime.Object, error) {
+		return c.Client.ResourceV1().ResourceSlices().List(ctx, options)
 	}
+	err := each(ctx, metav1.ListOptions{FieldSelector: selector.String()}, page, func(slice *resourceapi.ResourceSlice) {
+		if slice.Spec.Driver == c.DriverName {
+			visit(*slice)
+		}
+	})
+	if err != nil {
+		return fmt.Errorf("list ResourceSlices: %w", err)
+	}
+	return nil
 }
 
 // Watch calls show with each state of the named nodes, or of all, first with those that exist. gone is set for a node whose GPUNode was
@@ -239,7 +249,7 @@ func (c Cluster) watchFrom(ctx context.Context, version string, wanted func(stri
 		if event.Type == watch.Error {
 			return apierrors.FromObject(event.Object)
 		}
-		node, err := gpuNode(event.Object)
+		node, err := decodeGPUNode(event.Object)
 		switch {
 		case err != nil || !wanted(node.Name):
 		case event.Type == watch.Deleted:
@@ -254,15 +264,11 @@ func (c Cluster) watchFrom(ctx context.Context, version string, wanted func(stri
 
 // Picture reads what is shown of one node.
 func (c Cluster) Picture(ctx context.Context, name string) (Picture, []string, error) {
-	object, err := c.gpuNodes().Get(ctx, name, metav1.GetOptions{})
-	if err != nil {
-		if !apierrors.IsNotFound(err) {
-			return Picture{}, nil, gpuNodesError("get", err)
-		}
-		node, err := c.node(ctx, name)
+	node, err := c.gpuNode(ctx, name)
+	if apierrors.IsNotFound(err) {
+		node, err := c.nodeWithoutAgent(ctx, name, err)
 		return Picture{Node: node}, nil, err
 	}
-	node, err := gpuNode(object)
 	if err != nil {
 		return Picture{}, nil, err
 	}

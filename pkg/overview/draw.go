@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"strings"
 	"unicode/utf8"
+
+	"github.com/tandem-gpu/tandem/pkg/explain"
 )
 
 // sliceWidth is the width of a memory slice in a bar, with its right border.
@@ -66,7 +68,7 @@ func (s Style) Draw(p Picture) string {
 func (s Style) gpuCells(n Node, gpu GPU) []cell {
 	holders, share := gpu.describe(n)
 	if share != "" {
-		holders = mebibytes(gpu.Sharing.MemoryBytes) + ", shared"
+		holders = explain.Mebibytes(gpu.Sharing.MemoryBytes) + ", shared"
 	}
 	for _, more := range []string{gpu.UnhealthyReason, gpu.Slowdown} {
 		if more != "" {
@@ -126,7 +128,7 @@ func (s Style) shares(gpu GPU) string {
 		}
 	}
 	if left > 0 && gpu.State != Unhealthy {
-		rows = append(rows, []cell{{text: mebibytes(left)}, {text: "free"}})
+		rows = append(rows, []cell{{text: explain.Mebibytes(left)}, {text: "free"}})
 	}
 	return s.columns(indent, 2, rows)
 }

@@ -38,7 +38,7 @@ func (c Cluster) Why(ctx context.Context, namespace, name string) (explain.Answe
 		if denied := (*DeniedError)(nil); errors.As(err, &denied) {
 			err = denied.err
 		}
-		f.NotRead = append(f.NotRead, explain.NotRead{Kind: kind, Error: oneLine(err.Error())})
+		f.NotRead = append(f.NotRead, explain.NotRead{Kind: kind, Error: explain.OneLine(err.Error())})
 	}
 	c.readClaims(ctx, &f, unread)
 	unread(explain.KindEvents, c.readEvents(ctx, &f))
@@ -53,14 +53,12 @@ func (c Cluster) Why(ctx context.Context, namespace, name string) (explain.Answe
 		f.Quotas = quotas.Items
 	}
 	if pod.Spec.NodeName != "" {
-		object, err := c.gpuNodes().Get(ctx, pod.Spec.NodeName, metav1.GetOptions{})
+		node, err := c.gpuNode(ctx, pod.Spec.NodeName)
 		switch {
 		case err == nil:
-			node, err := gpuNode(object)
-			unread(explain.KindGPUNodes, err)
 			f.GPUNodes = append(f.GPUNodes, node)
 		case !apierrors.IsNotFound(err): // a node without an agent has none
-			unread(explain.KindGPUNodes, gpuNodesError("get", err))
+			unread(explain.KindGPUNodes, err)
 		}
 	} else {
 		_, err = c.EachGPUNode(ctx, func(n v1alpha1.GPUNode) { f.GPUNodes = append(f.GPUNodes, n) })
@@ -71,6 +69,9 @@ func (c Cluster) Why(ctx context.Context, namespace, name string) (explain.Answe
 	}
 	return c.answer(ctx, f), nil
 }
+
+// mostEvents bounds the events of one object that are read.
+const mostEvents = 500
 
 // mostReviews bounds the questions about rights for one answer.
 const mostReviews = 64
@@ -143,7 +144,7 @@ func (c Cluster) readEvents(ctx context.Context, f *explain.Facts) error {
 	}
 	for uid := range of {
 		list, err := c.Client.CoreV1().Events(f.Pod.Namespace).List(ctx, metav1.ListOptions{
-			Limit: pageSize, FieldSelector: fields.OneTermEqualSelector("involvedObject.uid", string(uid)).String(),
+			Limit: mostEvents, FieldSelector: fields.OneTermEqualSelector("involvedObject.uid", string(uid)).String(),
 		})
 		if err != nil {
 			return fmt.Errorf("list events: %w", err)

@@ -142,7 +142,7 @@ type Conflict struct {
 func NodeOf(from v1alpha1.GPUNode) Node {
 	n := Node{Name: from.Name, Mode: from.Status.Mode}
 	if from.Status.Waiting != "" {
-		n.Problem = "the agent waits: " + oneLine(from.Status.Waiting)
+		n.Problem = "the agent waits: " + explain.OneLine(from.Status.Waiting)
 	}
 	known := availability.NewNode(from.Status, from.Spec.Claims)
 	for _, d := range inOrder(from.Status.Devices) {
@@ -151,7 +151,7 @@ func NodeOf(from v1alpha1.GPUNode) Node {
 	for _, c := range from.Status.Conflicts {
 		n.Conflicts = append(n.Conflicts, Conflict{
 			Claimed: Claimed{string(c.UID), c.Namespace, c.Name}, Devices: c.Devices, Since: metav1.Time{Time: c.Since.Time},
-			PendingEviction: c.PendingEviction, Message: oneLine(c.Message),
+			PendingEviction: c.PendingEviction, Message: explain.OneLine(c.Message),
 		})
 	}
 	return n
@@ -187,7 +187,7 @@ func boolInt(b bool) int {
 func deviceOf(d v1alpha1.DeviceStatus, known availability.Node, claims []v1alpha1.AllocatedClaim) Device {
 	device := Device{
 		Name: d.Name, UUID: d.UUID, Parent: d.Parent, Profile: d.Profile, Model: d.Model,
-		UnhealthyReason: oneLine(d.UnhealthyReason), Slowdown: d.Slowdown,
+		UnhealthyReason: explain.OneLine(d.UnhealthyReason), Slowdown: d.Slowdown,
 		ExtendedResource: d.ExtendedResource, ExtendedResourceState: string(d.ExtendedResourceState),
 	}
 	if s := d.Sharing; s != nil {
@@ -196,7 +196,7 @@ func deviceOf(d v1alpha1.DeviceStatus, known availability.Node, claims []v1alpha
 	for _, h := range d.Holders {
 		holder := Holder{
 			Kind: string(h.Kind), State: string(h.State), Shared: h.Shared || h.Memory > 0, MemoryBytes: h.Memory, Shares: h.Shares,
-			WaitsFor: oneLine(h.WaitsFor), text: explain.Holder(h), share: explain.Share(h),
+			WaitsFor: explain.OneLine(h.WaitsFor), text: explain.Holder(h), share: explain.Share(h),
 		}
 		if h.Kind == v1alpha1.HolderClaim {
 			holder.Claim = &Claimed{string(h.UID), h.Namespace, h.Name}
@@ -314,5 +314,3 @@ func (d Device) in(namespace string) bool {
 				slices.ContainsFunc(h.Pods, func(p PodRef) bool { return p.Namespace == namespace })
 		})
 }
-
-func oneLine(text string) string { return strings.Join(strings.Fields(text), " ") }

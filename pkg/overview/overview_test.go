@@ -139,7 +139,7 @@ func TestParts(t *testing.T) {
 			}
 			node.Status.Devices = append(node.Status.Devices, v1alpha1.DeviceStatus{Name: id, Parent: "gpu-0", Profile: profile})
 		}
-		slice := resourceapi.ResourceSlice{Spec: resourceapi.ResourceSliceSpec{Driver: DriverName, Devices: c.published}}
+		slice := resourceapi.ResourceSlice{Spec: resourceapi.ResourceSliceSpec{Driver: "gpu.nvidia.com", Devices: c.published}}
 		if c.counters > 0 {
 			set := resourceapi.CounterSet{Name: "gpu-0-counter-set", Counters: map[string]resourceapi.Counter{}}
 			for i := range c.counters {
@@ -147,7 +147,7 @@ func TestParts(t *testing.T) {
 			}
 			slice.Spec.SharedCounters = []resourceapi.CounterSet{set}
 		}
-		gpu := PictureOf(node, []resourceapi.ResourceSlice{slice}, DriverName).Groups[0].GPUs[0]
+		gpu := PictureOf(node, []resourceapi.ResourceSlice{slice}, "gpu.nvidia.com").Groups[0].GPUs[0]
 		var parts []string
 		for _, p := range gpu.Parts {
 			what := "free"

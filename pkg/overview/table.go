@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+
+	"github.com/tandem-gpu/tandem/pkg/explain"
 )
 
 // mostHolders bounds the holders of a device in a row. The JSON form has all.
@@ -90,14 +92,12 @@ func (d Device) describe(n Node) (holders, shares string) {
 	if d.Sharing == nil || len(parts) == 0 {
 		return strings.Join(texts, "; "), ""
 	}
-	of := mebibytes(d.Sharing.MemoryBytes)
+	of := explain.Mebibytes(d.Sharing.MemoryBytes)
 	if d.Sharing.Shares > 0 {
 		of = fmt.Sprintf("%d shares, %s", d.Sharing.Shares, of)
 	}
 	return strings.Join(texts, "; "), strings.Join(parts, "; ") + " of " + of
 }
-
-func mebibytes(bytes int64) string { return fmt.Sprintf("%d MiB", bytes>>20) }
 
 // Table returns the overview as a table with a last line that counts. A column that no row fills is left out.
 func (s Style) Table(o Overview, wide bool) string {
