@@ -89,7 +89,7 @@ func described(d v1alpha1.DeviceStatus, like *resourceapi.Device) candidate {
 	return c
 }
 
-// alike is what devices have in common whose selectors usually match alike.
+// alike identifies devices for which selectors usually have the same result.
 type alike struct{ model, profile string }
 
 func attribute(d resourceapi.Device, name resourceapi.QualifiedName) string {

@@ -38,10 +38,10 @@ type NodeAnswer struct {
 	// Holders of the devices that the pod could have.
 	Holders []string
 
-	// What the fields above are computed from where the node is shown.
+	// stock and short are the facts for Holders and for Answer.Frees, which are computed only for nodes in the answer.
 	stock *stock
 	short []shortage
-	// unless is what would let the pod run on a node that has what the pod requests, and where the pod may not run.
+	// unless is what would let the pod run on a node that has the requested devices and excludes the pod.
 	unless string
 }
 

@@ -74,7 +74,7 @@ type watch struct {
 	podHistories map[string]*podHistory
 	// seen are the devices in the containers of each pod, at the last look.
 	seen map[string][]oracle.Device
-	// suspected are suspicions that were judged or are about to be, unjudged the latter; arrived then has a value.
+	// suspected has the keys of all suspicions so far. unjudged are those that judge has not taken yet. A value in arrived wakes judge.
 	suspected map[string]bool
 	unjudged  []oracle.Suspicion
 	arrived   chan struct{}
@@ -147,9 +147,9 @@ func (w *watch) lookAround(ctx context.Context) error {
 	return nil
 }
 
-// judge asks the API server whether pods may have a device at once, until ctx is done: they may where they share a claim for it. One look
-// at the API server serves all suspicions that arose before it. With a look for each, the informers would wait for the client's turn, and
-// miss claims that come and go.
+// judge decides until ctx is done, by the objects of the API server, whether suspected pods may have their device at once. They may if they
+// share a claim for it, or if their shares of it fit. One refresh serves all suspicions that arose before it. With one for each, the
+// client's rate limit would delay the informers' requests, and the informers would miss claims that come and go.
 func (w *watch) judge(ctx context.Context) error {
 	for {
 		select {
@@ -158,6 +158,9 @@ func (w *watch) judge(ctx context.Context) error {
 		case <-w.arrived:
 		}
 		suspicions := w.takeSuspicions()
+		if len(suspicions) == 0 {
+			continue // the last round took what this value of arrived is about
+		}
 		if err := w.refresh(ctx); err != nil {
 			return fmt.Errorf("judge %s: %w", suspicions[0], err)
 		}
@@ -176,7 +179,7 @@ func (w *watch) judge(ctx context.Context) error {
 	}
 }
 
-// suspect notes what is new among suspicions, for judge.
+// suspect hands new suspicions to judge.
 func (w *watch) suspect(suspicions []oracle.Suspicion) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
