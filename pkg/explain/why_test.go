@@ -228,3 +228,29 @@ func TestEventsAreBounded(t *testing.T) {
 		t.Errorf("%q", got)
 	}
 }
+
+// A pool of a later generation replaces its slices: what only an older one has cannot be had.
+func TestSlicesOfAnOlderGeneration(t *testing.T) {
+	f := facts(exactly(2), "-")
+	old := *f.Slices[0].DeepCopy()
+	old.Spec.Devices[0].Name = "gpu-9"
+	f.Slices[0].Spec.Pool.Generation++
+	f.Slices = append(f.Slices, old)
+	if got := Why(f); got.Cause != CauseNever {
+		t.Errorf("%s: %s", got.Cause, got.Summary)
+	}
+}
+
+// Neither limits nor claims get a device that the node's configuration excludes.
+func TestExcludedDevices(t *testing.T) {
+	f := facts(exactly(1), "-")
+	f.GPUNodes[0].Status.Devices[0].Excluded = true
+	f.Slices[0].Spec.Devices = nil
+	if got := Why(f); got.Cause != CauseNever {
+		t.Errorf("claim: %s: %s", got.Cause, got.Summary)
+	}
+	f.Pod = newPod("a", func(p *corev1.Pod) { p.Spec.Containers = []corev1.Container{{Resources: gpuLimits("1")}} })
+	if got := Why(f); got.Cause != CauseNever {
+		t.Errorf("limits: %s: %s", got.Cause, got.Summary)
+	}
+}
