@@ -29,6 +29,8 @@ type profile struct {
 	// sharing has the policies by which several pods share a GPU; nil for no sharing. In mps worlds they share it by MPS.
 	sharing []policy
 	mps     bool
+	// rows are rare ones that the profile is made for. next prefers it for them before any world has met them.
+	rows []row
 }
 
 // inject is what happens just before some of the events of a life whose names begin so. It gets the rest of the name.
@@ -139,7 +141,8 @@ var profiles = []profile{
 		{process: "agent", before: "is asked to prepare ", oneIn: 2, name: "its pod is deleted", do: deleteItsPod},
 	}, watchView...)},
 	{name: "shared claims", actions: []string{sharedOwners}},
-	{name: "shared claims, pods deleted", actions: []string{sharedOwners, deletesWaiting}, slow: true, injections: overtaking},
+	{name: "shared claims, pods deleted", actions: []string{sharedOwners, deletesWaiting}, slow: true, injections: overtaking,
+		rows: []row{evictionOvertaken}},
 	{name: "shared claims, owners go", actions: []string{sharedOwners, ownerGoes}, slow: true},
 	{name: "shared claims, regrets", actions: []string{shares}, slow: true, versions: []int{34, 36}, injections: []inject{
 		{process: "kubelet", before: "admits ", oneIn: 1, name: "it is deleted if it is one more", do: func(s *simulation, uid string) {
@@ -184,10 +187,11 @@ var profiles = []profile{
 		faultInterval: 4 * time.Second, gpus: 4},
 	{name: "several claims and reboots", actions: []string{several, claimAndLimit, reboots}, faultInterval: 20 * time.Second, gpus: 8},
 	{name: "own and shared claims", actions: []string{ownAndShared, deletes}, slow: true, gpus: 4},
-	{name: "own and shared claims, one more pod", actions: []string{shares, deletes}, gpus: 4, versions: []int{37}, injections: []inject{
-		{process: "agent", before: "is asked to unprepare shared", oneIn: 1, name: "the agent is frozen, and more pods come",
-			do: func(s *simulation, rest string) { s.morePods("shared"+rest, pod{own: []int{1}, finite: true}) }},
-	}},
+	{name: "own and shared claims, one more pod", actions: []string{shares, deletes}, gpus: 4, versions: []int{37},
+		rows: []row{attachedInPart}, injections: []inject{
+			{process: "agent", before: "is asked to unprepare shared", oneIn: 1, name: "the agent is frozen, and more pods come",
+				do: func(s *simulation, rest string) { s.morePods("shared"+rest, pod{own: []int{1}, finite: true}) }},
+		}},
 	{name: "claims beside limits", actions: []string{claimAndLimit, podOwners, claimOwners}, gpus: 4, injections: watchView},
 	{name: "parts of GPUs", sharing: byMemory, gpus: 3},
 	{name: "parts of GPUs by several claims", sharing: byMemory, gpus: 3, actions: []string{several, ownAndShared, claimAndLimit}},
@@ -214,7 +218,7 @@ var profiles = []profile{
 		pace: 300 * time.Millisecond},
 	{name: "daemons", sharing: byMemory, mps: true, gpus: 3, actions: []string{claimOwners, podOwners, deletes}},
 	{name: "daemons die", sharing: byMemory, mps: true, gpus: 3, actions: []string{daemonDies, daemonPodGoes, claimOwners, podOwners},
-		faultInterval: 4 * time.Second, injections: daemonsLate},
+		faultInterval: 4 * time.Second, injections: daemonsLate, rows: []row{podWithoutDaemon}},
 	{name: "daemons, agent and controller die", sharing: byMemory, mps: true, gpus: 3,
 		actions: []string{agentDies, controllerDies, claimOwners, podOwners}, faultInterval: 4 * time.Second, injections: daemonsLate},
 	{name: "daemons and reboots", sharing: byMemory, mps: true, gpus: 3, actions: []string{reboots, endlessClaims, podOwners},
@@ -222,7 +226,7 @@ var profiles = []profile{
 	{name: "daemons of a changing policy", sharing: byMemory, mps: true, gpus: 4, actions: []string{policyChanges, claimOwners, podOwners, ownerGoes},
 		faultInterval: 10 * time.Second},
 	{name: "daemons with clients under a changing policy", sharing: byMemory, mps: true, gpus: 4,
-		actions: []string{policyChanges, endlessClaims, podOwners}, faultInterval: 20 * time.Second},
+		actions: []string{policyChanges, endlessClaims, podOwners}, faultInterval: 20 * time.Second, rows: []row{policyChangesInUse, daemonNotReady}},
 	{name: "daemons and several claims", sharing: byMemory, mps: true, gpus: 4, actions: []string{several, ownAndShared, sharedOwners},
 		injections: daemonsLate},
 	{name: "daemons and force-deleted pods", sharing: byMemory, mps: true, gpus: 3, actions: []string{forceDeletes, orphans, orphanClaims},
@@ -317,8 +321,11 @@ func (t counts) met(least int) bool {
 	return !slices.ContainsFunc(allRows, func(r row) bool { return t.total(r) < least })
 }
 
+// madeFor is how often a profile counts as having shown a row that it is made for, besides what it has shown.
+const madeFor = 10
+
 // next is the seed of the world after one. Once each profile has had its turn, four worlds of five have the profile that has shown
-// most of the row that is rarest.
+// most of the row that is rarest, or that is made for it.
 func (t counts) next(seed uint64, worlds int) uint64 {
 	seed++
 	if worlds < len(profiles) || worlds%5 == 0 {
@@ -328,7 +335,11 @@ func (t counts) next(seed uint64, worlds int) uint64 {
 	best, most := 0, 0.0
 	for i, of := range t {
 		// One more than it was, so that none is given up after a world or two.
-		if often := float64(of.rows[rarest]+1) / float64(of.steps); often > most {
+		shown := of.rows[rarest] + 1
+		if slices.Contains(profiles[i].rows, rarest) {
+			shown += madeFor
+		}
+		if often := float64(shown) / float64(of.steps); often > most {
 			best, most = i, often
 		}
 	}
