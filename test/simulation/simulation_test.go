@@ -242,9 +242,10 @@ func (s *simulation) quiet() {
 		s.idle(time.Second)
 	}
 	// A device that has just become free is no failure, nor one that pods take in turn: a pod that needs a GPU by each API takes the only
-	// free one by its limit, is evicted because of its claim, and is replaced.
+	// free one by its limit, is evicted because of its claim, and is replaced. The agent keeps the GPU of each for the minute in which a
+	// kubelet that was frozen could still start it (docs/design/0002-ledger.md).
 	stuck := s.stuck()
-	for range 40 {
+	for range 70 {
 		s.idle(time.Second)
 		if len(stuck) == 0 {
 			continue
@@ -320,7 +321,7 @@ func (s *simulation) stuck() map[string]string {
 	}
 	// A pod that kubelet had admitted before it lost its checkpoint, and then anew, keeps what it had first while it lives.
 	for _, h := range s.agent.book.Holds() {
-		if h.Holder.Kind == ledger.KindPod && h.State == ledger.StateDraining && s.podRuns(h) {
+		if h.Holder.Kind == ledger.KindPod && h.State == ledger.StateDraining && s.podLives(h) {
 			s.hit(keptByReadmission)
 			taken.give(h.Holder.ID, s.allocatedTo([]string{h.Holder.ID}))
 			promised.give(h.Holder.ID, s.allocatedTo([]string{h.Holder.ID}))
@@ -374,13 +375,17 @@ func (s *simulation) claimsOf(p *pod) []*claim {
 	return claims
 }
 
-// podRuns reports whether the pod of a limit runs.
-func (s *simulation) podRuns(h ledger.Hold) bool {
+// podLives reports whether the pod of a limit runs, or waits for a claim that it cannot get. Without a controller it waits for good: no
+// component evicts it.
+func (s *simulation) podLives(h ledger.Hold) bool {
 	if len(h.Pods) != 1 {
 		return false
 	}
 	p, known := get[*pod](s.api, podKey(h.Pods[0].UID))
-	return known && p.phase == running && s.host.busy(p.uid)
+	if !known {
+		return false
+	}
+	return p.phase == running && s.host.busy(p.uid) || s.controller == nil && p.phase == pending && p.admitted
 }
 
 func (s *simulation) claimOf(uid string) *claim {
