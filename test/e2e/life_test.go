@@ -81,10 +81,31 @@ func (s *story) killAgent() {
 	s.restarted(restarts)
 }
 
+// unrestartedAgent replaces an agent that earlier stories have killed: kubelet waits ten seconds before it restarts a container for
+// the second time, twice as long before each further one, and the stories would wait too.
+func (s *story) unrestartedAgent() {
+	s.Helper()
+	if s.agentRestarts() == 0 {
+		return
+	}
+	s.kubectl("delete", "pod", "-n", install.Namespace, "-l", agentLabel, "--field-selector=spec.nodeName="+gpuNode)
+	s.await(patient, "another agent to run", func() error {
+		list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{LabelSelector: agentLabel, FieldSelector: "spec.nodeName=" + gpuNode})
+		if err != nil {
+			return err
+		}
+		if len(list.Items) != 1 || list.Items[0].Status.Phase != corev1.PodRunning {
+			return fmt.Errorf("%d pods", len(list.Items))
+		}
+		return nil
+	})
+	s.ready()
+}
+
 // restarted waits until kubelet has restarted the agent once more.
 func (s *story) restarted(before int32) {
 	s.Helper()
-	s.await(soon, "kubelet to restart the agent", func() error {
+	s.await(patient, "kubelet to restart the agent", func() error {
 		if got := s.agentRestarts(); got <= before {
 			return fmt.Errorf("%d restarts", got)
 		}

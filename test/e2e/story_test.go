@@ -55,6 +55,7 @@ func begin(t *testing.T) *story {
 		}
 		s.end()
 	})
+	s.unrestartedAgent()
 	return s
 }
 
