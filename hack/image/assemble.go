@@ -11,6 +11,7 @@ import (
 	"os"
 	"path"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -58,7 +59,7 @@ func (c contents) assemble() (v1.Image, error) {
 			return nil, fmt.Errorf("append layer: %w", err)
 		}
 	}
-	return configure(img, c.options, c.libc)
+	return configure(img, c.options, c.libc, c.pinned)
 }
 
 func summary(files []file) string {
@@ -69,7 +70,7 @@ func summary(files []file) string {
 }
 
 // configure sets what runtimes read; without OS and architecture containerd hides the image.
-func configure(img v1.Image, o Options, libc string) (v1.Image, error) {
+func configure(img v1.Image, o Options, libc string, pinned bool) (v1.Image, error) {
 	cfg, err := img.ConfigFile()
 	if err != nil {
 		return nil, fmt.Errorf("read image configuration: %w", err)
@@ -91,6 +92,7 @@ func configure(img v1.Image, o Options, libc string) (v1.Image, error) {
 			"org.opencontainers.image.version":     o.Version,
 			"org.opencontainers.image.revision":    o.Commit,
 			libcLabel:                              libc,
+			pinnedLabel:                            strconv.FormatBool(pinned),
 		},
 	}
 	img, err = mutate.ConfigFile(img, cfg)

@@ -35,6 +35,10 @@ func compile(ctx context.Context, o Options) (Programs, error) {
 	if err != nil {
 		return Programs{}, err
 	}
-	hook, err := hookBinary(o.Arch).Ensure(ctx, o.Progress)
+	tool, err := hookBinary(o.Arch)
+	if err != nil {
+		return Programs{}, err
+	}
+	hook, err := tool.Ensure(ctx, o.Progress)
 	return Programs{Agent: agent, Controller: controller, Daemon: daemon, Simulated: simulated, Hook: hook}, err
 }

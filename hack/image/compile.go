@@ -4,9 +4,11 @@ package image
 
 import (
 	"context"
+	"crypto/sha256"
 	"fmt"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"time"
 
@@ -76,14 +78,24 @@ func build(ctx context.Context, o Options, name, pkg string, env []string, link 
 
 // hookBinary is nvidia-cdi-hook, linked statically: the container runtime runs it on the host, whose C library may be
 // older than the one here, or missing (Talos). It never loads NVML, whose symbols therefore stay undefined.
-func hookBinary(arch string) binaries.Tool {
+// The C library is a part of it, so another one is another variant in the cache, as is another release of Go.
+func hookBinary(arch string) (binaries.Tool, error) {
 	t := targets[arch]
+	archive, err := find(t.libraryDirs(arch), "libc.a")
+	if err != nil {
+		return binaries.Tool{}, err
+	}
+	data, err := os.ReadFile(archive)
+	if err != nil {
+		return binaries.Tool{}, fmt.Errorf("read C library of nvidia-cdi-hook: %w", err)
+	}
+	sum := sha256.Sum256(data)
 	return binaries.Tool{
 		Module: hookModule, Version: hookVersion, Package: hookModule + "/cmd/nvidia-cdi-hook",
-		Variant: "-static-" + arch,
+		Variant: fmt.Sprintf("-static-%s-%s-%x", arch, runtime.Version(), sum[:6]),
 		LDFlags: "-linkmode=external " +
 			`-extldflags "-static -Wl,--unresolved-symbols=ignore-in-object-files" ` +
 			"-X " + hookInfo + ".version=" + strings.TrimPrefix(hookVersion, "v"),
 		Env: append(t.goEnv(arch), "CGO_CFLAGS=-O2 -Wno-deprecated-declarations"),
-	}
+	}, nil
 }

@@ -2,10 +2,10 @@
 
 // Package image builds Tandem's container image without a container engine. It is the only way to build it. The image has
 // the programs, nvidia-cdi-hook, and the C library that the agent is linked against: the agent loads the driver's
-// libnvidia-ml.so.1 with dlopen, so it cannot be static. That library comes from the Debian system that builds the image, and
-// the label libcLabel names its release. The image has no base image, so no other C library is ever involved.
-// The result can be imported (containerd, Docker) or pushed. Equal inputs give the same digest. A build needs a Go toolchain
-// and a C compiler for each architecture, and root only to install that compiler.
+// libnvidia-ml.so.1 with dlopen, so it cannot be static. C library and certificates are files of Debian packages whose hashes
+// this package has, and the label libcLabel names the release. The image has no base image, so no other C library is ever
+// involved. The result can be imported (containerd, Docker) or pushed. Equal inputs give the same digest. A build needs a Go
+// toolchain and a C compiler for each architecture, and root only to install that compiler.
 package image
 
 import (
@@ -51,6 +51,8 @@ type Options struct {
 	Root string
 	// Overlay is a file for go build -overlay, by which a test of the tests replaces sources; none when empty.
 	Overlay string
+	// Pinned fails where the pinned Debian packages cannot be had, instead of using the files of this machine.
+	Pinned bool
 	// Progress gets one line a step; nil is silence.
 	Progress io.Writer
 }
@@ -93,6 +95,7 @@ type contents struct {
 	options Options
 	// libc is the release of the C library among the files, as the library itself reports it.
 	libc   string
+	pinned bool
 	layers [][]file
 }
 
@@ -102,20 +105,24 @@ func collect(ctx context.Context, o Options) (contents, error) {
 	if err != nil {
 		return contents{}, err
 	}
-	base, err := baseFiles(o.Arch, programs.Agent)
+	b, err := chooseBase(ctx, o)
 	if err != nil {
 		return contents{}, err
 	}
-	libc, err := libcRelease(base)
+	files, err := b.collect(o.Arch, programs.Agent)
 	if err != nil {
 		return contents{}, err
 	}
-	licences, err := licenceFiles(ctx, o, programs.Agent, programs.Controller, programs.Daemon, programs.Simulated, programs.Hook)
+	libc, err := libcRelease(files)
 	if err != nil {
 		return contents{}, err
 	}
-	return contents{options: o, libc: libc, layers: [][]file{
-		base,
+	licences, err := licenceFiles(ctx, o, b, programs.Agent, programs.Controller, programs.Daemon, programs.Simulated, programs.Hook)
+	if err != nil {
+		return contents{}, err
+	}
+	return contents{options: o, libc: libc, pinned: b.pinned, layers: [][]file{
+		files,
 		{{path: "usr/bin/nvidia-cdi-hook", source: programs.Hook, mode: 0o755}},
 		{
 			{path: "usr/bin/mps-daemon", source: programs.Daemon, mode: 0o755},

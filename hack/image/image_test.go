@@ -6,6 +6,7 @@ import (
 	"archive/tar"
 	"bytes"
 	"context"
+	"crypto/x509"
 	"debug/elf"
 	"encoding/json"
 	"errors"
@@ -141,9 +142,10 @@ func TestBuild(t *testing.T) {
 			}
 			root := rootFS(t, img)
 			checkLinks(t, root, arch)
+			checkPinned(t, root, arch, cfg.Config.Labels)
 			for _, want := range []string{
 				"etc/ssl/certs/ca-certificates.crt", "licenses/glibc/copyright", "licenses/libgcc/copyright",
-				"licenses/" + hookModule + "@" + hookVersion + "/LICENSE",
+				"licenses/" + hookModule + "@" + hookVersion + "/LICENSE", "licenses/go/LICENSE",
 			} {
 				if info, err := os.Stat(filepath.Join(root, want)); err != nil || info.Size() == 0 {
 					t.Errorf("%s: %v", want, err)
@@ -194,6 +196,29 @@ func checkLinks(t *testing.T, root, arch string) {
 	}
 	if got := string(bytes.TrimRight(data, "\x00")); got != "/"+targets[arch].interpreter {
 		t.Errorf("the agent wants the loader %s, the image has /%s", got, targets[arch].interpreter)
+	}
+}
+
+// checkPinned finds the pinned C library in the image and in what scanners read.
+func checkPinned(t *testing.T, root, arch string, labels map[string]string) {
+	t.Helper()
+	if labels[pinnedLabel] != "true" {
+		t.Log("Debian's mirrors are out of reach: the image has the files of this machine")
+		return
+	}
+	libc := pinned[arch][0]
+	if !strings.Contains(labels[libcLabel], libc.version) {
+		t.Errorf("the C library is %s, pinned is %s", labels[libcLabel], libc.version)
+	}
+	for _, p := range pinned[arch] {
+		status := string(mustRead(t, filepath.Join(root, statusDir, p.name)))
+		if !strings.Contains(status, "Package: "+p.name+"\n") || !strings.Contains(status, "Version: "+p.version+"\n") {
+			t.Errorf("status of %s is %q", p.name, status)
+		}
+	}
+	certificates := mustRead(t, filepath.Join(root, "etc/ssl/certs/ca-certificates.crt"))
+	if pool := x509.NewCertPool(); !pool.AppendCertsFromPEM(certificates) {
+		t.Error("no certificate can be read")
 	}
 }
 

@@ -16,6 +16,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strings"
 )
 
 // licenceName matches the files that a Go module's licence obliges a distributor to pass on.
@@ -23,15 +24,20 @@ var licenceName = regexp.MustCompile(`(?i)^(licen[cs]e|copying|notice)([.-].*)?$
 
 // licenceFiles collects the licence texts of what the image distributes: C library, libgcc, certificates, this project,
 // and every Go module that the programs say they were built from.
-func licenceFiles(ctx context.Context, o Options, programs ...string) ([]file, error) {
-	glibc, gcc := targets[o.Arch].documentation(o.Arch)
+func licenceFiles(ctx context.Context, o Options, b base, programs ...string) ([]file, error) {
 	files := []file{
-		{path: "licenses/glibc/copyright", source: glibc, mode: 0o644},
-		{path: "licenses/libgcc/copyright", source: gcc, mode: 0o644},
+		{path: "licenses/glibc/copyright", source: b.glibc, mode: 0o644},
+		{path: "licenses/libgcc/copyright", source: b.gcc, mode: 0o644},
+	}
+	root, err := goRoot(ctx)
+	if err != nil {
+		return nil, err
 	}
 	for _, optional := range []file{
-		{path: "licenses/ca-certificates/copyright", source: "/usr/share/doc/ca-certificates/copyright", mode: 0o644},
+		{path: "licenses/ca-certificates/copyright", source: b.trust, mode: 0o644},
 		{path: "licenses/tandem/LICENSE", source: filepath.Join(o.Root, "LICENSE"), mode: 0o644},
+		// The programs contain Go's run time and standard library.
+		{path: "licenses/go/LICENSE", source: filepath.Join(root, "LICENSE"), mode: 0o644},
 	} {
 		if exists(optional.source) {
 			files = append(files, optional)
@@ -53,6 +59,14 @@ func licenceFiles(ctx context.Context, o Options, programs ...string) ([]file, e
 		files = append(files, found...)
 	}
 	return files, nil
+}
+
+func goRoot(ctx context.Context) (string, error) {
+	out, err := exec.CommandContext(ctx, "go", "env", "GOROOT").Output()
+	if err != nil {
+		return "", fmt.Errorf("find Go's own directory: %w", err)
+	}
+	return strings.TrimSpace(string(out)), nil
 }
 
 // linkedModules are the modules (path@version) in the programs' build information, each once and in order.
@@ -122,4 +136,31 @@ func licencesIn(dir, module string) ([]file, error) {
 		}
 	}
 	return files, nil
+}
+
+// Licences returns the licence texts of the Go modules that programs were built from, by path as the image has them below licenses.
+func Licences(ctx context.Context, programs ...string) (map[string][]byte, error) {
+	modules, err := linkedModules(programs)
+	if err != nil {
+		return nil, err
+	}
+	dirs, err := downloadModules(ctx, modules)
+	if err != nil {
+		return nil, err
+	}
+	texts := map[string][]byte{}
+	for i, dir := range dirs {
+		files, err := licencesIn(dir, modules[i])
+		if err != nil {
+			return nil, err
+		}
+		for _, f := range files {
+			data, err := f.read()
+			if err != nil {
+				return nil, err
+			}
+			texts[strings.TrimPrefix(f.path, "licenses/")] = data
+		}
+	}
+	return texts, nil
 }

@@ -21,7 +21,11 @@ func Root(ctx context.Context, arch, program, dir string, progress io.Writer) (l
 	if err != nil {
 		return "", "", err
 	}
-	files, err := baseFiles(arch, program)
+	b, err := chooseBase(ctx, Options{Arch: arch, Progress: progress})
+	if err != nil {
+		return "", "", err
+	}
+	files, err := b.collect(arch, program)
 	if err != nil {
 		return "", "", err
 	}

@@ -14,10 +14,14 @@ import (
 // libcLabel is the label of the image with the release of the C library that it carries.
 const libcLabel = "dev.tandem-gpu.image.libc"
 
+// pinnedLabel is "true" on an image with the pinned Debian packages, "false" on one with the files of a machine.
+const pinnedLabel = "dev.tandem-gpu.image.pinned"
+
 // libcBanner is what glibc prints when it is run, such as "GNU C Library (Debian GLIBC 2.36-9+deb12u10) stable release".
 var libcBanner = regexp.MustCompile(`GNU C Library \(([^)]+)\)`)
 
-const certificates = "/etc/ssl/certs/ca-certificates.crt"
+// machineCertificates is where Debian keeps all authorities of a machine.
+const machineCertificates = "/etc/ssl/certs/ca-certificates.crt"
 
 // vendorLibraries are what libnvidia-ml.so.1 of any driver may link against, besides what the agent itself needs, and
 // libgcc_s.so.1, which glibc loads when a thread is cancelled.
@@ -32,8 +36,8 @@ const (
 	nsswitch = "passwd: files\ngroup: files\nhosts: files dns\n"
 )
 
-// baseFiles is everything but the programs: loader, libraries, certificates, accounts.
-func baseFiles(arch, agent string) ([]file, error) {
+// collect is everything but the programs: loader, libraries, certificates, accounts.
+func (b base) collect(arch, agent string) ([]file, error) {
 	t, err := targetFor(arch)
 	if err != nil {
 		return nil, err
@@ -42,9 +46,10 @@ func baseFiles(arch, agent string) ([]file, error) {
 		{path: "etc/passwd", content: passwd, mode: 0o644},
 		{path: "etc/group", content: group, mode: 0o644},
 		{path: "etc/nsswitch.conf", content: nsswitch, mode: 0o644},
-		{path: "etc/ssl/certs/ca-certificates.crt", source: certificates, mode: 0o644},
+		{path: "etc/ssl/certs/ca-certificates.crt", source: b.certificates, mode: 0o644},
 	}
-	libraries, err := t.libraries(arch, agent)
+	files = append(files, b.files...)
+	libraries, err := t.closure(b.libraries, agent)
 	if err != nil {
 		return nil, err
 	}
@@ -59,8 +64,8 @@ func baseFiles(arch, agent string) ([]file, error) {
 	return files, nil
 }
 
-// libraries are the loader, the vendor's needs and the agent's, each followed through its own needs.
-func (t target) libraries(arch, agent string) ([]string, error) {
+// closure is the loader, the vendor's needs and the agent's, each followed through its own needs.
+func (t target) closure(dirs []string, agent string) ([]string, error) {
 	needed, err := importsOf(agent)
 	if err != nil {
 		return nil, err
@@ -76,7 +81,7 @@ func (t target) libraries(arch, agent string) ([]string, error) {
 			continue
 		}
 		seen[name] = true
-		path, err := t.find(arch, name)
+		path, err := find(dirs, name)
 		if err != nil {
 			return nil, err
 		}
@@ -91,14 +96,13 @@ func (t target) libraries(arch, agent string) ([]string, error) {
 	return found, nil
 }
 
-func (t target) find(arch, name string) (string, error) {
-	dirs := t.libraryDirs(arch)
+func find(dirs []string, name string) (string, error) {
 	for _, dir := range dirs {
 		if path := filepath.Join(dir, name); exists(path) {
 			return path, nil
 		}
 	}
-	return "", fmt.Errorf("find %s for %s: not in %v", name, arch, dirs)
+	return "", fmt.Errorf("find %s: not in %v", name, dirs)
 }
 
 func importsOf(path string) ([]string, error) {

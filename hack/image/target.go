@@ -83,13 +83,13 @@ func (t target) missing(arch string) []string {
 		missing = append(missing, t.compiler(arch))
 	}
 	glibc, gcc := t.documentation(arch)
-	for _, path := range []string{glibc, gcc, certificates} {
+	for _, path := range []string{glibc, gcc, machineCertificates} {
 		if !exists(path) {
 			missing = append(missing, path)
 		}
 	}
 	for _, name := range append([]string{"libc.a"}, vendorLibraries...) {
-		if _, err := t.find(arch, name); err != nil {
+		if _, err := find(t.libraryDirs(arch), name); err != nil {
 			missing = append(missing, name)
 		}
 	}

@@ -43,6 +43,7 @@ func run(ctx context.Context, args []string) error {
 	flags.StringVar(&o.Out, "out", "", "directory for the results (default bin/image)")
 	flags.StringVar(&o.Ref, "ref", "", "name the tarball is imported under (default "+image.DefaultRef+")")
 	flags.StringVar(&o.Package, "package", "", "main package of the agent (default ./cmd/kubelet-plugin)")
+	anyBase := flags.Bool("any-base", false, "without access to Debian's packages, take this machine's C library and certificates")
 	ref := flags.String("image", "", "push: registry/repository:tag to push to")
 	if err := flags.Parse(args[1:]); err != nil {
 		return err
@@ -50,6 +51,7 @@ func run(ctx context.Context, args []string) error {
 	if flags.NArg() > 0 {
 		return fmt.Errorf("unexpected argument %q", flags.Arg(0))
 	}
+	o.Pinned = !*anyBase
 	switch {
 	case args[0] == "push" && *ref == "":
 		return errors.New("-image is not set: say where to push, for example `make image-push " +

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package image
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"io"
+	"maps"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+func TestFetchTakesThePinnedBytesOnly(t *testing.T) {
+	const right, other = "the pinned package", "another package of that name"
+	sum := sha256.Sum256([]byte(right))
+	p := debianPackage{"libc6", "1", "amd64", hex.EncodeToString(sum[:])}
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case "/other/main/g/glibc/libc6_1_amd64.deb":
+			io.WriteString(w, other)
+		case "/right/main/g/glibc/libc6_1_amd64.deb":
+			io.WriteString(w, right)
+		default:
+			http.NotFound(w, r)
+		}
+	}))
+	defer server.Close()
+	before := mirrors
+	t.Cleanup(func() { mirrors = before })
+	to := filepath.Join(t.TempDir(), "package.deb")
+
+	mirrors = []string{server.URL + "/gone/", server.URL + "/other/"}
+	err := fetch(t.Context(), p, to)
+	if err == nil || !strings.Contains(err.Error(), "404") || !strings.Contains(err.Error(), "SHA-256 is") || exists(to) {
+		t.Errorf("without the package: %v", err)
+	}
+	mirrors = append(mirrors, server.URL+"/right/")
+	if err := fetch(t.Context(), p, to); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := os.ReadFile(to); err != nil || string(got) != right {
+		t.Errorf("fetched %q (%v)", got, err)
+	}
+}
+
+func TestWithoutThePinnedPackages(t *testing.T) {
+	before := mirrors
+	t.Cleanup(func() { mirrors = before })
+	mirrors = nil
+	t.Setenv("TANDEM_CACHE", t.TempDir())
+	var said strings.Builder
+	o := Options{Arch: "amd64", Progress: &said}
+	b, err := chooseBase(t.Context(), o)
+	if err != nil || b.pinned || !strings.Contains(said.String(), "this machine's C library") {
+		t.Errorf("base %+v (%v), said %q", b, err, said.String())
+	}
+	o.Pinned = true
+	if _, err := chooseBase(t.Context(), o); err == nil || !strings.Contains(err.Error(), "fetch libc6_") {
+		t.Errorf("with Pinned: %v", err)
+	}
+}
+
+func TestToolchain(t *testing.T) {
+	if err := compareToolchain(toolchain); err != nil {
+		t.Error(err)
+	}
+	other := maps.Clone(toolchain)
+	other["libc6-dev"] = "2.36-9+deb12u7"
+	delete(other, "gcc-12")
+	err := compareToolchain(other)
+	if err == nil || !strings.Contains(err.Error(), "gcc-12 is missing, not 12.2.0-14+deb12u1, libc6-dev is 2.36-9+deb12u7, not 2.36-9+deb12u14") {
+		t.Errorf("got %v", err)
+	}
+}
+
+// Both architectures get the same releases: a security fix must not miss one of them.
+func TestArchitecturesHaveTheSameReleases(t *testing.T) {
+	versions := func(arch string) map[string]string {
+		found := map[string]string{}
+		for _, p := range pinned[arch] {
+			found[p.name] = p.version
+			if sources[p.name] == "" {
+				t.Errorf("%s: no directory of the mirrors", p.name)
+			}
+		}
+		return found
+	}
+	if amd64, arm64 := versions("amd64"), versions("arm64"); len(amd64) == 0 || !maps.Equal(amd64, arm64) {
+		t.Errorf("amd64 has %v, arm64 %v", amd64, arm64)
+	}
+}
