@@ -118,6 +118,18 @@ image: ## the image as a tarball in bin/image, without Docker (ARCH=arm64 for th
 image-push: ## build for amd64 and arm64 and push (IMAGE=registry/repository:tag)
 	$(call run,image) push -image "$(IMAGE)"
 
+# What a release takes from the command line.
+release_flags = -version "$(VERSION)" $(if $(OUT),-out '$(OUT)') $(if $(REGISTRY),-registry '$(REGISTRY)') \
+	$(if $(ANY_TOOLCHAIN),-any-toolchain)
+
+.PHONY: release
+release: ## the files of a release of this commit (VERSION=v0.2.0 OUT=dir REGISTRY=registry.example.com/gpu; ANY_TOOLCHAIN=1 to rehearse)
+	$(call run,release) build $(release_flags)
+
+.PHONY: release-check
+release-check: ## the same from two checkouts, which must give the same bytes
+	$(call run,release) check $(release_flags)
+
 .PHONY: hardware
 hardware: ## tests of this machine's GPUs (RUN=Hardware/Cost; STAND_IN=l4x4 without a GPU; RECORDING=file)
 	$(call run,hardware) run $(if $(RUN),-run '$(RUN)') $(if $(STAND_IN),-stand-in $(STAND_IN)) $(if $(RECORDING),-recording '$(RECORDING)')

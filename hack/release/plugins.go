@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package release
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/tandem-gpu/tandem/hack/gotool"
+)
+
+// plugin is the command that users run on their own machines, whatever these are.
+const plugin = "kubectl-gpu"
+
+var platforms = []struct{ os, arch string }{
+	{"linux", "amd64"}, {"linux", "arm64"}, {"darwin", "amd64"}, {"darwin", "arm64"}, {"windows", "amd64"}, {"windows", "arm64"},
+}
+
+// makePlugins builds the plugin of kubectl for every platform, if the checkout has one, and returns the paths of the programs.
+func (b build) makePlugins(ctx context.Context) ([]string, error) {
+	if _, err := os.Stat(filepath.Join(b.Root, "cmd", plugin)); errors.Is(err, fs.ErrNotExist) {
+		fmt.Fprintf(b.Progress, "no %s: the checkout has no cmd/%s\n", plugin, plugin)
+		return nil, nil
+	} else if err != nil {
+		return nil, fmt.Errorf("look for cmd/%s: %w", plugin, err)
+	}
+	var programs []string
+	for _, p := range platforms {
+		program := filepath.Join(b.result, fmt.Sprintf("%s-%s-%s", plugin, p.os, p.arch))
+		if p.os == "windows" {
+			program += ".exe"
+		}
+		fmt.Fprintf(b.Progress, "compiling %s for %s/%s\n", plugin, p.os, p.arch)
+		const version = "github.com/tandem-gpu/tandem/internal/version"
+		cmd := gotool.Command(ctx, b.work, []string{"CGO_ENABLED=0", "GOOS=" + p.os, "GOARCH=" + p.arch},
+			"build", "-trimpath", "-buildvcs=false", "-o", program,
+			"-ldflags", fmt.Sprintf("-s -w -X %[1]s.Version=%[2]s -X %[1]s.Commit=%[3]s", version, b.source.version, b.source.commit),
+			"./cmd/"+plugin)
+		cmd.Dir = b.Root
+		if output, err := cmd.CombinedOutput(); err != nil {
+			return nil, fmt.Errorf("compile %s for %s/%s: %w\n%s", plugin, p.os, p.arch, err, strings.TrimSpace(string(output)))
+		}
+		programs = append(programs, program)
+	}
+	return programs, nil
+}
