@@ -5,6 +5,8 @@ package image
 import (
 	"cmp"
 	"context"
+	"debug/elf"
+	"errors"
 	"fmt"
 	"io"
 	"os/exec"
@@ -27,14 +29,67 @@ type base struct {
 	files []file
 }
 
-// chooseBase returns the pinned base, or what this machine has where the pinned one cannot be had and o allows that.
-func chooseBase(ctx context.Context, o Options) (base, error) {
+// chooseBase returns the pinned base, or what this machine has where the pinned one cannot be used and o allows that.
+func chooseBase(ctx context.Context, o Options, programs ...string) (base, error) {
 	b, err := pinnedBase(ctx, o.Arch, o.Progress)
+	if err == nil {
+		err = b.serves(programs)
+	}
 	if err == nil || o.Pinned || ctx.Err() != nil {
 		return b, err
 	}
-	fmt.Fprintf(o.Progress, "the image gets this machine's C library and certificates, because the pinned ones cannot be had: %v\n", err)
+	fmt.Fprintf(o.Progress, "the image gets this machine's C library and certificates: %v\n", err)
 	return machineBase(o.Arch), nil
+}
+
+// serves reports a program that needs a newer C library than the base has: it was linked on a newer machine, and would not start.
+func (b base) serves(programs []string) error {
+	for _, program := range programs {
+		f, err := elf.Open(program)
+		if err != nil {
+			return fmt.Errorf("read %s: %w", program, err)
+		}
+		defer f.Close()
+		needs, err := f.DynamicVersionNeeds()
+		// A static program has none.
+		if err != nil && !errors.Is(err, elf.ErrNoSymbols) {
+			return fmt.Errorf("read what %s needs: %w", program, err)
+		}
+		for _, need := range needs {
+			has, err := b.versionsOf(need.Name)
+			if err != nil {
+				return err
+			}
+			for _, version := range need.Needs {
+				if !has[version.Dep] {
+					return fmt.Errorf("use the pinned C library: %s was linked with a newer one: it needs %s of %s", program, version.Dep, need.Name)
+				}
+			}
+		}
+	}
+	return nil
+}
+
+// versionsOf are the versions of symbols that a library of the base has.
+func (b base) versionsOf(library string) (map[string]bool, error) {
+	path, err := find(b.libraries, library)
+	if err != nil {
+		return nil, err
+	}
+	f, err := elf.Open(path)
+	if err != nil {
+		return nil, fmt.Errorf("read %s: %w", path, err)
+	}
+	defer f.Close()
+	versions, err := f.DynamicVersions()
+	if err != nil {
+		return nil, fmt.Errorf("read versions of %s: %w", path, err)
+	}
+	has := map[string]bool{}
+	for _, version := range versions {
+		has[version.Name] = true
+	}
+	return has, nil
 }
 
 func machineBase(arch string) base {

@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -62,6 +63,42 @@ func TestWithoutThePinnedPackages(t *testing.T) {
 	o.Pinned = true
 	if _, err := chooseBase(t.Context(), o); err == nil || !strings.Contains(err.Error(), "fetch libc6_") {
 		t.Errorf("with Pinned: %v", err)
+	}
+}
+
+// A program that was linked with a newer C library than the pinned one would not start.
+func TestProgramOfANewerMachine(t *testing.T) {
+	dir := t.TempDir()
+	compile := func(out, source string, args ...string) string {
+		t.Helper()
+		path, to := filepath.Join(dir, out+".c"), filepath.Join(dir, out)
+		if err := os.WriteFile(path, []byte(source), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		cmd := exec.Command("gcc", append([]string{"-o", to, path}, args...)...)
+		if out, err := cmd.CombinedOutput(); err != nil {
+			t.Fatalf("%v\n%s", err, out)
+		}
+		return to
+	}
+	library := func(name string, versions string) {
+		t.Helper()
+		script := filepath.Join(dir, "versions")
+		if err := os.WriteFile(script, []byte(versions), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		compile(name, "int old(void) { return 1; } int new(void) { return 2; }", "-shared", "-nostdlib", "-Wl,-soname,"+name, "-Wl,--version-script="+script)
+	}
+	const name = "libofthetest.so.1"
+	library(name, "T_1 { global: old; local: *; }; T_2 { global: new; } T_1;")
+	program := compile("program", "int new(void); void _start(void) { new(); }", filepath.Join(dir, name), "-nostdlib")
+	b := base{libraries: []string{dir}}
+	if err := b.serves([]string{program}); err != nil {
+		t.Errorf("with the library it was linked with: %v", err)
+	}
+	library(name, "T_1 { global: old; new; local: *; };")
+	if err := b.serves([]string{program}); err == nil || !strings.Contains(err.Error(), "it needs T_2 of "+name) {
+		t.Errorf("with an older library: %v", err)
 	}
 }
 

@@ -51,7 +51,7 @@ type Options struct {
 	Root string
 	// Overlay is a file for go build -overlay, by which a test of the tests replaces sources; none when empty.
 	Overlay string
-	// Pinned fails where the pinned Debian packages cannot be had, instead of using the files of this machine.
+	// Pinned fails where the pinned Debian packages cannot be used, instead of using the files of this machine.
 	Pinned bool
 	// Progress gets one line a step; nil is silence.
 	Progress io.Writer
@@ -105,7 +105,7 @@ func collect(ctx context.Context, o Options) (contents, error) {
 	if err != nil {
 		return contents{}, err
 	}
-	b, err := chooseBase(ctx, o)
+	b, err := chooseBase(ctx, o, programs.Agent, programs.Controller)
 	if err != nil {
 		return contents{}, err
 	}

@@ -21,7 +21,7 @@ func Root(ctx context.Context, arch, program, dir string, progress io.Writer) (l
 	if err != nil {
 		return "", "", err
 	}
-	b, err := chooseBase(ctx, Options{Arch: arch, Progress: progress})
+	b, err := chooseBase(ctx, Options{Arch: arch, Progress: progress}, program)
 	if err != nil {
 		return "", "", err
 	}
