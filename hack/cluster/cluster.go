@@ -119,6 +119,23 @@ func (c *Cluster) DialContext(ctx context.Context, network, address string) (net
 	return c.control.dial(ctx, network, address)
 }
 
+// Listen accepts connections of every machine of the cluster at the same address (numeric, of TCP): of the control plane's, where
+// Command's programs run, and of each node. Serve all of them; a reboot of a node needs a new one.
+func (c *Cluster) Listen(ctx context.Context, address string) ([]net.Listener, error) {
+	var listeners []net.Listener
+	for _, m := range c.machines() {
+		listener, err := m.listen(ctx, "tcp", address)
+		if err != nil {
+			for _, other := range listeners {
+				other.Close()
+			}
+			return nil, fmt.Errorf("listen on %s at %s: %w", m.name, address, err)
+		}
+		listeners = append(listeners, listener)
+	}
+	return listeners, nil
+}
+
 // RESTConfig answers an administrator's configuration for client-go that works from any process on the host. It has no
 // client-side rate limit.
 func (c *Cluster) RESTConfig() (*rest.Config, error) {

@@ -231,6 +231,15 @@ func (m *machine) dial(ctx context.Context, network, address string) (net.Conn, 
 	return dialIn(ctx, holder, network, address)
 }
 
+// listen accepts connections as a process on the machine would.
+func (m *machine) listen(ctx context.Context, network, address string) (net.Listener, error) {
+	holder, err := m.holder()
+	if err != nil {
+		return nil, err
+	}
+	return listenIn(ctx, holder, network, address)
+}
+
 // run runs a command and puts its output into the error.
 func run(cmd *exec.Cmd) error {
 	if out, err := cmd.CombinedOutput(); err != nil {

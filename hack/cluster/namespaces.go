@@ -71,7 +71,26 @@ func startIn(holder process, cmd *exec.Cmd) error {
 // dialIn opens a connection from within the network namespace of the machine that the holder keeps.
 func dialIn(ctx context.Context, holder process, network, address string) (net.Conn, error) {
 	var conn net.Conn
-	err := inThread(func() error {
+	err := inNetwork(holder, func() (err error) {
+		// A numeric address is dialled on this very thread; names would be looked up on others.
+		conn, err = (&net.Dialer{}).DialContext(ctx, network, address)
+		return err
+	})
+	return conn, err
+}
+
+// listenIn opens a socket within the network namespace of the machine that the holder keeps. It stays there: any thread may use it.
+func listenIn(ctx context.Context, holder process, network, address string) (net.Listener, error) {
+	var listener net.Listener
+	err := inNetwork(holder, func() (err error) {
+		listener, err = (&net.ListenConfig{}).Listen(ctx, network, address)
+		return err
+	})
+	return listener, err
+}
+
+func inNetwork(holder process, work func() error) error {
+	return inThread(func() error {
 		file, err := os.Open(fmt.Sprintf("/proc/%d/ns/net", holder.Pid))
 		if err != nil {
 			return fmt.Errorf("open network namespace: %w", err)
@@ -83,9 +102,6 @@ func dialIn(ctx context.Context, holder process, network, address string) (net.C
 		if err := unix.Setns(int(file.Fd()), unix.CLONE_NEWNET); err != nil {
 			return fmt.Errorf("enter network namespace: %w", err)
 		}
-		// A numeric address is dialled on this very thread; names would be looked up on others.
-		conn, err = (&net.Dialer{}).DialContext(ctx, network, address)
-		return err
+		return work()
 	})
-	return conn, err
 }
