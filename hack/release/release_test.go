@@ -40,7 +40,7 @@ func (w testWriter) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// checkout makes a clone of this checkout in which testVersion can be released: with the files as they are here, committed or not.
+// checkout makes a checkout in which testVersion can be released, with the files as they are here, committed or not.
 func checkout(t *testing.T) string {
 	t.Helper()
 	root, err := gotool.Root(t.Context())
@@ -51,57 +51,17 @@ func checkout(t *testing.T) string {
 		t.Skip("no git history here: a release is made of a commit")
 	}
 	dir := filepath.Join(t.TempDir(), "checkout")
-	if err := os.MkdirAll(dir, 0o755); err != nil {
+	if err := Rehearse(t.Context(), root, testVersion, dir); err != nil {
 		t.Fatal(err)
 	}
-	for name := range strings.SplitSeq(mustGit(t, root, "ls-files", "-co", "--exclude-standard", "-z"), "\x00") {
-		from, to := filepath.Join(root, name), filepath.Join(dir, name)
-		info, err := os.Lstat(from)
-		if name == "" || errors.Is(err, os.ErrNotExist) {
-			continue
-		}
-		data, err := os.ReadFile(from)
-		if err != nil {
-			t.Fatal(err)
-		}
-		if err := errors.Join(os.MkdirAll(filepath.Dir(to), 0o755), os.WriteFile(to, data, info.Mode())); err != nil {
-			t.Fatal(err)
-		}
-	}
-	version := strings.TrimPrefix(testVersion, "v")
-	edit(t, filepath.Join(dir, "CHANGELOG.md"), func(text string) string {
-		return strings.Replace(text, "\n## ", "\n## "+version+" - 2026-01-02\n\n### Added\n\n- The change of the test.\n\n## ", 1)
-	})
-	edit(t, filepath.Join(dir, chartPath, "Chart.yaml"), func(text string) string {
-		var lines []string
-		for line := range strings.Lines(text) {
-			for _, key := range []string{"version: ", "appVersion: "} {
-				if strings.HasPrefix(line, key) {
-					line = key + version + "\n"
-				}
-			}
-			lines = append(lines, line)
-		}
-		return strings.Join(lines, "")
-	})
-	mustGit(t, dir, "init", "--quiet", "--initial-branch=main")
-	commit(t, dir)
 	return dir
 }
 
 func commit(t *testing.T, dir string) {
 	t.Helper()
-	mustGit(t, dir, "add", "--all", "--force")
-	mustGit(t, dir, "-c", "user.name=test", "-c", "user.email=test@example.com", "-c", "commit.gpgsign=false", "commit", "--quiet", "-m", "test")
-}
-
-func mustGit(t *testing.T, dir string, args ...string) string {
-	t.Helper()
-	out, err := git(t.Context(), dir, args...)
-	if err != nil {
+	if err := commitAll(t.Context(), dir); err != nil {
 		t.Fatal(err)
 	}
-	return out
 }
 
 func edit(t *testing.T, path string, change func(string) string) {
@@ -184,7 +144,7 @@ func checkFiles(t *testing.T, o Options, d Description) {
 		t.Errorf("release.json has %+v (%v), built %+v", read, err, d)
 	}
 	text := mustRead(t, filepath.Join(o.Out, notes))
-	if !strings.Contains(text, "- The change of the test.") || strings.Contains(text, "Unreleased") || !strings.Contains(text, d.ImageDigest) {
+	if !strings.Contains(text, "- A rehearsal.") || strings.Contains(text, "Unreleased") || !strings.Contains(text, d.ImageDigest) {
 		t.Errorf("release notes are %q", text)
 	}
 	text = mustRead(t, filepath.Join(o.Out, licences))
