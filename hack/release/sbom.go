@@ -19,6 +19,7 @@ import (
 	"github.com/spdx/tools-golang/json"
 	"github.com/spdx/tools-golang/spdx"
 	"github.com/spdx/tools-golang/spdx/v2/common"
+	"golang.org/x/mod/module"
 )
 
 const (
@@ -138,7 +139,10 @@ func (s *inventory) program(root, name string, data []byte) error {
 		PackageChecksums: []common.Checksum{{Algorithm: common.SHA256, Value: sha256Of(data)}},
 	})
 	s.edge(root, "CONTAINS", program)
-	s.module(program, "stdlib", strings.TrimPrefix(info.GoVersion, "go"), "", "pkg:golang/stdlib@"+strings.TrimPrefix(info.GoVersion, "go"))
+	goVersion := strings.TrimPrefix(info.GoVersion, "go")
+	if err := s.module(program, "stdlib", goVersion, "", "pkg:golang/stdlib@"+goVersion); err != nil {
+		return err
+	}
 	// The module of a program of another project is its main module.
 	for _, m := range append(info.Deps, &info.Main) {
 		m = cmp.Or(m.Replace, m)
@@ -146,12 +150,14 @@ func (s *inventory) program(root, name string, data []byte) error {
 		if m.Path == ownModule || m.Version == "" || m.Version == "(devel)" {
 			continue
 		}
-		s.module(program, m.Path, m.Version, m.Sum, "pkg:golang/"+m.Path+"@"+escape(m.Version))
+		if err := s.module(program, m.Path, m.Version, m.Sum, "pkg:golang/"+m.Path+"@"+escape(m.Version)); err != nil {
+			return err
+		}
 	}
 	return nil
 }
 
-func (s *inventory) module(program, path, version, sum, reference string) {
+func (s *inventory) module(program, path, version, sum, reference string) error {
 	id := spdxID("go", path, version)
 	p := &spdx.Package{
 		PackageName: path, PackageVersion: version, PackageExternalReferences: purl(reference),
@@ -160,13 +166,22 @@ func (s *inventory) module(program, path, version, sum, reference string) {
 	if path == "stdlib" {
 		p.PackageLicenseDeclared = s.licences["go"]
 	} else {
-		p.PackageDownloadLocation = "https://proxy.golang.org/" + lowerCase(path) + "/@v/" + lowerCase(version) + ".zip"
+		escaped, err := module.EscapePath(path)
+		if err != nil {
+			return fmt.Errorf("name download of %s: %w", path, err)
+		}
+		escapedVersion, err := module.EscapeVersion(version)
+		if err != nil {
+			return fmt.Errorf("name download of %s@%s: %w", path, version, err)
+		}
+		p.PackageDownloadLocation = "https://proxy.golang.org/" + escaped + "/@v/" + escapedVersion + ".zip"
 	}
 	if sum != "" {
 		p.PackageComment = "go.sum: " + sum
 	}
 	s.add(id, p)
 	s.edge(program, "DEPENDS_ON", id)
+	return nil
 }
 
 func (s *inventory) sorted() []*spdx.Package {
@@ -202,19 +217,6 @@ var notInID = regexp.MustCompile(`[^a-zA-Z0-9.-]+`)
 
 func spdxID(kind string, names ...string) string {
 	return "Package-" + kind + "-" + notInID.ReplaceAllString(strings.Join(names, "-"), "-")
-}
-
-// lowerCase is how the module proxy spells upper case letters.
-func lowerCase(path string) string {
-	var text strings.Builder
-	for _, r := range path {
-		if r >= 'A' && r <= 'Z' {
-			text.WriteByte('!')
-			r += 'a' - 'A'
-		}
-		text.WriteRune(r)
-	}
-	return text.String()
 }
 
 // phrases are words that only one licence has. A text with two of them is under both.
