@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"context"
+	"io"
+	"log"
+	"maps"
+	"net"
+	"net/http"
+	"os/exec"
+	"path"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/google/go-containerregistry/pkg/registry"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/tandem-gpu/tandem/hack/gotool"
+	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/hack/release"
+)
+
+// TestRelease: a release is installed with no values, first without a registry, from the chart's file and an image that was imported, then
+// from a registry, from which the nodes pull the image by its digest. Pods keep their GPUs when it is upgraded to the chart of this
+// checkout and rolled back.
+func TestRelease(t *testing.T) {
+	s := begin(t)
+	r := s.newRegistry()
+	d, dir := s.release("v0.98.7-test.1", r.address)
+	// The release that all stories use goes, and comes back.
+	s.undo(func() error {
+		ctx := context.WithoutCancel(s.ctx)
+		if err := install.Uninstall(ctx, theCluster, install.Options{}); err != nil {
+			return err
+		}
+		return install.Tandem(ctx, theCluster, install.Options{Values: installValues})
+	})
+	if err := install.Uninstall(s.ctx, theCluster, install.Options{}); err != nil {
+		t.Fatal(err)
+	}
+	helm := func(args ...string) {
+		t.Helper()
+		cmd, err := theCluster.Command(s.ctx, "helm", args...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if out, err := cmd.CombinedOutput(); err != nil {
+			t.Fatalf("helm %s: %v\n%s", args[0], err, out)
+		}
+	}
+	s.importImage(filepath.Join(dir, "image"))
+	helm("install", install.Release, filepath.Join(dir, d.ChartFile), "--namespace", install.Namespace, "--create-namespace", "--wait", "--timeout=3m")
+	s.runs(d)
+	if err := install.Uninstall(s.ctx, theCluster, install.Options{}); err != nil {
+		t.Fatal(err)
+	}
+	for _, node := range theCluster.Nodes() {
+		// CRI has names of its own for the same content, and content that is there is not fetched again.
+		names := strings.Fields(s.on(node, "ctr", "--namespace=k8s.io", "images", "list", "--quiet", "target.digest=="+d.ImageDigest))
+		s.on(node, "ctr", append([]string{"--namespace=k8s.io", "images", "rm", "--sync"}, names...)...)
+	}
+
+	r.serve()
+	if _, err := release.Publish(s.ctx, dir, io.Discard); err != nil {
+		t.Fatal(err)
+	}
+	chart := []string{install.Release, "oci://" + d.Chart, "--version", d.Version, "--plain-http", "--namespace", install.Namespace}
+	helm(append([]string{"install", "--wait", "--timeout=3m"}, chart...)...)
+	s.runs(d)
+	if pulled := r.pulled(d.ImageDigest); pulled < len(theCluster.Nodes()) {
+		t.Errorf("the index was read %d times from the registry, by %d nodes", pulled, len(theCluster.Nodes()))
+	}
+
+	// With GPUs, which are simulated here.
+	helm(append([]string{"upgrade", "--set=simulated.profile=" + install.DefaultProfile}, chart...)...)
+	ready := func() {
+		t.Helper()
+		if err := install.Ready(s.ctx, theCluster); err != nil {
+			t.Fatal(err)
+		}
+	}
+	ready()
+	s.runs(d)
+	before := s.occupy()
+	same := func(what string) {
+		t.Helper()
+		if now := s.seen(); !maps.EqualFunc(before, now, slices.Equal) {
+			t.Errorf("the pods saw GPUs %v, after the %s %v", before, what, now)
+		}
+	}
+	if err := install.Upgrade(s.ctx, theCluster, install.Options{Values: installValues}); err != nil {
+		t.Fatal(err)
+	}
+	same("upgrade")
+	helm("rollback", install.Release, "--namespace", install.Namespace, "--wait", "--timeout=3m")
+	ready()
+	s.runs(d)
+	s.undisturbed(before)
+}
+
+// registryServer is an empty registry for this process and every machine of the cluster, at one address of the loopback interface: there containerd
+// and Helm speak plain HTTP.
+type registryServer struct {
+	*story
+	address string
+	here    net.Listener
+	mu      sync.Mutex
+	read    map[string]int
+}
+
+// newRegistry chooses the address. Nothing is served at it yet.
+func (s *story) newRegistry() *registryServer {
+	s.Helper()
+	here, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		s.Fatal(err)
+	}
+	s.Cleanup(func() { here.Close() })
+	return &registryServer{story: s, address: here.Addr().String(), here: here, read: map[string]int{}}
+}
+
+func (r *registryServer) serve() {
+	r.Helper()
+	there, err := theCluster.Listen(r.ctx, r.address)
+	if err != nil {
+		r.Fatal(err)
+	}
+	content := registry.New(registry.Logger(log.New(io.Discard, "", 0)))
+	server := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, request *http.Request) {
+		if request.Method == http.MethodGet {
+			r.mu.Lock()
+			r.read[path.Base(request.URL.Path)]++
+			r.mu.Unlock()
+		}
+		content.ServeHTTP(w, request)
+	})}
+	r.Cleanup(func() { server.Close() })
+	for _, listener := range append(there, r.here) {
+		go server.Serve(listener)
+	}
+}
+
+// pulled is how often a manifest or a blob was read.
+func (r *registryServer) pulled(digest string) int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.read[digest]
+}
+
+// release makes a release of this checkout and returns it with its directory.
+func (s *story) release(version, registry string) (release.Description, string) {
+	s.Helper()
+	root, err := gotool.Root(s.ctx)
+	if err != nil {
+		s.Fatal(err)
+	}
+	checkout, out := filepath.Join(s.TempDir(), "checkout"), filepath.Join(s.TempDir(), "release")
+	if err := release.Rehearse(s.ctx, root, version, checkout); err != nil {
+		s.Fatal(err)
+	}
+	d, err := release.Build(s.ctx, release.Options{
+		Version: version, Out: out, Root: checkout, Registry: registry + "/gpu", AnyToolchain: true, NoPlugins: true, Progress: io.Discard,
+	})
+	if err != nil {
+		s.Fatal(err)
+	}
+	return d, out
+}
+
+// importImage gives a layout to every node as the script in the bundle does.
+func (s *story) importImage(layout string) {
+	s.Helper()
+	archive := filepath.Join(s.TempDir(), "image.tar")
+	if out, err := exec.CommandContext(s.ctx, "tar", "-C", layout, "-cf", archive, ".").CombinedOutput(); err != nil {
+		s.Fatalf("pack image: %v\n%s", err, out)
+	}
+	if err := theCluster.LoadImage(s.ctx, archive); err != nil {
+		s.Fatal(err)
+	}
+}
+
+// runs checks that agents and controller run the image of the release.
+func (s *story) runs(d release.Description) {
+	s.Helper()
+	pods, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{LabelSelector: "app.kubernetes.io/name=tandem"})
+	if err != nil {
+		s.Fatal(err)
+	}
+	running := 0
+	for _, pod := range pods.Items {
+		if pod.DeletionTimestamp != nil {
+			continue
+		}
+		for _, c := range pod.Status.ContainerStatuses {
+			running++
+			if !strings.HasSuffix(c.ImageID, "@"+d.ImageDigest) || c.Image != d.Image+"@"+d.ImageDigest && !strings.HasPrefix(c.Image, "sha256:") {
+				s.Errorf("%s runs %s (%s), released is %s", pod.Name, c.Image, c.ImageID, d.ImageDigest)
+			}
+			if !c.Ready {
+				s.Errorf("%s is not ready", pod.Name)
+			}
+		}
+	}
+	if want := len(theCluster.Nodes()) + 1; running != want {
+		s.Errorf("%d containers run, want %d", running, want)
+	}
+}
