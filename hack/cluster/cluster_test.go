@@ -30,7 +30,7 @@ func TestConfigComplete(t *testing.T) {
 		"defaults":       {config: Config{Dir: "x"}},
 		"no directory":   {config: Config{}, want: []string{"dir: missing"}},
 		"below run":      {config: Config{Dir: "/run/x"}, want: []string{`dir "/run/x": below /run`}},
-		"nodes alone":    {config: Config{Dir: "x", APIServerOnly: true, Nodes: []NodeConfig{{Name: "a"}}}, want: []string{"nodes: apiServerOnly has none"}},
+		"nodes alone":    {config: Config{Dir: "x", APIServerOnly: true, Nodes: []NodeConfig{{Name: "a"}}}, want: []string{"nodes: apiServerOnly and noNodes have none"}},
 		"bad version":    {config: Config{Dir: "x", KubernetesVersion: "1.37"}, want: []string{`kubernetesVersion: kubernetes version "1.37"`}},
 		"old version":    {config: Config{Dir: "x", KubernetesVersion: "v1.33.1"}, want: []string{"older than v1.34"}},
 		"old node":       {config: Config{Dir: "x", Nodes: []NodeConfig{{Name: "a", KubernetesVersion: "v1.9.0"}}}, want: []string{"nodes[0].kubernetesVersion"}},

@@ -29,10 +29,12 @@ type Config struct {
 	// KubernetesVersion of the control plane and of nodes that name none, for example "v1.36.3"; empty means
 	// binaries.DefaultKubernetes.
 	KubernetesVersion string `json:"kubernetesVersion,omitempty"`
-	// Nodes; empty means one node named "node-1", unless APIServerOnly is set.
+	// Nodes; empty means one node named "node-1", unless APIServerOnly or NoNodes is set.
 	Nodes []NodeConfig `json:"nodes,omitempty"`
 	// APIServerOnly leaves out everything but etcd and kube-apiserver: no nodes, controllers or scheduler.
 	APIServerOnly bool `json:"apiServerOnly,omitempty"`
+	// NoNodes leaves out the nodes only: the caller plays them.
+	NoNodes bool `json:"noNodes,omitempty"`
 	// FeatureGates are set on every component.
 	FeatureGates map[string]bool `json:"featureGates,omitempty"`
 	// APIServerArgs, SchedulerArgs and ControllerManagerArgs are appended to the command lines: the last of equal flags wins.
@@ -96,10 +98,10 @@ func (c *Config) complete() error {
 	if err := binaries.ValidKubernetes(c.KubernetesVersion); err != nil {
 		problems = append(problems, fmt.Errorf("kubernetesVersion: %w", err))
 	}
-	if c.APIServerOnly && len(c.Nodes) > 0 {
-		problems = append(problems, errors.New("nodes: apiServerOnly has none"))
+	if (c.APIServerOnly || c.NoNodes) && len(c.Nodes) > 0 {
+		problems = append(problems, errors.New("nodes: apiServerOnly and noNodes have none"))
 	}
-	if len(c.Nodes) == 0 && !c.APIServerOnly {
+	if len(c.Nodes) == 0 && !c.APIServerOnly && !c.NoNodes {
 		c.Nodes = []NodeConfig{{Name: "node-1"}}
 	}
 	if len(c.Nodes) > maxNodes {

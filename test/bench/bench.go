@@ -20,6 +20,7 @@ import (
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/image"
 	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/test/figure"
 )
 
 // Options of a run. Zero values are replaced by defaults.
@@ -58,11 +59,11 @@ type run struct {
 	client  kubernetes.Interface
 	node    *node
 	kubelet *kubelet
-	figures []Figure
+	figures []figure.Figure
 }
 
 // Run measures everything and returns the figures. It needs root, takes a few minutes, and leaves nothing behind.
-func Run(ctx context.Context, o Options) (figures []Figure, err error) {
+func Run(ctx context.Context, o Options) (figures []figure.Figure, err error) {
 	if o.Calls <= 0 {
 		o.Calls = 320
 	}
@@ -163,7 +164,7 @@ func (r *run) measure(ctx context.Context) (err error) {
 	return r.pack()
 }
 
-func (r *run) add(figures []Figure, err error) error {
+func (r *run) add(figures []figure.Figure, err error) error {
 	r.figures = append(r.figures, figures...)
 	return err
 }
@@ -213,7 +214,7 @@ func (r *run) begin(ctx context.Context, m machine, mode config.Mode) (s *subjec
 }
 
 func (r *run) measureStarts(ctx context.Context) error {
-	var registered, identified, published, stopped samples
+	var registered, identified, published, stopped figure.Samples
 	for i := range r.Starts {
 		r.say("start %d of %d", i+1, r.Starts)
 		s, took, err := r.begin(ctx, small, config.ModeDual)
@@ -225,11 +226,11 @@ func (r *run) measureStarts(ctx context.Context) error {
 		}
 		registered, identified, published = append(registered, took.registered), append(identified, took.identified), append(published, took.published)
 	}
-	return r.add([]Figure{
-		registered.figure("start_to_registered", 50).within(40),
-		identified.figure("start_to_getinfo", 50).within(40),
-		published.figure("start_to_published", 50).within(300),
-		stopped.figure("stop", 50).within(50),
+	return r.add([]figure.Figure{
+		registered.Figure("start_to_registered", 50).Within(40),
+		identified.Figure("start_to_getinfo", 50).Within(40),
+		published.Figure("start_to_published", 50).Within(300),
+		stopped.Figure("stop", 50).Within(50),
 	}, nil)
 }
 
@@ -282,8 +283,8 @@ func (r *run) measureSmall(ctx context.Context, s *subject) error {
 	if err != nil {
 		return err
 	}
-	floor := gets.figure("claim_get_conc8_p99", 99)
-	if err := r.add([]Figure{floor, prepares.figure("prepare_conc8_p99", 99).over(floor, goal{factor: 1, margin: 3})}, nil); err != nil {
+	floor := gets.Figure("claim_get_conc8_p99", 99)
+	if err := r.add([]figure.Figure{floor, prepares.Figure("prepare_conc8_p99", 99).Over(floor, figure.Goal{Factor: 1, Margin: 3})}, nil); err != nil {
 		return err
 	}
 	r.say("allocating limits")
@@ -313,7 +314,7 @@ func (r *run) measureLarge(ctx context.Context, s *subject) error {
 	if err := r.add(s.withdrawal(ctx)); err != nil {
 		return err
 	}
-	return r.add([]Figure{prepares.figure("prepare_conc56_p99", 99).over(gets.figure("", 99), goal{})}, nil)
+	return r.add([]figure.Figure{prepares.Figure("prepare_conc56_p99", 99).Over(gets.Figure("", 99), figure.Goal{})}, nil)
 }
 
 // addMemory reads the resident memory of the agent; bound is its goal, zero for none.
@@ -323,5 +324,5 @@ func (r *run) addMemory(s *subject, name string, bound float64) error {
 		return err
 	}
 	r.say("%s: %.1f MiB resident, of which %.1f anonymous, %.1f files", name, m.rss, m.anon, m.file)
-	return r.add([]Figure{Figure{Name: name, Value: m.rss, Unit: "MiB", N: 1}.within(bound)}, nil)
+	return r.add([]figure.Figure{figure.Figure{Name: name, Value: m.rss, Unit: "MiB", N: 1}.Within(bound)}, nil)
 }

@@ -18,6 +18,7 @@ import (
 	drahealth "k8s.io/kubelet/pkg/apis/dra-health/v1"
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
+	"github.com/tandem-gpu/tandem/test/figure"
 	"github.com/tandem-gpu/tandem/test/gpufaults"
 )
 
@@ -73,7 +74,7 @@ func (r *run) measureHealth(ctx context.Context) error {
 	return r.with(ctx, small, func(ctx context.Context, s *subject) error { return r.add(s.health(ctx)) })
 }
 
-func (s *subject) health(ctx context.Context) (figures []Figure, err error) {
+func (s *subject) health(ctx context.Context) (figures []figure.Figure, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var seen seenHealth
@@ -100,7 +101,7 @@ func (s *subject) health(ctx context.Context) (figures []Figure, err error) {
 	dir := s.node.path(small.profile)
 	defer func() { err = errors.Join(err, gpufaults.Clear(dir)) }()
 
-	var slices, lists, reports, recovered samples
+	var slices, lists, reports, recovered figure.Samples
 	for _, fault := range gpufaults.All {
 		limited, cancel := context.WithTimeoutCause(ctx, 15*time.Second, fmt.Errorf("fault %q", fault.Name))
 		began := time.Now()
@@ -129,11 +130,11 @@ func (s *subject) health(ctx context.Context) (figures []Figure, err error) {
 		}
 		recovered = append(recovered, max(took[0], took[1], took[2]))
 	}
-	return []Figure{
-		slices.figure("health_slice_p99", 99).within(seenWithin),
-		lists.figure("health_allocatable_p99", 99).within(seenWithin),
-		reports.figure("health_pod_status_p99", 99).within(seenWithin),
-		recovered.figure("health_recovered_p99", 99).within(recoveredWithin),
+	return []figure.Figure{
+		slices.Figure("health_slice_p99", 99).Within(seenWithin),
+		lists.Figure("health_allocatable_p99", 99).Within(seenWithin),
+		reports.Figure("health_pod_status_p99", 99).Within(seenWithin),
+		recovered.Figure("health_recovered_p99", 99).Within(recoveredWithin),
 	}, nil
 }
 

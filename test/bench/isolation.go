@@ -12,6 +12,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/simulated"
+	"github.com/tandem-gpu/tandem/test/figure"
 )
 
 const (
@@ -44,9 +45,9 @@ func (r *run) measureIsolation(ctx context.Context) error {
 
 // besideASlowGPU prepares claims for partitions of all GPUs but the first, in turns with the same while a partition of the first
 // is being made, slowly.
-func (s *subject) besideASlowGPU(ctx context.Context) ([]Figure, error) {
+func (s *subject) besideASlowGPU(ctx context.Context) ([]figure.Figure, error) {
 	slow, others := s.claims[0], s.claims[onesAGPU:]
-	var alone, beside samples
+	var alone, beside figure.Samples
 	for range isolations {
 		if err := s.prepareAll(ctx, others, &alone, nil); err != nil {
 			return nil, err
@@ -73,14 +74,14 @@ func (s *subject) besideASlowGPU(ctx context.Context) ([]Figure, error) {
 			return nil, err
 		}
 	}
-	return []Figure{
-		beside.figure("prepare_beside_slow_gpu_p50", 50).over(alone.figure("", 50), goal{}),
-		beside.figure("prepare_beside_slow_gpu_p99", 99).over(alone.figure("", 99), goal{factor: 1, margin: 5}),
+	return []figure.Figure{
+		beside.Figure("prepare_beside_slow_gpu_p50", 50).Over(alone.Figure("", 50), figure.Goal{}),
+		beside.Figure("prepare_beside_slow_gpu_p99", 99).Over(alone.Figure("", 99), figure.Goal{Factor: 1, Margin: 5}),
 	}, nil
 }
 
 // prepareAll prepares one claim after the other, until there is something in done.
-func (s *subject) prepareAll(ctx context.Context, claims []*resourceapi.ResourceClaim, into *samples, done <-chan error) error {
+func (s *subject) prepareAll(ctx context.Context, claims []*resourceapi.ResourceClaim, into *figure.Samples, done <-chan error) error {
 	for _, claim := range claims {
 		if len(done) > 0 {
 			return nil

@@ -14,6 +14,8 @@ import (
 	"k8s.io/client-go/kubernetes"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 	drapb "k8s.io/kubelet/pkg/apis/dra/v1"
+
+	"github.com/tandem-gpu/tandem/test/figure"
 )
 
 // subject is a running agent with everything that a measurement needs of its surroundings.
@@ -28,7 +30,7 @@ type subject struct {
 }
 
 // timed measures one call.
-func timed(into *samples, call func() error) error {
+func timed(into *figure.Samples, call func() error) error {
 	start := time.Now()
 	err := call()
 	*into = append(*into, time.Since(start))
@@ -88,19 +90,19 @@ func (s *subject) empty(ctx context.Context) error {
 }
 
 // serialClaims prepares and unprepares one claim at a time, n of them.
-func (s *subject) serialClaims(ctx context.Context, n int) ([]Figure, error) {
+func (s *subject) serialClaims(ctx context.Context, n int) ([]figure.Figure, error) {
 	gets, prepares, unprepares, err := s.prepareOneByOne(ctx, n)
-	floor := gets.figure("claim_get_p50", 50)
-	return []Figure{
+	floor := gets.Figure("claim_get_p50", 50)
+	return []figure.Figure{
 		floor,
-		prepares.figure("prepare_serial_p50", 50).over(floor, goal{factor: 1, margin: 1}),
-		prepares.figure("prepare_serial_p99", 99).over(gets.figure("", 99), goal{}),
-		unprepares.figure("unprepare_serial_p50", 50),
+		prepares.Figure("prepare_serial_p50", 50).Over(floor, figure.Goal{Factor: 1, Margin: 1}),
+		prepares.Figure("prepare_serial_p99", 99).Over(gets.Figure("", 99), figure.Goal{}),
+		unprepares.Figure("unprepare_serial_p50", 50),
 	}, err
 }
 
 // prepareOneByOne prepares and unprepares one claim at a time, n of them, in turns with GETs.
-func (s *subject) prepareOneByOne(ctx context.Context, n int) (gets, prepares, unprepares samples, err error) {
+func (s *subject) prepareOneByOne(ctx context.Context, n int) (gets, prepares, unprepares figure.Samples, err error) {
 	err = inTurns(ctx, n,
 		func(i int) error {
 			return timed(&gets, func() error { return s.getClaim(ctx, s.claims[i%len(s.claims)]) })
@@ -116,9 +118,9 @@ func (s *subject) prepareOneByOne(ctx context.Context, n int) (gets, prepares, u
 }
 
 // concurrently makes a call for each claim at once and collects how long each took.
-func concurrently(into *samples, claims []*resourceapi.ResourceClaim, call func(*resourceapi.ResourceClaim) error) error {
+func concurrently(into *figure.Samples, claims []*resourceapi.ResourceClaim, call func(*resourceapi.ResourceClaim) error) error {
 	var group errgroup.Group
-	took := make([]samples, len(claims))
+	took := make([]figure.Samples, len(claims))
 	start := make(chan struct{})
 	for i, claim := range claims {
 		group.Go(func() error {
@@ -135,9 +137,9 @@ func concurrently(into *samples, claims []*resourceapi.ResourceClaim, call func(
 }
 
 // concurrentClaims prepares width claims at once, until n were prepared, in turns with as many GETs.
-func (s *subject) concurrentClaims(ctx context.Context, width, n int) (gets, prepares samples, err error) {
+func (s *subject) concurrentClaims(ctx context.Context, width, n int) (gets, prepares figure.Samples, err error) {
 	claims := s.claims[:width]
-	var unprepares samples
+	var unprepares figure.Samples
 	err = inTurns(ctx, (n+width-1)/width,
 		func(int) error {
 			return concurrently(&gets, claims, func(c *resourceapi.ResourceClaim) error { return s.getClaim(ctx, c) })
@@ -158,10 +160,10 @@ const (
 )
 
 // heldClaims prepares claims one after the other while all before them stay, several times over.
-func (s *subject) heldClaims(ctx context.Context) ([]Figure, error) {
-	var first, last samples
+func (s *subject) heldClaims(ctx context.Context) ([]figure.Figure, error) {
+	var first, last figure.Samples
 	for range heldFor {
-		var prepares samples
+		var prepares figure.Samples
 		for _, claim := range s.claims[:held] {
 			if err := timed(&prepares, func() error { return s.prepare(ctx, claim) }); err != nil {
 				return nil, err
@@ -174,12 +176,12 @@ func (s *subject) heldClaims(ctx context.Context) ([]Figure, error) {
 			}
 		}
 	}
-	ratio := last.percentile(50) / first.percentile(50)
-	return []Figure{Figure{Name: "prepare_held200_ratio", Value: ratio, Unit: "ratio", N: len(last)}.within(1.2)}, nil
+	ratio := last.Percentile(50) / first.Percentile(50)
+	return []figure.Figure{figure.Figure{Name: "prepare_held200_ratio", Value: ratio, Unit: "ratio", N: len(last)}.Within(1.2)}, nil
 }
 
 // allocations measures Allocate of one GPU, and of all GPUs of the machine in one call.
-func (s *subject) allocations(ctx context.Context, n int) ([]Figure, error) {
+func (s *subject) allocations(ctx context.Context, n int) ([]figure.Figure, error) {
 	floor, one, err := s.allocate(ctx, "one", 1, n)
 	if err != nil {
 		return nil, err
@@ -188,16 +190,16 @@ func (s *subject) allocations(ctx context.Context, n int) ([]Figure, error) {
 	if err != nil {
 		return nil, err
 	}
-	p50, p99, single := floor.figure("empty_call_p50", 50), floor.figure("empty_call_p99", 99), one.figure("allocate_p50", 50)
-	return []Figure{
-		p50, p99, single.over(p50, goal{factor: 1.3}), one.figure("allocate_p99", 99).over(p99, goal{factor: 3}),
-		all.figure(fmt.Sprintf("allocate_%d_p50", len(s.ids)), 50).over(single, goal{factor: 2}),
+	p50, p99, single := floor.Figure("empty_call_p50", 50), floor.Figure("empty_call_p99", 99), one.Figure("allocate_p50", 50)
+	return []figure.Figure{
+		p50, p99, single.Over(p50, figure.Goal{Factor: 1.3}), one.Figure("allocate_p99", 99).Over(p99, figure.Goal{Factor: 3}),
+		all.Figure(fmt.Sprintf("allocate_%d_p50", len(s.ids)), 50).Over(single, figure.Goal{Factor: 2}),
 	}, nil
 }
 
 // allocate measures n calls of Allocate for this many GPUs each, in turns with calls that do nothing. The names of its pods start
 // with prefix.
-func (s *subject) allocate(ctx context.Context, prefix string, gpus, n int) (floor, allocates samples, err error) {
+func (s *subject) allocate(ctx context.Context, prefix string, gpus, n int) (floor, allocates figure.Samples, err error) {
 	for cycle := 0; len(allocates) < n; cycle++ {
 		pod, err := createPod(ctx, s.client, fmt.Sprintf("%s-%d", prefix, cycle))
 		if err != nil {
@@ -255,9 +257,9 @@ func (s *subject) release(ctx context.Context, pod *corev1.Pod) error {
 }
 
 // preferences asks for the best of all GPUs, n times for each size.
-func (s *subject) preferences(ctx context.Context, n int, sizes ...int) ([]Figure, error) {
-	var floor samples
-	took := make([]samples, len(sizes))
+func (s *subject) preferences(ctx context.Context, n int, sizes ...int) ([]figure.Figure, error) {
+	var floor figure.Samples
+	took := make([]figure.Samples, len(sizes))
 	calls := []func(int) error{func(int) error { return timed(&floor, func() error { return s.empty(ctx) }) }}
 	for i, size := range sizes {
 		request := &pluginapi.PreferredAllocationRequest{ContainerRequests: []*pluginapi.ContainerPreferredAllocationRequest{{
@@ -270,10 +272,10 @@ func (s *subject) preferences(ctx context.Context, n int, sizes ...int) ([]Figur
 	if err := inTurns(ctx, n, calls...); err != nil {
 		return nil, err
 	}
-	empty := floor.figure("empty_call_p50", 50)
-	figures := make([]Figure, len(sizes))
+	empty := floor.Figure("empty_call_p50", 50)
+	figures := make([]figure.Figure, len(sizes))
 	for i, size := range sizes {
-		figures[i] = took[i].figure(fmt.Sprintf("preferred_%d_p50", size), 50).over(empty, goal{factor: 1, margin: 0.15})
+		figures[i] = took[i].Figure(fmt.Sprintf("preferred_%d_p50", size), 50).Over(empty, figure.Goal{Factor: 1, Margin: 0.15})
 	}
 	return figures, nil
 }

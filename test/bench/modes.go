@@ -12,6 +12,7 @@ import (
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
 	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/test/figure"
 )
 
 // rounds of measureModes: what the machine does beside it changes from minute to minute.
@@ -29,21 +30,21 @@ func (r *run) measureModes(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	prepares, allocates := map[config.Mode]*samples{}, map[config.Mode]*samples{}
+	prepares, allocates := map[config.Mode]*figure.Samples{}, map[config.Mode]*figure.Samples{}
 	modes := []config.Mode{config.ModeDual, config.ModeClaimsOnly, config.ModeDevicePluginOnly}
 	for _, mode := range modes {
-		prepares[mode], allocates[mode] = &samples{}, &samples{}
+		prepares[mode], allocates[mode] = &figure.Samples{}, &figure.Samples{}
 	}
 	for round := range rounds {
 		for i := range modes {
 			mode := modes[(round+i)%len(modes)]
 			r.say("mode %s, round %d of %d", mode, round+1, rounds)
 			err := r.on(ctx, small, mode, claims, func(ctx context.Context, s *subject) error {
-				if figure := idleFigures[mode]; figure != "" && round == 0 {
+				if name := idleFigures[mode]; name != "" && round == 0 {
 					if !pause(ctx, r.Idle) {
 						return context.Cause(ctx)
 					}
-					if err := r.addMemory(s, figure, 45); err != nil {
+					if err := r.addMemory(s, name, 45); err != nil {
 						return err
 					}
 				}
@@ -74,17 +75,17 @@ func (r *run) measureModes(ctx context.Context) error {
 }
 
 // besides compares a call where the other API is served as well with the same call where it is not.
-func besides(call string, dual, only samples) []Figure {
-	alone := only.figure(call+"_alone_p50", 50)
-	return []Figure{
-		alone, dual.figure(call+"_dual_p50", 50).over(alone, goal{factor: 1.2, margin: 0.1}),
-		{Name: call + "_dual_ratio", Value: dual.percentile(50) / only.percentile(50), Unit: "ratio", N: len(dual)},
+func besides(call string, dual, only figure.Samples) []figure.Figure {
+	alone := only.Figure(call+"_alone_p50", 50)
+	return []figure.Figure{
+		alone, dual.Figure(call+"_dual_p50", 50).Over(alone, figure.Goal{Factor: 1.2, Margin: 0.1}),
+		{Name: call + "_dual_ratio", Value: dual.Percentile(50) / only.Percentile(50), Unit: "ratio", N: len(dual)},
 	}
 }
 
 // withdrawal is how much is sent for one GPU that changes hands: to kubelet, the list of all devices; to the API server, the
 // slices.
-func (s *subject) withdrawal(ctx context.Context) ([]Figure, error) {
+func (s *subject) withdrawal(ctx context.Context) ([]figure.Figure, error) {
 	s.kubelet.mu.Lock()
 	devices := s.session.devices
 	s.kubelet.mu.Unlock()
@@ -98,7 +99,7 @@ func (s *subject) withdrawal(ctx context.Context) ([]Figure, error) {
 		largest = max(largest, slice.Size())
 	}
 	name := func(what string) string { return fmt.Sprintf("withdrawal_%d_%s", len(devices), what) }
-	return []Figure{
+	return []figure.Figure{
 		{Name: name("list"), Value: float64(proto.Size(&pluginapi.ListAndWatchResponse{Devices: devices})), Unit: "bytes", N: 1},
 		{Name: name("slice"), Value: float64(largest), Unit: "bytes", N: 1},
 	}, nil

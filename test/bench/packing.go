@@ -6,6 +6,7 @@ import (
 	"errors"
 
 	"github.com/tandem-gpu/tandem/simulated/models"
+	"github.com/tandem-gpu/tandem/test/figure"
 	"github.com/tandem-gpu/tandem/test/packing"
 )
 
@@ -22,7 +23,7 @@ func (r *run) pack() error {
 	p := packing.GPU(m, sequences, 1)
 	r.say("packing: 1,000 random sequences: placed first-fit %.1f %%, ours %.1f %%, optimum %.1f %%",
 		p.Share(p.ByName), p.Share(p.Ordered), p.Share(p.Optimum))
-	return r.add([]Figure{
+	return r.add([]figure.Figure{
 		{Name: "packed_first_fit", Value: p.Share(p.ByName), Unit: "%", N: p.Requests},
 		{Name: "packed_ours", Value: p.Share(p.Ordered), Unit: "%", N: p.Requests},
 		{Name: "packed_optimum", Value: p.Share(p.Optimum), Unit: "%", N: p.Requests},

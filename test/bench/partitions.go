@@ -18,6 +18,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 	"github.com/tandem-gpu/tandem/simulated"
 	"github.com/tandem-gpu/tandem/simulated/simnode"
+	"github.com/tandem-gpu/tandem/test/figure"
 )
 
 const (
@@ -78,7 +79,7 @@ func openTwin(ctx context.Context, host string) (*nvml.Node, error) {
 	return node, node.Scan(ctx)
 }
 
-func (s *subject) partitions(ctx context.Context, driver *nvml.Node, n int) ([]Figure, error) {
+func (s *subject) partitions(ctx context.Context, driver *nvml.Node, n int) ([]figure.Figure, error) {
 	gpu := driver.Inventory().GPUs[0]
 	i := slices.IndexFunc(gpu.Profiles, func(p device.Profile) bool { return p.Name == "1g.10gb" })
 	if i < 0 {
@@ -91,7 +92,7 @@ func (s *subject) partitions(ctx context.Context, driver *nvml.Node, n int) ([]F
 	if err != nil {
 		return nil, err
 	}
-	var gets, creates, prepares samples
+	var gets, creates, prepares figure.Samples
 	err = inTurns(ctx, n,
 		func(i int) error {
 			return timed(&gets, func() error { return s.getClaim(ctx, s.claims[i%len(s.claims)]) })
@@ -134,11 +135,11 @@ func (s *subject) partitions(ctx context.Context, driver *nvml.Node, n int) ([]F
 			writes++
 		}
 	}
-	floor := Figure{Name: "claim_get_and_nvml_p50", Value: gets.percentile(50) + creates.percentile(50), Unit: "ms", N: len(creates)}
-	return []Figure{
-		creates.figure("nvml_partition_p50", 50), floor,
-		prepares.figure("prepare_partition_p50", 50).over(floor, goal{factor: 1, margin: 2}),
-		Figure{Name: "partition_slice_writes", Value: float64(writes), Unit: "slices", N: n}.within(0),
+	floor := figure.Figure{Name: "claim_get_and_nvml_p50", Value: gets.Percentile(50) + creates.Percentile(50), Unit: "ms", N: len(creates)}
+	return []figure.Figure{
+		creates.Figure("nvml_partition_p50", 50), floor,
+		prepares.Figure("prepare_partition_p50", 50).Over(floor, figure.Goal{Factor: 1, Margin: 2}),
+		figure.Figure{Name: "partition_slice_writes", Value: float64(writes), Unit: "slices", N: n}.Within(0),
 	}, nil
 }
 

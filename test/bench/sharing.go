@@ -17,6 +17,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/mps"
+	"github.com/tandem-gpu/tandem/test/figure"
 )
 
 // Claims of measureSharing, each with a GPU of its own.
@@ -61,26 +62,26 @@ func (r *run) measureSharing(ctx context.Context) error {
 	})
 }
 
-func (s *subject) sharing(ctx context.Context, n int) ([]Figure, error) {
+func (s *subject) sharing(ctx context.Context, n int) ([]figure.Figure, error) {
 	daemon, stop := context.WithCancel(ctx)
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return s.playDaemon(daemon) })
-	took := make([]samples, len(s.claims))
+	took := make([]figure.Samples, len(s.claims))
 	err := s.prepareAgain(ctx, n, took)
 	stop()
 	if err := errors.Join(err, group.Wait()); err != nil {
 		return nil, err
 	}
-	floor := took[exclusive].figure("prepare_again_p50", 50)
-	return []Figure{
+	floor := took[exclusive].Figure("prepare_again_p50", 50)
+	return []figure.Figure{
 		floor,
-		took[sliced].figure("prepare_timesliced_p50", 50).over(floor, goal{factor: 1, margin: 0.3}),
-		took[daemonized].figure("prepare_mps_p50", 50).over(floor, goal{factor: 1, margin: 0.3}),
+		took[sliced].Figure("prepare_timesliced_p50", 50).Over(floor, figure.Goal{Factor: 1, Margin: 0.3}),
+		took[daemonized].Figure("prepare_mps_p50", 50).Over(floor, figure.Goal{Factor: 1, Margin: 0.3}),
 	}, nil
 }
 
 // prepareAgain measures n times for each claim the Prepare of one that is prepared, and leaves nothing prepared.
-func (s *subject) prepareAgain(ctx context.Context, n int, took []samples) error {
+func (s *subject) prepareAgain(ctx context.Context, n int, took []figure.Samples) error {
 	var calls []func(int) error
 	for i, claim := range s.claims {
 		if err := s.prepare(ctx, claim); err != nil {

@@ -13,6 +13,7 @@ import (
 	"syscall"
 
 	"github.com/tandem-gpu/tandem/test/bench"
+	"github.com/tandem-gpu/tandem/test/figure"
 )
 
 func main() {
@@ -45,9 +46,9 @@ func run(ctx context.Context, args []string) error {
 	if err != nil {
 		return err
 	}
-	if err := bench.WriteTable(os.Stdout, figures); err != nil {
+	if err := figure.WriteTable(os.Stdout, figures); err != nil {
 		return err
 	}
 	fmt.Println()
-	return bench.WriteJSON(os.Stdout, figures)
+	return figure.WriteJSON(os.Stdout, figures)
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package bench
+// Package figure has the numbers that benchmarks measure: percentiles, goals, and a table and lines of JSON of them.
+package figure
 
 import (
 	"encoding/json"
@@ -17,37 +18,47 @@ import (
 type Figure struct {
 	Name  string  `json:"figure"`
 	Value float64 `json:"value"`
-	// Unit is ms, MiB, bytes, % or ratio.
+	// Unit is ms, s, MiB, bytes, %, ratio, or what is counted.
 	Unit string `json:"unit"`
 	// N is how many measurements Value sums up.
 	N int `json:"n"`
 
 	// floor is what the machine alone costs, measured in turns with the figure; nil where there is none.
 	floor *Figure
-	goal  goal
+	goal  Goal
 }
 
-// goal bounds a figure: at most factor × floor + margin. The zero value is no goal.
-type goal struct{ factor, margin float64 }
+// Goal bounds a figure: at most Factor × floor + Margin. The zero value is no goal.
+type Goal struct {
+	// Factor of the floor, and Margin in the figure's unit.
+	Factor, Margin float64
+	// AtLeast makes the bound the least value instead of the largest.
+	AtLeast bool
+}
 
-func (g goal) none() bool { return g == goal{} }
+func (g Goal) none() bool { return g == Goal{} }
 
 func (f Figure) bound() float64 {
-	bound := f.goal.margin
+	bound := f.goal.Margin
 	if f.floor != nil {
-		bound += f.goal.factor * f.floor.Value
+		bound += f.goal.Factor * f.floor.Value
 	}
 	return bound
 }
 
 // Met reports whether the figure reaches its goal; one without a goal does.
-func (f Figure) Met() bool { return f.goal.none() || f.Value <= f.bound() }
+func (f Figure) Met() bool {
+	if f.goal.AtLeast {
+		return f.Value >= f.bound()
+	}
+	return f.goal.none() || f.Value <= f.bound()
+}
 
-// samples are durations of one kind of call.
-type samples []time.Duration
+// Samples are durations of one kind of call.
+type Samples []time.Duration
 
-// percentile is the nearest-rank percentile in milliseconds; NaN without samples.
-func (s samples) percentile(p float64) float64 {
+// Percentile is the nearest-rank percentile in milliseconds; NaN without samples.
+func (s Samples) Percentile(p float64) float64 {
 	if len(s) == 0 {
 		return math.NaN()
 	}
@@ -56,21 +67,28 @@ func (s samples) percentile(p float64) float64 {
 	return milliseconds(sorted[max(rank, 1)-1])
 }
 
-func (s samples) figure(name string, p float64) Figure {
-	return Figure{Name: name, Value: s.percentile(p), Unit: "ms", N: len(s)}
+// Figure is a percentile as a figure.
+func (s Samples) Figure(name string, p float64) Figure {
+	return Figure{Name: name, Value: s.Percentile(p), Unit: "ms", N: len(s)}
 }
 
 func milliseconds(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
 
-// over sets what the figure is compared with.
-func (f Figure) over(floor Figure, g goal) Figure {
+// Over sets what the figure is compared with.
+func (f Figure) Over(floor Figure, g Goal) Figure {
 	f.floor, f.goal = &floor, g
 	return f
 }
 
-// within sets an absolute bound.
-func (f Figure) within(bound float64) Figure {
-	f.goal = goal{margin: bound}
+// Within sets the largest value that is good.
+func (f Figure) Within(bound float64) Figure {
+	f.goal = Goal{Margin: bound}
+	return f
+}
+
+// AtLeast sets the least value that is good.
+func (f Figure) AtLeast(bound float64) Figure {
+	f.goal = Goal{Margin: bound, AtLeast: true}
 	return f
 }
 
@@ -85,6 +103,9 @@ func WriteTable(w io.Writer, figures []Figure) error {
 		}
 		if !f.goal.none() {
 			bound, met = "<= "+number(f.bound()), "no"
+			if f.goal.AtLeast {
+				bound = ">= " + number(f.bound())
+			}
 			if f.Met() {
 				met = "yes"
 			}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package bench
+package figure
 
 import (
 	"math"
@@ -10,23 +10,23 @@ import (
 )
 
 func TestPercentile(t *testing.T) {
-	var hundred samples
+	var hundred Samples
 	for i := 100; i > 0; i-- {
 		hundred = append(hundred, time.Duration(i)*time.Millisecond)
 	}
 	for _, test := range []struct {
-		samples samples
+		samples Samples
 		p, want float64
 	}{
 		{hundred, 50, 50}, {hundred, 99, 99}, {hundred, 100, 100}, {hundred, 0, 1},
-		{samples{3 * time.Millisecond}, 99, 3},
-		{samples{2 * time.Millisecond, time.Millisecond, 4 * time.Millisecond}, 50, 2},
+		{Samples{3 * time.Millisecond}, 99, 3},
+		{Samples{2 * time.Millisecond, time.Millisecond, 4 * time.Millisecond}, 50, 2},
 	} {
-		if got := test.samples.percentile(test.p); got != test.want {
+		if got := test.samples.Percentile(test.p); got != test.want {
 			t.Errorf("p%v of %d samples is %v, want %v", test.p, len(test.samples), got, test.want)
 		}
 	}
-	if got := (samples{}).percentile(50); !math.IsNaN(got) {
+	if got := (Samples{}).Percentile(50); !math.IsNaN(got) {
 		t.Errorf("percentile of nothing is %v", got)
 	}
 }
@@ -38,12 +38,14 @@ func TestGoals(t *testing.T) {
 		met    bool
 	}{
 		"no goal":          {Figure{Value: 1000}, true},
-		"absolute, met":    {Figure{Value: 50}.within(50), true},
-		"absolute, missed": {Figure{Value: 50.1}.within(50), false},
-		"factor, met":      {Figure{Value: 2.6}.over(floor, goal{factor: 1.3}), true},
-		"factor, missed":   {Figure{Value: 2.7}.over(floor, goal{factor: 1.3}), false},
-		"margin, met":      {Figure{Value: 3}.over(floor, goal{factor: 1, margin: 1}), true},
-		"margin, missed":   {Figure{Value: 3.1}.over(floor, goal{factor: 1, margin: 1}), false},
+		"absolute, met":    {Figure{Value: 50}.Within(50), true},
+		"absolute, missed": {Figure{Value: 50.1}.Within(50), false},
+		"factor, met":      {Figure{Value: 2.6}.Over(floor, Goal{Factor: 1.3}), true},
+		"factor, missed":   {Figure{Value: 2.7}.Over(floor, Goal{Factor: 1.3}), false},
+		"margin, met":      {Figure{Value: 3}.Over(floor, Goal{Factor: 1, Margin: 1}), true},
+		"margin, missed":   {Figure{Value: 3.1}.Over(floor, Goal{Factor: 1, Margin: 1}), false},
+		"least, met":       {Figure{Value: 1.1}.AtLeast(1), true},
+		"least, missed":    {Figure{Value: 0.9}.AtLeast(1), false},
 	} {
 		if got := test.figure.Met(); got != test.met {
 			t.Errorf("%s: met is %t", name, got)
@@ -54,7 +56,7 @@ func TestGoals(t *testing.T) {
 func TestOutput(t *testing.T) {
 	figures := []Figure{
 		{Name: "rss_idle", Value: 48.12345, Unit: "MiB", N: 5},
-		Figure{Name: "allocate_p50", Value: 0.5, Unit: "ms", N: 200}.over(Figure{Value: 0.25}, goal{factor: 1.3}),
+		Figure{Name: "allocate_p50", Value: 0.5, Unit: "ms", N: 200}.Over(Figure{Value: 0.25}, Goal{Factor: 1.3}),
 	}
 	var table, lines strings.Builder
 	if err := WriteTable(&table, figures); err != nil {
