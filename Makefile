@@ -21,7 +21,7 @@ demo-down: ## remove the demo's cluster
 	$(call run,demo) down
 
 .PHONY: test
-test: deps dropin-begin verify unit simulation kubelet-model-ci e2e dropin-end torture-ci ## all tests: verify, unit and contract, a simulation and a torture with fresh seeds, end to end
+test: deps dropin-begin verify unit simulation kubelet-model-ci e2e dropin-end torture-ci scale ## all tests: verify, unit and contract, a simulation and a torture with fresh seeds, end to end, a fleet of 100 nodes
 
 .PHONY: deps
 deps: ## install the Debian packages that building and testing need
@@ -97,6 +97,10 @@ dropin-begin:
 
 dropin-end:
 	@hack/dropin.sh
+
+.PHONY: scale
+scale: ## figures of a fleet with played nodes, as a table and as JSON (N=1000 nodes, RATE=100 pods a second, CURVES=DIRECTORY for drawings)
+	$(call run,scale) $(if $(N),-nodes $(N)) $(if $(RATE),-rate $(RATE)) $(if $(CURVES),-curves $(CURVES))
 
 .PHONY: bench
 bench: ## what Prepare, Allocate and start-up cost, against a real API server

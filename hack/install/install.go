@@ -10,6 +10,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"os/exec"
 	"path/filepath"
 	"strings"
 
@@ -147,6 +148,31 @@ func provideImage(ctx context.Context, c *cluster.Cluster, o Options, s *progres
 		})
 	}
 	return digest, group.Wait()
+}
+
+// Render returns the objects that Helm would make of the chart of the module around the working directory, as YAML documents. Values
+// are given to Helm as --set. It needs no cluster.
+func Render(ctx context.Context, values ...string) ([]byte, error) {
+	root, err := gotool.Root(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("render the chart: %w", err)
+	}
+	program, err := binaries.Helm().Ensure(ctx, io.Discard)
+	if err != nil {
+		return nil, fmt.Errorf("render the chart: %w", err)
+	}
+	args := []string{"template", Release, filepath.Join(root, "deployments", "helm", "tandem"), "--namespace", Namespace}
+	for _, value := range values {
+		args = append(args, "--set="+value)
+	}
+	cmd := exec.CommandContext(ctx, program, args...)
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	out, err := cmd.Output()
+	if err != nil {
+		return nil, fmt.Errorf("render the chart: %w: %s", err, strings.TrimSpace(stderr.String()))
+	}
+	return out, nil
 }
 
 // hasImage reports whether a node has the image of that digest under its name.

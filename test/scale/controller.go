@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package scale
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	dto "github.com/prometheus/client_model/go"
+	"github.com/prometheus/common/expfmt"
+	prommodel "github.com/prometheus/common/model"
+	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+
+	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/test/figure"
+)
+
+// controller is one process of the shipped binary, with the chart's arguments and the account's rights.
+type controller struct {
+	name    string
+	cmd     *exec.Cmd
+	started time.Time
+	ended   chan struct{}
+	log     *bytes.Buffer
+	address string
+	client  *http.Client
+}
+
+// controllerAccount is the account of the chart's controller.
+const controllerAccount = agentAccount + "-controller"
+
+// startController runs a controller with the name of a pod. Two of them need different ports.
+func (r *run) startController(ctx context.Context, name string, port int) (*controller, error) {
+	kubeconfig, err := r.controllerKubeconfig()
+	if err != nil {
+		return nil, err
+	}
+	c := &controller{
+		name: name, ended: make(chan struct{}), log: &bytes.Buffer{}, address: fmt.Sprintf("127.0.0.1:%d", port),
+		client: &http.Client{Timeout: 5 * time.Second, Transport: &http.Transport{DialContext: r.cluster.DialContext}},
+	}
+	args := append(append([]string{}, r.chart.args...), "--kubeconfig="+kubeconfig, "--http-endpoint="+c.address, "--webhook-port="+strconv.Itoa(port+1000))
+	if c.cmd, err = r.cluster.Command(context.WithoutCancel(ctx), r.programs.Controller, args...); err != nil {
+		return nil, err
+	}
+	c.cmd.Env = append(append(os.Environ(), r.chart.env...), "NAMESPACE="+install.Namespace, "POD_NAME="+name)
+	c.cmd.Stdout, c.cmd.Stderr = c.log, c.log
+	c.started = time.Now()
+	if err := c.cmd.Start(); err != nil {
+		return nil, fmt.Errorf("start controller: %w", err)
+	}
+	go func() { _ = c.cmd.Wait(); close(c.ended) }() // how it ends is in its log
+	return c, nil
+}
+
+// controllerKubeconfig is the administrator's, with the controller's account.
+func (r *run) controllerKubeconfig() (string, error) {
+	path := filepath.Join(r.dir, "controller.kubeconfig")
+	config, err := clientcmd.LoadFromFile(r.cluster.Kubeconfig())
+	if err != nil {
+		return "", fmt.Errorf("read kubeconfig: %w", err)
+	}
+	for _, user := range config.AuthInfos {
+		impersonate(user, controllerAccount)
+	}
+	if err := clientcmd.WriteToFile(*config, path); err != nil {
+		return "", fmt.Errorf("write kubeconfig of the controller: %w", err)
+	}
+	return path, nil
+}
+
+func impersonate(user *clientcmdapi.AuthInfo, account string) {
+	user.Impersonate = account
+	user.ImpersonateGroups = []string{"system:serviceaccounts", "system:serviceaccounts:" + install.Namespace, "system:authenticated"}
+}
+
+// signal ends the process and waits for that.
+func (c *controller) signal(s syscall.Signal) {
+	_ = c.cmd.Process.Signal(s) // it may have ended
+	<-c.ended
+}
+
+// kill ends it as a lost node does.
+func (c *controller) kill() { c.signal(syscall.SIGKILL) }
+
+// memory reads VmRSS and VmHWM, in MiB (proc(5), status).
+func (c *controller) memory() (resident, peak float64) {
+	data, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(c.cmd.Process.Pid), "status"))
+	if err != nil {
+		return 0, 0 // it has ended
+	}
+	for line := range strings.Lines(string(data)) {
+		name, value, _ := strings.Cut(line, ":")
+		kilobytes, _ := strconv.ParseFloat(strings.TrimSuffix(strings.TrimSpace(value), " kB"), 64)
+		switch name {
+		case "VmRSS":
+			resident = kilobytes / 1024
+		case "VmHWM":
+			peak = kilobytes / 1024
+		}
+	}
+	return resident, peak
+}
+
+// state is what the controller's endpoints say.
+type state struct {
+	// leads means that it has the Lease, ready that its caches are filled, idle that no queue has an item and no worker works.
+	leads, ready, idle bool
+}
+
+func (c *controller) state(ctx context.Context) (state, error) {
+	ready, _, err := c.get(ctx, "/readyz")
+	if err != nil {
+		return state{}, err
+	}
+	status, body, err := c.get(ctx, "/metrics")
+	if err != nil || status != http.StatusOK {
+		return state{}, errors.Join(err, fmt.Errorf("read metrics of the controller: status %d", status))
+	}
+	parser := expfmt.NewTextParser(prommodel.UTF8Validation)
+	families, err := parser.TextToMetricFamilies(bytes.NewReader(body))
+	if err != nil {
+		return state{}, fmt.Errorf("read metrics of the controller: %w", err)
+	}
+	return state{
+		leads: sum(families["leader_election_master_status"]) == 1, ready: ready == http.StatusOK,
+		idle: sum(families["workqueue_depth"])+sum(families["controller_runtime_active_workers"]) == 0,
+	}, nil
+}
+
+func sum(family *dto.MetricFamily) (total float64) {
+	for _, m := range family.GetMetric() {
+		total += m.GetGauge().GetValue()
+	}
+	return total
+}
+
+func (c *controller) get(ctx context.Context, path string) (status int, body []byte, err error) {
+	request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+c.address+path, nil)
+	if err != nil {
+		return 0, nil, fmt.Errorf("ask controller: %w", err)
+	}
+	response, err := c.client.Do(request)
+	if err != nil {
+		return 0, nil, fmt.Errorf("ask controller: %w", err)
+	}
+	defer response.Body.Close()
+	var read bytes.Buffer
+	if _, err := read.ReadFrom(response.Body); err != nil {
+		return 0, nil, fmt.Errorf("ask controller: %w", err)
+	}
+	return response.StatusCode, read.Bytes(), nil
+}
+
+// caughtUp waits until a controller leads with filled caches and has nothing to do, twice in a row.
+func (r *run) caughtUp(ctx context.Context, c *controller) error {
+	good := 0
+	err := r.await(ctx, "controller "+c.name+" to catch up", func() (int, int) {
+		select {
+		case <-c.ended:
+			return -1, 2
+		default:
+		}
+		now, err := c.state(ctx)
+		if err == nil && now.leads && now.ready && now.idle {
+			good++
+		} else {
+			good = 0
+		}
+		return good, 2
+	})
+	if err != nil {
+		return fmt.Errorf("%w\n%s", err, tail(c.log.String()))
+	}
+	return nil
+}
+
+func tail(log string) string { return log[max(0, len(log)-4000):] }
+
+// firstStart starts the controller of a new installation: it copies the claims of all nodes.
+func (r *run) firstStart(ctx context.Context) (*controller, error) {
+	r.say("starting the controller")
+	c, err := r.startController(ctx, "controller-a", 8081)
+	if err != nil {
+		return nil, err
+	}
+	err = r.await(ctx, "all claims to be in GPUNodes", func() (int, int) { return r.fleet.watched.relays(), r.Nodes * occupied })
+	r.add(figure.Figure{Name: "controller_first_start", Value: time.Since(c.started).Seconds(), Unit: "s", N: r.Nodes * occupied})
+	if err == nil {
+		err = r.caughtUp(ctx, c)
+	}
+	if err != nil {
+		c.kill()
+		return nil, errors.Join(err, errors.New(tail(c.log.String())))
+	}
+	return c, nil
+}
+
+// handOver measures how soon the work goes on when a container restarts, when a pod is stopped, and when a node is lost.
+func (r *run) handOver(ctx context.Context, leader *controller) (*controller, error) {
+	r.say("restarting the controller's container")
+	leader.kill()
+	leader, err := r.startController(ctx, leader.name, 8081)
+	if err != nil {
+		return leader, err
+	}
+	if err := r.caughtUp(ctx, leader); err != nil {
+		return leader, err
+	}
+	r.add(figure.Figure{Name: "controller_catch_up", Value: time.Since(leader.started).Seconds(), Unit: "s", N: 1}.Within(15))
+	_, peak := leader.memory()
+	r.add(figure.Figure{Name: "controller_rss_catch_up", Value: peak, Unit: "MiB", N: 1}.Within(300))
+	for i, how := range []struct {
+		name   string
+		signal syscall.Signal
+		bound  float64
+	}{{"leader_stopped", syscall.SIGTERM, 5}, {"leader_lost", syscall.SIGKILL, 35}} {
+		r.say("handing over: %s", how.name)
+		standby, err := r.startController(ctx, fmt.Sprintf("controller-%c", 'b'+i), 8082+i)
+		if err != nil {
+			return leader, err
+		}
+		if err := r.await(ctx, "the standby to be ready", func() (int, int) {
+			if now, err := standby.state(ctx); err == nil && now.ready {
+				return 1, 1
+			}
+			return 0, 1
+		}); err != nil {
+			standby.kill()
+			return leader, err
+		}
+		began := time.Now()
+		leader.signal(how.signal)
+		leader = standby
+		if err := r.caughtUp(ctx, leader); err != nil {
+			return leader, err
+		}
+		r.add(figure.Figure{Name: how.name, Value: time.Since(began).Seconds(), Unit: "s", N: 1}.Within(how.bound))
+	}
+	return leader, nil
+}

@@ -1,0 +1,276 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package scale
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/tools/cache"
+	"k8s.io/dynamic-resource-allocation/kubeletplugin"
+	"k8s.io/dynamic-resource-allocation/resourceclaim"
+	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+	"k8s.io/utils/ptr"
+
+	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+)
+
+// kubelets play the kubelets of all machines from one watch of all pods. As kubelet does, they allocate the devices of limits one pod
+// at a time, prepare claims, report that a pod runs, and remove a deleted pod after they unprepared its claims.
+type kubelets struct {
+	client   kubernetes.Interface
+	machines map[string]*machine
+	group    *errgroup.Group
+
+	mu sync.Mutex
+	// lives has a channel for each pod that was bound to a machine; it is closed when the pod is to end.
+	lives map[types.UID]chan struct{}
+
+	// failed counts the pods that could not be admitted.
+	failed atomic.Int64
+}
+
+// run plays until ctx is done.
+func (k *kubelets) run(ctx context.Context) error {
+	k.group, ctx = errgroup.WithContext(ctx)
+	factory := informers.NewSharedInformerFactory(k.client, 0)
+	observe := func(o any) {
+		if pod, ok := o.(*corev1.Pod); ok {
+			k.observe(ctx, pod)
+		}
+	}
+	if _, err := factory.Core().V1().Pods().Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc: observe, UpdateFunc: func(_, o any) { observe(o) },
+	}); err != nil {
+		return fmt.Errorf("watch pods: %w", err)
+	}
+	factory.StartWithContext(ctx)
+	defer factory.Shutdown()
+	k.group.Go(func() error { <-ctx.Done(); return nil })
+	return k.group.Wait()
+}
+
+func (k *kubelets) observe(ctx context.Context, pod *corev1.Pod) {
+	m := k.machines[pod.Spec.NodeName]
+	if m == nil {
+		return
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	end, known := k.lives[pod.UID]
+	if !known {
+		end = make(chan struct{})
+		k.lives[pod.UID] = end
+		k.group.Go(func() error { return k.live(ctx, m, pod, end) })
+	}
+	if pod.DeletionTimestamp != nil {
+		select {
+		case <-end:
+		default:
+			close(end)
+		}
+	}
+}
+
+// live takes a pod from its binding to its end.
+func (k *kubelets) live(ctx context.Context, m *machine, pod *corev1.Pod, end <-chan struct{}) error {
+	started := false
+	if err := m.admit(ctx, pod); err != nil {
+		k.failed.Add(1)
+		if err := k.report(ctx, pod, corev1.PodFailed, err.Error()); err != nil {
+			return quiet(ctx, err)
+		}
+	} else if started = k.prepare(ctx, m, pod, end); started {
+		if err := k.report(ctx, pod, corev1.PodRunning, ""); err != nil {
+			return quiet(ctx, err)
+		}
+	}
+	select {
+	case <-ctx.Done():
+		return nil
+	case <-end:
+	}
+	if err := m.unprepare(ctx, pod); err != nil {
+		return quiet(ctx, err)
+	}
+	err := k.client.CoreV1().Pods(pod.Namespace).Delete(ctx, pod.Name, metav1.DeleteOptions{GracePeriodSeconds: ptr.To[int64](0), Preconditions: &metav1.Preconditions{UID: &pod.UID}})
+	m.free(pod.UID)
+	return quiet(ctx, err)
+}
+
+// quiet drops the errors of calls that the end of the run interrupted.
+func quiet(ctx context.Context, err error) error {
+	if ctx.Err() != nil {
+		return nil
+	}
+	return err
+}
+
+// report writes the phase as kubelet does.
+func (k *kubelets) report(ctx context.Context, pod *corev1.Pod, phase corev1.PodPhase, message string) error {
+	next := pod.DeepCopy()
+	next.ResourceVersion = ""
+	next.Status.Phase, next.Status.Message = phase, message
+	next.Status.ContainerStatuses = []corev1.ContainerStatus{{Name: "main", ContainerID: "played://" + string(pod.UID), Ready: phase == corev1.PodRunning}}
+	if phase == corev1.PodRunning {
+		next.Status.ContainerStatuses[0].State.Running = &corev1.ContainerStateRunning{}
+		next.Status.Conditions = append(next.Status.Conditions, corev1.PodCondition{Type: corev1.PodReady, Status: corev1.ConditionTrue},
+			corev1.PodCondition{Type: corev1.PodReadyToStartContainers, Status: corev1.ConditionTrue})
+	}
+	if _, err := k.client.CoreV1().Pods(pod.Namespace).UpdateStatus(ctx, next, metav1.UpdateOptions{}); err != nil {
+		return fmt.Errorf("report that pod %s is %s: %w", pod.Name, phase, err)
+	}
+	return nil
+}
+
+// retryPrepare is how soon claims are prepared again; kubelet itself takes a minute, or less after a change of the pod.
+const retryPrepare = time.Second
+
+// prepare prepares the pod's claims until that succeeds or the pod is to end.
+func (k *kubelets) prepare(ctx context.Context, m *machine, pod *corev1.Pod, end <-chan struct{}) bool {
+	for {
+		if err := m.prepare(ctx, pod); err == nil {
+			return true
+		}
+		select {
+		case <-ctx.Done():
+			return false
+		case <-end:
+			return false
+		case <-time.After(retryPrepare):
+		}
+	}
+}
+
+// claimNames are the claims of a pod, whose UIDs kubelet reads as well.
+func claimNames(pod *corev1.Pod) ([]string, error) {
+	var names []string
+	for i := range pod.Spec.ResourceClaims {
+		name, _, err := resourceclaim.Name(pod, &pod.Spec.ResourceClaims[i])
+		if err != nil {
+			return nil, err
+		}
+		if name != nil {
+			names = append(names, *name)
+		}
+	}
+	return names, nil
+}
+
+// prepare asks the driver for all claims of a pod, after the GETs that the plugin helper makes.
+func (m *machine) prepare(ctx context.Context, pod *corev1.Pod) error {
+	names, err := claimNames(pod)
+	if err != nil || len(names) == 0 {
+		return err
+	}
+	var claims []*resourceapi.ResourceClaim
+	for _, name := range names {
+		claim, err := m.client.ResourceV1().ResourceClaims(pod.Namespace).Get(ctx, name, metav1.GetOptions{})
+		if err != nil {
+			return err
+		}
+		// The plugin helper refuses them before it calls the driver.
+		if claim.Status.Allocation == nil || !resourceclaim.IsReservedForPod(pod, claim, false) {
+			return fmt.Errorf("claim %s is not allocated, or not reserved for pod %s", name, pod.Name)
+		}
+		claims = append(claims, claim)
+	}
+	results, err := m.claims.PrepareResourceClaims(ctx, claims)
+	if err != nil {
+		return err
+	}
+	for _, result := range results {
+		if result.Err != nil {
+			return result.Err
+		}
+	}
+	return nil
+}
+
+func (m *machine) unprepare(ctx context.Context, pod *corev1.Pod) error {
+	names, err := claimNames(pod)
+	if err != nil {
+		return nil // the claim was never made
+	}
+	var objects []kubeletplugin.NamespacedObject
+	for _, name := range names {
+		claim, err := m.client.ResourceV1().ResourceClaims(pod.Namespace).Get(ctx, name, metav1.GetOptions{})
+		if err != nil {
+			return err
+		}
+		objects = append(objects, kubeletplugin.NamespacedObject{NamespacedName: types.NamespacedName{Namespace: pod.Namespace, Name: name}, UID: claim.UID})
+	}
+	if len(objects) == 0 {
+		return nil
+	}
+	failed, err := m.claims.UnprepareResourceClaims(ctx, objects)
+	for _, of := range failed {
+		if of != nil {
+			return of
+		}
+	}
+	return err
+}
+
+// admit gives a pod the devices of its limit, as kubelet's device manager does: from the healthy ones of the newest list, those that
+// the plugin prefers.
+func (m *machine) admit(ctx context.Context, pod *corev1.Pod) error {
+	limit := pod.Spec.Containers[0].Resources.Limits[install.ResourceName]
+	n := int(limit.Value())
+	if n == 0 {
+		return nil
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	var available []string
+	for _, d := range m.list {
+		if _, taken := m.owner[d.GetID()]; !taken && d.GetHealth() == pluginapi.Healthy {
+			available = append(available, d.GetID())
+		}
+	}
+	if len(available) < n {
+		return fmt.Errorf("%d devices of %s are available, %d requested", len(available), install.ResourceName, n)
+	}
+	preferred := m.limits.Preferred(install.ResourceName, &pluginapi.PreferredAllocationRequest{ContainerRequests: []*pluginapi.ContainerPreferredAllocationRequest{
+		{AvailableDeviceIDs: available, AllocationSize: int32(n)},
+	}})
+	ids := preferred.GetContainerResponses()[0].GetDeviceIDs()
+	request := &pluginapi.AllocateRequest{ContainerRequests: []*pluginapi.ContainerAllocateRequest{{DevicesIds: ids}}}
+	if _, err := m.limits.Allocate(ctx, install.ResourceName, request); err != nil {
+		return err
+	}
+	for _, id := range ids {
+		m.owner[id] = pod.UID
+	}
+	// The reconciler reads it in kubelet's checkpoint.
+	for _, h := range m.book.Holds() {
+		if h.Holder.Kind == ledger.KindPod && m.owner[h.Holder.ID] == pod.UID {
+			if err := m.book.Identify(h, ledger.Pod{UID: string(pod.UID), Namespace: pod.Namespace, Name: pod.Name}); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// free returns the devices of a pod's limit.
+func (m *machine) free(uid types.UID) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for id, owner := range m.owner {
+		if owner == uid {
+			delete(m.owner, id)
+		}
+	}
+}

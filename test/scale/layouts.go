@@ -1,0 +1,231 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package scale
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/watch"
+
+	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/driver"
+	"github.com/tandem-gpu/tandem/test/figure"
+)
+
+// layoutDriver publishes the slices that are compared. No agent has that name.
+const layoutDriver = "layout.example.com"
+
+// layouts makes the slices of one node from those that Tandem publishes.
+var layouts = []struct {
+	name   string
+	change func([]resourceapi.ResourceSlice) []resourceapi.ResourceSlice
+}{
+	{"ours", func(published []resourceapi.ResourceSlice) []resourceapi.ResourceSlice { return published }},
+	{"nvidia", onePool},
+}
+
+// devicesASlice is how many devices with counters a slice may have (k8s.io/api/resource/v1, ResourceSliceMaxDevicesWithAdvancedFeatures).
+const devicesASlice = resourceapi.ResourceSliceMaxDevicesWithAdvancedFeatures
+
+// onePool is the layout of NVIDIA's driver: all devices of a node in one pool, the counters in slices of their own
+// (kubernetes-sigs/dra-driver-nvidia-gpu, cmd/gpu-kubelet-plugin/driver.go).
+func onePool(published []resourceapi.ResourceSlice) []resourceapi.ResourceSlice {
+	var devices []resourceapi.Device
+	var counters []resourceapi.CounterSet
+	for _, s := range published {
+		devices, counters = append(devices, s.Spec.Devices...), append(counters, s.Spec.SharedCounters...)
+	}
+	var merged []resourceapi.ResourceSlice
+	add := func(devices []resourceapi.Device, counters []resourceapi.CounterSet) {
+		s := published[0].DeepCopy()
+		s.Spec.Devices, s.Spec.SharedCounters, s.Spec.Pool.Name = devices, counters, *s.Spec.NodeName
+		merged = append(merged, *s)
+	}
+	for set := range slices.Chunk(counters, resourceapi.ResourceSliceMaxCounterSets) {
+		add(nil, set)
+	}
+	for part := range slices.Chunk(devices, devicesASlice) {
+		add(part, nil)
+	}
+	for i := range merged {
+		merged[i].GenerateName = fmt.Sprintf("%05x-%s-", i, *merged[i].Spec.NodeName)
+		merged[i].Spec.Pool.ResourceSliceCount = int64(len(merged))
+	}
+	return merged
+}
+
+// rounds is how often each layout is measured, in turns.
+const rounds = 3
+
+// compareLayouts measures how many pods with a claim the scheduler binds in a second, with Tandem's slices and with the same devices in
+// NVIDIA's layout.
+func (r *run) compareLayouts(ctx context.Context) error {
+	if err := r.client.ResourceV1().ResourceSlices().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{}); err != nil {
+		return fmt.Errorf("delete slices: %w", err)
+	}
+	class := &resourceapi.DeviceClass{
+		ObjectMeta: metav1.ObjectMeta{Name: layoutDriver},
+		Spec:       resourceapi.DeviceClassSpec{Selectors: cel("device.driver == '" + layoutDriver + "'")},
+	}
+	if _, err := r.client.ResourceV1().DeviceClasses().Create(ctx, class, metav1.CreateOptions{}); err != nil {
+		return fmt.Errorf("create device class: %w", err)
+	}
+	for _, hardware := range []struct {
+		name      string
+		dynamic   bool
+		selectors []resourceapi.DeviceSelector
+		pods      int
+	}{
+		{"scheduler", false, nil, min(6*r.Nodes, 1500)},
+		{"scheduler_mig", true, cel("device.attributes['" + layoutDriver + "'].type == 'mig' && device.attributes['" + layoutDriver + "'].profile == '1g.10gb'"), min(6*r.Nodes, 600)},
+	} {
+		rates := map[string][]float64{}
+		for round := range rounds {
+			for _, l := range layouts {
+				r.say("%s: layout %s, round %d of %d", hardware.name, l.name, round+1, rounds)
+				rate, err := r.schedule(ctx, hardware.dynamic, l.change, hardware.selectors, hardware.pods)
+				if err != nil {
+					return fmt.Errorf("schedule with layout %s: %w", l.name, err)
+				}
+				r.say("%.1f pods a second", rate)
+				rates[l.name] = append(rates[l.name], rate)
+			}
+		}
+		ours, theirs := median(rates["ours"]), median(rates["nvidia"])
+		r.add(
+			figure.Figure{Name: hardware.name + "_pods_per_second", Value: ours, Unit: "1/s", N: hardware.pods},
+			figure.Figure{Name: hardware.name + "_ratio", Value: ours / theirs, Unit: "ratio", N: rounds}.AtLeast(0.95),
+		)
+	}
+	return nil
+}
+
+func median(values []float64) float64 { return slices.Sorted(slices.Values(values))[len(values)/2] }
+
+func cel(expression string) []resourceapi.DeviceSelector {
+	return []resourceapi.DeviceSelector{{CEL: &resourceapi.CELDeviceSelector{Expression: expression}}}
+}
+
+// schedule returns how many pods the scheduler binds in a second, from the first to the last. The scheduler starts when the pods exist.
+func (r *run) schedule(ctx context.Context, dynamic bool, layout func([]resourceapi.ResourceSlice) []resourceapi.ResourceSlice,
+	selectors []resourceapi.DeviceSelector, pods int,
+) (rate float64, err error) {
+	scheduler := r.cluster.Component(cluster.Scheduler)
+	if err := scheduler.Stop(ctx); err != nil {
+		return 0, err
+	}
+	all := func(device.GPU) bool { return true }
+	if err := r.each(ctx, r.fleet.names, func(ctx context.Context, node string) error {
+		gpus, err := inventory(node, dynamic)
+		if err != nil {
+			return err
+		}
+		for _, slice := range layout(driver.Template(layoutDriver, node, gpus, all, false)) {
+			if _, err := r.client.ResourceV1().ResourceSlices().Create(ctx, &slice, metav1.CreateOptions{}); err != nil {
+				return fmt.Errorf("create slice of %s: %w", node, err)
+			}
+		}
+		return nil
+	}); err != nil {
+		return 0, err
+	}
+	names := make([]string, pods)
+	for i := range names {
+		names[i] = fmt.Sprintf("layout-%d", i)
+	}
+	if err := r.each(ctx, names, func(ctx context.Context, name string) error {
+		claim := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Name: name, Namespace: layoutNamespace}, Spec: claimSpec(layoutDriver, selectors...)}
+		if _, err := r.client.ResourceV1().ResourceClaims(layoutNamespace).Create(ctx, claim, metav1.CreateOptions{}); err != nil {
+			return fmt.Errorf("create claim %s: %w", name, err)
+		}
+		pod := podWithClaim(name, corev1.PodResourceClaim{Name: "gpu", ResourceClaimName: &name})
+		if _, err := r.client.CoreV1().Pods(layoutNamespace).Create(ctx, pod, metav1.CreateOptions{}); err != nil {
+			return fmt.Errorf("create pod %s: %w", name, err)
+		}
+		return nil
+	}); err != nil {
+		return 0, err
+	}
+	took, err := r.bindings(ctx, pods, func() error { return scheduler.Start(ctx) })
+	if err != nil {
+		return 0, err
+	}
+	return float64(pods-1) / took.Seconds(), r.removeLayout(ctx, names)
+}
+
+// layoutNamespace has the pods by which layouts are compared. The namespace kube-public exists in every cluster.
+const layoutNamespace = "kube-public"
+
+// bindings returns the time from the first binding to the last of so many pods, which begin after start.
+func (r *run) bindings(ctx context.Context, pods int, start func() error) (time.Duration, error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, patience, errors.New("it took too long"))
+	defer cancel()
+	list, err := r.client.CoreV1().Pods(layoutNamespace).List(ctx, metav1.ListOptions{Limit: 1})
+	if err != nil {
+		return 0, fmt.Errorf("list pods: %w", err)
+	}
+	watcher, err := r.client.CoreV1().Pods(layoutNamespace).Watch(ctx, metav1.ListOptions{
+		ResourceVersion: list.ResourceVersion, FieldSelector: fields.OneTermNotEqualSelector("spec.nodeName", "").String(),
+	})
+	if err != nil {
+		return 0, fmt.Errorf("watch pods: %w", err)
+	}
+	defer watcher.Stop()
+	var failed error
+	var starting sync.WaitGroup
+	starting.Go(func() { failed = start() })
+	defer starting.Wait()
+	var began time.Time
+	for bound := 0; bound < pods; {
+		select {
+		case <-ctx.Done():
+			starting.Wait()
+			return 0, errors.Join(fmt.Errorf("await bindings: %d of %d: %w", bound, pods, context.Cause(ctx)), failed)
+		case event, open := <-watcher.ResultChan():
+			if !open {
+				return 0, errors.New("await bindings: the watch ended")
+			}
+			if event.Type != watch.Added {
+				continue
+			}
+			if bound++; bound == 1 {
+				began = time.Now()
+			}
+		}
+	}
+	took := time.Since(began)
+	starting.Wait()
+	return took, failed
+}
+
+func (r *run) removeLayout(ctx context.Context, names []string) error {
+	now := int64(0)
+	if err := r.each(ctx, names, func(ctx context.Context, name string) error {
+		return errors.Join(
+			r.client.CoreV1().Pods(layoutNamespace).Delete(ctx, name, metav1.DeleteOptions{GracePeriodSeconds: &now}),
+			r.client.ResourceV1().ResourceClaims(layoutNamespace).Delete(ctx, name, metav1.DeleteOptions{}))
+	}); err != nil {
+		return fmt.Errorf("remove what was scheduled: %w", err)
+	}
+	if err := r.client.ResourceV1().ResourceSlices().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{}); err != nil {
+		return fmt.Errorf("delete slices: %w", err)
+	}
+	return r.await(ctx, "claims to be gone", func() (int, int) {
+		claims, err := r.client.ResourceV1().ResourceClaims(layoutNamespace).List(ctx, metav1.ListOptions{})
+		if err != nil || strings.TrimSpace(claims.Continue) != "" {
+			return -1, 0
+		}
+		return -len(claims.Items), 0
+	})
+}
