@@ -4,6 +4,7 @@ package scale
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"sync"
 	"sync/atomic"
@@ -12,6 +13,7 @@ import (
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/informers"
@@ -34,7 +36,7 @@ type kubelets struct {
 	group    *errgroup.Group
 
 	mu sync.Mutex
-	// lives has a channel for each pod that was bound to a machine; it is closed when the pod is to end.
+	// lives has a channel for each pod that was bound to a machine; it is closed when the pod is to end, and then nil.
 	lives map[types.UID]chan struct{}
 
 	// failed counts the pods that could not be admitted.
@@ -51,7 +53,7 @@ func (k *kubelets) run(ctx context.Context) error {
 		}
 	}
 	if _, err := factory.Core().V1().Pods().Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
-		AddFunc: observe, UpdateFunc: func(_, o any) { observe(o) },
+		AddFunc: observe, UpdateFunc: func(_, o any) { observe(o) }, DeleteFunc: k.forget,
 	}); err != nil {
 		return fmt.Errorf("watch pods: %w", err)
 	}
@@ -75,37 +77,57 @@ func (k *kubelets) observe(ctx context.Context, pod *corev1.Pod) {
 		k.group.Go(func() error { return k.live(ctx, m, pod, end) })
 	}
 	if pod.DeletionTimestamp != nil {
-		select {
-		case <-end:
-		default:
-			close(end)
-		}
+		k.end(pod.UID)
+	}
+}
+
+// end tells a pod's life to end. k.mu is held.
+func (k *kubelets) end(uid types.UID) {
+	if end := k.lives[uid]; end != nil {
+		close(end)
+		k.lives[uid] = nil // it was bound here, and comes no more
+	}
+}
+
+// forget ends the life of a pod that the API server has removed: it does so itself with one that has failed.
+func (k *kubelets) forget(o any) {
+	if tombstone, ok := o.(cache.DeletedFinalStateUnknown); ok {
+		o = tombstone.Obj
+	}
+	if pod, ok := o.(*corev1.Pod); ok {
+		k.mu.Lock()
+		defer k.mu.Unlock()
+		k.end(pod.UID)
+		delete(k.lives, pod.UID)
 	}
 }
 
 // live takes a pod from its binding to its end.
 func (k *kubelets) live(ctx context.Context, m *machine, pod *corev1.Pod, end <-chan struct{}) error {
-	started := false
-	if err := m.admit(ctx, pod); err != nil {
+	var prepared []kubeletplugin.NamespacedObject
+	var err error
+	if refused := m.admit(ctx, pod); refused != nil {
 		k.failed.Add(1)
-		if err := k.report(ctx, pod, corev1.PodFailed, err.Error()); err != nil {
-			return quiet(ctx, err)
-		}
-	} else if started = k.prepare(ctx, m, pod, end); started {
-		if err := k.report(ctx, pod, corev1.PodRunning, ""); err != nil {
-			return quiet(ctx, err)
-		}
+		err = k.report(ctx, pod, corev1.PodFailed, refused.Error())
+	} else if prepared = k.prepare(ctx, m, pod, end); prepared != nil {
+		err = k.report(ctx, pod, corev1.PodRunning, "")
+	}
+	if err != nil {
+		return quiet(ctx, err)
 	}
 	select {
 	case <-ctx.Done():
 		return nil
 	case <-end:
 	}
-	if err := m.unprepare(ctx, pod); err != nil {
+	if err := m.unprepare(ctx, prepared); err != nil {
 		return quiet(ctx, err)
 	}
-	err := k.client.CoreV1().Pods(pod.Namespace).Delete(ctx, pod.Name, metav1.DeleteOptions{GracePeriodSeconds: ptr.To[int64](0), Preconditions: &metav1.Preconditions{UID: &pod.UID}})
+	err = k.client.CoreV1().Pods(pod.Namespace).Delete(ctx, pod.Name, metav1.DeleteOptions{GracePeriodSeconds: ptr.To[int64](0), Preconditions: &metav1.Preconditions{UID: &pod.UID}})
 	m.free(pod.UID)
+	if apierrors.IsNotFound(err) || apierrors.IsConflict(err) {
+		return nil // it was removed, perhaps for another of the name
+	}
 	return quiet(ctx, err)
 }
 
@@ -128,7 +150,8 @@ func (k *kubelets) report(ctx context.Context, pod *corev1.Pod, phase corev1.Pod
 		next.Status.Conditions = append(next.Status.Conditions, corev1.PodCondition{Type: corev1.PodReady, Status: corev1.ConditionTrue},
 			corev1.PodCondition{Type: corev1.PodReadyToStartContainers, Status: corev1.ConditionTrue})
 	}
-	if _, err := k.client.CoreV1().Pods(pod.Namespace).UpdateStatus(ctx, next, metav1.UpdateOptions{}); err != nil {
+	_, err := k.client.CoreV1().Pods(pod.Namespace).UpdateStatus(ctx, next, metav1.UpdateOptions{})
+	if err != nil && !apierrors.IsNotFound(err) {
 		return fmt.Errorf("report that pod %s is %s: %w", pod.Name, phase, err)
 	}
 	return nil
@@ -137,17 +160,17 @@ func (k *kubelets) report(ctx context.Context, pod *corev1.Pod, phase corev1.Pod
 // retryPrepare is how soon claims are prepared again; kubelet itself takes a minute, or less after a change of the pod.
 const retryPrepare = time.Second
 
-// prepare prepares the pod's claims until that succeeds or the pod is to end.
-func (k *kubelets) prepare(ctx context.Context, m *machine, pod *corev1.Pod, end <-chan struct{}) bool {
+// prepare prepares the pod's claims until that succeeds. It returns them, or nil if the pod is to end.
+func (k *kubelets) prepare(ctx context.Context, m *machine, pod *corev1.Pod, end <-chan struct{}) []kubeletplugin.NamespacedObject {
 	for {
-		if err := m.prepare(ctx, pod); err == nil {
-			return true
+		if prepared, err := m.prepare(ctx, pod); err == nil {
+			return prepared
 		}
 		select {
 		case <-ctx.Done():
-			return false
+			return nil
 		case <-end:
-			return false
+			return nil
 		case <-time.After(retryPrepare):
 		}
 	}
@@ -169,56 +192,43 @@ func claimNames(pod *corev1.Pod) ([]string, error) {
 }
 
 // prepare asks the driver for all claims of a pod, after the GETs that the plugin helper makes.
-func (m *machine) prepare(ctx context.Context, pod *corev1.Pod) error {
+func (m *machine) prepare(ctx context.Context, pod *corev1.Pod) ([]kubeletplugin.NamespacedObject, error) {
 	names, err := claimNames(pod)
-	if err != nil || len(names) == 0 {
-		return err
+	if err != nil {
+		return nil, err
 	}
+	prepared := []kubeletplugin.NamespacedObject{}
 	var claims []*resourceapi.ResourceClaim
 	for _, name := range names {
 		claim, err := m.client.ResourceV1().ResourceClaims(pod.Namespace).Get(ctx, name, metav1.GetOptions{})
 		if err != nil {
-			return err
+			return nil, err
 		}
 		// The plugin helper refuses them before it calls the driver.
 		if claim.Status.Allocation == nil || !resourceclaim.IsReservedForPod(pod, claim, false) {
-			return fmt.Errorf("claim %s is not allocated, or not reserved for pod %s", name, pod.Name)
+			return nil, fmt.Errorf("claim %s is not allocated, or not reserved for pod %s", name, pod.Name)
 		}
 		claims = append(claims, claim)
+		prepared = append(prepared, kubeletplugin.NamespacedObject{NamespacedName: types.NamespacedName{Namespace: pod.Namespace, Name: name}, UID: claim.UID})
+	}
+	if len(claims) == 0 {
+		return prepared, nil
 	}
 	results, err := m.claims.PrepareResourceClaims(ctx, claims)
-	if err != nil {
-		return err
-	}
 	for _, result := range results {
-		if result.Err != nil {
-			return result.Err
-		}
+		err = errors.Join(err, result.Err)
 	}
-	return nil
+	return prepared, err
 }
 
-func (m *machine) unprepare(ctx context.Context, pod *corev1.Pod) error {
-	names, err := claimNames(pod)
-	if err != nil {
-		return nil // the claim was never made
-	}
-	var objects []kubeletplugin.NamespacedObject
-	for _, name := range names {
-		claim, err := m.client.ResourceV1().ResourceClaims(pod.Namespace).Get(ctx, name, metav1.GetOptions{})
-		if err != nil {
-			return err
-		}
-		objects = append(objects, kubeletplugin.NamespacedObject{NamespacedName: types.NamespacedName{Namespace: pod.Namespace, Name: name}, UID: claim.UID})
-	}
-	if len(objects) == 0 {
+// unprepare ends what prepare began, also where it failed.
+func (m *machine) unprepare(ctx context.Context, claims []kubeletplugin.NamespacedObject) error {
+	if len(claims) == 0 {
 		return nil
 	}
-	failed, err := m.claims.UnprepareResourceClaims(ctx, objects)
+	failed, err := m.claims.UnprepareResourceClaims(ctx, claims)
 	for _, of := range failed {
-		if of != nil {
-			return of
-		}
+		err = errors.Join(err, of)
 	}
 	return err
 }

@@ -14,8 +14,9 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/fields"
-	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/tools/cache"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -65,11 +66,8 @@ func onePool(published []resourceapi.ResourceSlice) []resourceapi.ResourceSlice 
 	return merged
 }
 
-// rounds is how often each layout is measured, in turns.
-const rounds = 3
-
 // compareLayouts measures how many pods with a claim the scheduler binds in a second, with Tandem's slices and with the same devices in
-// NVIDIA's layout.
+// NVIDIA's layout, in turns.
 func (r *run) compareLayouts(ctx context.Context) error {
 	if err := r.client.ResourceV1().ResourceSlices().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{}); err != nil {
 		return fmt.Errorf("delete slices: %w", err)
@@ -86,14 +84,15 @@ func (r *run) compareLayouts(ctx context.Context) error {
 		dynamic   bool
 		selectors []resourceapi.DeviceSelector
 		pods      int
+		rounds    int
 	}{
-		{"scheduler", false, nil, min(6*r.Nodes, 1500)},
-		{"scheduler_mig", true, cel("device.attributes['" + layoutDriver + "'].type == 'mig' && device.attributes['" + layoutDriver + "'].profile == '1g.10gb'"), min(6*r.Nodes, 600)},
+		{"scheduler", false, nil, min(3*r.Nodes, 1500), 3},
+		{"scheduler_mig", true, cel("device.attributes['" + layoutDriver + "'].type == 'mig' && device.attributes['" + layoutDriver + "'].profile == '1g.10gb'"), min(r.Nodes, 500), 2},
 	} {
 		rates := map[string][]float64{}
-		for round := range rounds {
+		for round := range hardware.rounds {
 			for _, l := range layouts {
-				r.say("%s: layout %s, round %d of %d", hardware.name, l.name, round+1, rounds)
+				r.say("%s: layout %s, round %d of %d", hardware.name, l.name, round+1, hardware.rounds)
 				rate, err := r.schedule(ctx, hardware.dynamic, l.change, hardware.selectors, hardware.pods)
 				if err != nil {
 					return fmt.Errorf("schedule with layout %s: %w", l.name, err)
@@ -105,7 +104,7 @@ func (r *run) compareLayouts(ctx context.Context) error {
 		ours, theirs := median(rates["ours"]), median(rates["nvidia"])
 		r.add(
 			figure.Figure{Name: hardware.name + "_pods_per_second", Value: ours, Unit: "1/s", N: hardware.pods},
-			figure.Figure{Name: hardware.name + "_ratio", Value: ours / theirs, Unit: "ratio", N: rounds}.AtLeast(0.95),
+			figure.Figure{Name: hardware.name + "_ratio", Value: ours / theirs, Unit: "ratio", N: hardware.rounds}.AtLeast(0.95),
 		)
 	}
 	return nil
@@ -169,44 +168,45 @@ const layoutNamespace = "kube-public"
 
 // bindings returns the time from the first binding to the last of so many pods, which begin after start.
 func (r *run) bindings(ctx context.Context, pods int, start func() error) (time.Duration, error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, patience, errors.New("it took too long"))
-	defer cancel()
-	list, err := r.client.CoreV1().Pods(layoutNamespace).List(ctx, metav1.ListOptions{Limit: 1})
-	if err != nil {
-		return 0, fmt.Errorf("list pods: %w", err)
-	}
-	watcher, err := r.client.CoreV1().Pods(layoutNamespace).Watch(ctx, metav1.ListOptions{
-		ResourceVersion: list.ResourceVersion, FieldSelector: fields.OneTermNotEqualSelector("spec.nodeName", "").String(),
-	})
-	if err != nil {
-		return 0, fmt.Errorf("watch pods: %w", err)
-	}
-	defer watcher.Stop()
-	var failed error
-	var starting sync.WaitGroup
-	starting.Go(func() { failed = start() })
-	defer starting.Wait()
-	var began time.Time
-	for bound := 0; bound < pods; {
-		select {
-		case <-ctx.Done():
-			starting.Wait()
-			return 0, errors.Join(fmt.Errorf("await bindings: %d of %d: %w", bound, pods, context.Cause(ctx)), failed)
-		case event, open := <-watcher.ResultChan():
-			if !open {
-				return 0, errors.New("await bindings: the watch ended")
-			}
-			if event.Type != watch.Added {
-				continue
-			}
-			if bound++; bound == 1 {
-				began = time.Now()
-			}
+	var mu sync.Mutex
+	var first, last time.Time
+	bound := map[types.UID]bool{}
+	observe := func(o any) {
+		pod, ok := o.(*corev1.Pod)
+		if !ok || pod.Spec.NodeName == "" {
+			return
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		if bound[pod.UID] {
+			return
+		}
+		bound[pod.UID], last = true, time.Now()
+		if first.IsZero() {
+			first = last
 		}
 	}
-	took := time.Since(began)
-	starting.Wait()
-	return took, failed
+	factory := informers.NewSharedInformerFactoryWithOptions(r.client, 0, informers.WithNamespace(layoutNamespace))
+	informer := factory.Core().V1().Pods().Informer()
+	if _, err := informer.AddEventHandler(cache.ResourceEventHandlerFuncs{AddFunc: observe, UpdateFunc: func(_, o any) { observe(o) }}); err != nil {
+		return 0, fmt.Errorf("watch pods: %w", err)
+	}
+	watching, stop := context.WithCancel(ctx)
+	defer factory.Shutdown()
+	defer stop()
+	factory.StartWithContext(watching)
+	if !cache.WaitForCacheSync(ctx.Done(), informer.HasSynced) {
+		return 0, context.Cause(ctx)
+	}
+	if err := start(); err != nil {
+		return 0, err
+	}
+	err := r.await(ctx, "pods to be bound", func() (int, int) {
+		mu.Lock()
+		defer mu.Unlock()
+		return len(bound), pods
+	})
+	return last.Sub(first), err
 }
 
 func (r *run) removeLayout(ctx context.Context, names []string) error {

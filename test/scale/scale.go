@@ -33,7 +33,7 @@ import (
 type Options struct {
 	// Nodes is the size of the fleet. Default 100.
 	Nodes int
-	// Rate is how many pods are created in a second, Traffic for how long. Defaults 50 and 30 s.
+	// Rate is how many pods are created in a second, Traffic for how long. Defaults 20 and 20 s.
 	Rate    int
 	Traffic time.Duration
 	// Curves is the directory for the curves (SVG); empty for none.
@@ -75,7 +75,7 @@ type run struct {
 
 // Run measures everything and returns the figures. It needs root, and leaves nothing behind but the curves.
 func Run(ctx context.Context, o Options) (figures []figure.Figure, err error) {
-	o.Nodes, o.Rate, o.Traffic = cmp.Or(o.Nodes, 100), cmp.Or(o.Rate, 50), cmp.Or(o.Traffic, 30*time.Second)
+	o.Nodes, o.Rate, o.Traffic = cmp.Or(o.Nodes, 100), cmp.Or(o.Rate, 20), cmp.Or(o.Traffic, 20*time.Second)
 	r := &run{Options: o, progress: progress.New(o.Progress), curves: newCurves()}
 	if r.dir, err = os.MkdirTemp("", "tandem-scale-"); err != nil {
 		return nil, fmt.Errorf("make directory of the measurement: %w", err)

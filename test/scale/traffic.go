@@ -75,7 +75,6 @@ func (r *run) traffic(ctx context.Context, leader *controller) error {
 	go func() { defer close(sampled); r.sample(sampling, leader) }()
 	w, before := r.fleet.watched, r.fleet.watched.relays()
 	began := time.Now()
-	created := make([]time.Time, n)
 	group, running := errgroup.WithContext(ctx)
 	ticker := time.NewTicker(time.Second / time.Duration(r.Rate))
 	defer ticker.Stop()
@@ -85,7 +84,7 @@ func (r *run) traffic(ctx context.Context, leader *controller) error {
 			return group.Wait()
 		case <-ticker.C:
 		}
-		group.Go(func() error { created[i] = time.Now(); return r.visit(running, i) })
+		group.Go(func() error { return r.visit(running, i) })
 	}
 	if err := group.Wait(); err != nil {
 		return err
@@ -112,9 +111,9 @@ func (r *run) traffic(ctx context.Context, leader *controller) error {
 			r.curves.latency(since, took)
 		}
 	}
-	for i, at := range created {
-		if ran, known := w.ran[trafficName(i)]; known {
-			started = append(started, ran.Sub(at))
+	for _, v := range w.visitors {
+		if !v.ran.IsZero() {
+			started = append(started, v.ran.Sub(v.created))
 		}
 	}
 	r.say("%d claims were copied before, %d since; the pods came and went in %.1f s", before, len(relayed), ended.Sub(began).Seconds())
@@ -129,30 +128,41 @@ func (r *run) traffic(ctx context.Context, leader *controller) error {
 	return nil
 }
 
-func trafficName(i int) string { return fmt.Sprintf("%s%d", trafficPrefix, i) }
-
 // visit takes one pod of the traffic from its creation to its end.
 func (r *run) visit(ctx context.Context, i int) error {
-	pod := podWithClaim(trafficName(i), corev1.PodResourceClaim{Name: "gpu", ResourceClaimTemplateName: ptr.To("gpu")})
+	name := fmt.Sprintf("traffic-%d", i)
+	pod := podWithClaim(name, corev1.PodResourceClaim{Name: "gpu", ResourceClaimTemplateName: ptr.To("gpu")})
 	if i%2 == 1 {
-		pod = podWithClaim(trafficName(i))
+		pod = podWithClaim(name)
 		amount := corev1.ResourceList{install.ResourceName: *resource.NewQuantity(1, resource.DecimalSI)}
 		pod.Spec.Containers[0].Resources = corev1.ResourceRequirements{Limits: amount, Requests: amount}
 	}
+	v := r.fleet.watched.expect(name)
 	if _, err := r.client.CoreV1().Pods(namespace).Create(ctx, pod, metav1.CreateOptions{}); err != nil {
-		return fmt.Errorf("create pod %s: %w", pod.Name, err)
+		return fmt.Errorf("create pod %s: %w", name, err)
 	}
-	w := r.fleet.watched
-	if err := r.await(ctx, "pod "+pod.Name+" to run", func() (int, int) { return w.has(pod.Name, w.ran, w.failed) }); err != nil {
+	if err := happens(ctx, v.started, "pod "+name+" to run"); err != nil {
 		return err
 	}
 	if err := pause(ctx, life); err != nil {
 		return err
 	}
-	if err := r.client.CoreV1().Pods(namespace).Delete(ctx, pod.Name, metav1.DeleteOptions{}); err != nil {
-		return fmt.Errorf("delete pod %s: %w", pod.Name, err)
+	if err := r.client.CoreV1().Pods(namespace).Delete(ctx, name, metav1.DeleteOptions{}); err != nil {
+		return fmt.Errorf("delete pod %s: %w", name, err)
 	}
-	return r.await(ctx, "pod "+pod.Name+" to be gone", func() (int, int) { return w.has(pod.Name, w.gone) })
+	return happens(ctx, v.gone, "pod "+name+" to be gone")
+}
+
+// happens waits for an event.
+func happens(ctx context.Context, event <-chan struct{}, what string) error {
+	select {
+	case <-event:
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	case <-time.After(patience):
+		return fmt.Errorf("wait for %s: it took too long", what)
+	}
 }
 
 // sample records the controller's memory and the running pods for the curves.

@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"strings"
 	"sync"
 	"time"
 
@@ -29,21 +28,36 @@ type watched struct {
 	mu sync.Mutex
 	// phases are those of all pods by UID.
 	phases map[types.UID]corev1.PodPhase
-	// of the pods of the traffic, by name.
-	ran, failed, gone map[string]time.Time
+	// visitors are the pods of the traffic, by name.
+	visitors map[string]*visitor
 	// allocated is when a claim got devices, relayed when its node's GPUNode had it.
 	allocated, relayed map[types.UID]time.Time
 	// holders is the number of devices with a holder by node, slices the devices in ResourceSlices.
 	holders, slices map[string]int
 }
 
-// traffic is the prefix of the pods whose times are taken.
-const trafficPrefix = "traffic-"
+// visitor is a pod of the traffic.
+type visitor struct {
+	created time.Time
+	// started is closed when it runs or has failed, gone when the API server has removed it.
+	started, gone chan struct{}
+	// ran is when it was seen to run; zero if it failed.
+	ran time.Time
+}
+
+// expect records that a pod of the traffic is created now.
+func (w *watched) expect(name string) *visitor {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	v := &visitor{created: time.Now(), started: make(chan struct{}), gone: make(chan struct{})}
+	w.visitors[name] = v
+	return v
+}
 
 // watch follows pods, claims, GPUNodes and slices in group until ctx is done. It returns when it has their lists.
 func (r *run) watch(ctx context.Context, group *errgroup.Group) (*watched, error) {
 	w := &watched{
-		phases: map[types.UID]corev1.PodPhase{}, ran: map[string]time.Time{}, failed: map[string]time.Time{}, gone: map[string]time.Time{},
+		phases: map[types.UID]corev1.PodPhase{}, visitors: map[string]*visitor{},
 		allocated: map[types.UID]time.Time{}, relayed: map[types.UID]time.Time{}, holders: map[string]int{}, slices: map[string]int{},
 	}
 	custom, err := dynamic.NewForConfig(r.api)
@@ -86,14 +100,22 @@ func (w *watched) pod(o any) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.phases[pod.UID] = pod.Status.Phase
-	if !strings.HasPrefix(pod.Name, trafficPrefix) {
+	v := w.visitors[pod.Name]
+	if v == nil || pod.Status.Phase == corev1.PodPending || closed(v.started) {
 		return
 	}
-	switch pod.Status.Phase {
-	case corev1.PodRunning:
-		first(w.ran, pod.Name)
-	case corev1.PodFailed:
-		first(w.failed, pod.Name)
+	if pod.Status.Phase == corev1.PodRunning {
+		v.ran = time.Now()
+	}
+	close(v.started)
+}
+
+func closed(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
 	}
 }
 
@@ -115,7 +137,9 @@ func (w *watched) podGone(o any) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	delete(w.phases, pod.UID)
-	first(w.gone, pod.Name)
+	if v := w.visitors[pod.Name]; v != nil && !closed(v.gone) {
+		close(v.gone)
+	}
 }
 
 func (w *watched) claim(o any) {
@@ -159,18 +183,6 @@ func (w *watched) gpuNode(o any) {
 		first(w.relayed, c.UID)
 	}
 	w.holders[node.Name] = holders
-}
-
-// has reports whether one of the maps of pods has a name.
-func (w *watched) has(name string, in ...map[string]time.Time) (int, int) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	for _, times := range in {
-		if _, known := times[name]; known {
-			return 1, 1
-		}
-	}
-	return 0, 1
 }
 
 // published reports whether all GPUs of a node are in slices and in its GPUNode.

@@ -33,8 +33,8 @@ func run(ctx context.Context, args []string) error {
 	o := scale.Options{Progress: os.Stderr}
 	flags := flag.NewFlagSet("scale", flag.ContinueOnError)
 	flags.IntVar(&o.Nodes, "nodes", 0, "`number` of nodes (default 100)")
-	flags.IntVar(&o.Rate, "rate", 0, "`pods` created in a second (default 50)")
-	flags.DurationVar(&o.Traffic, "traffic", 0, "`time` for which they are created (default 30s)")
+	flags.IntVar(&o.Rate, "rate", 0, "`pods` created in a second (default 20)")
+	flags.DurationVar(&o.Traffic, "traffic", 0, "`time` for which they are created (default 20s)")
 	flags.StringVar(&o.Curves, "curves", "", "`directory` for the curves (default: none are drawn)")
 	log := flags.String("log", "", "`file` for what the agents log (default: none)")
 	if err := flags.Parse(args); err != nil {
