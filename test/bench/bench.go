@@ -60,6 +60,8 @@ type run struct {
 	node    *node
 	kubelet *kubelet
 	figures []figure.Figure
+	// measured is how many agents were measured with claims of their own.
+	measured int
 }
 
 // Run measures everything and returns the figures. It needs root, takes a few minutes, and leaves nothing behind.
@@ -240,7 +242,8 @@ const patience = 3 * time.Minute
 // with runs measurements on one agent.
 func (r *run) with(ctx context.Context, m machine, measure func(context.Context, *subject) error) error {
 	r.say("starting the agent on %s", m.profile)
-	claims, err := createClaims(ctx, r.client, m.profile, m.gpus)
+	r.measured++
+	claims, err := createClaims(ctx, r.client, fmt.Sprintf("%s-%d", m.profile, r.measured), m.gpus)
 	if err != nil {
 		return err
 	}
