@@ -327,5 +327,9 @@ func (r *run) addMemory(s *subject, name string, bound float64) error {
 		return err
 	}
 	r.say("%s: %.1f MiB resident, of which %.1f anonymous, %.1f files", name, m.rss, m.anon, m.file)
-	return r.add([]figure.Figure{figure.Figure{Name: name, Value: m.rss, Unit: "MiB", N: 1}.Within(bound)}, nil)
+	f := figure.Figure{Name: name, Value: m.rss, Unit: "MiB", N: 1}
+	if bound > 0 {
+		f = f.Within(bound)
+	}
+	return r.add([]figure.Figure{f}, nil)
 }

@@ -25,10 +25,11 @@ type Figure struct {
 
 	// floor is what the machine alone costs, measured in turns with the figure; nil where there is none.
 	floor *Figure
-	goal  Goal
+	// goal is nil where there is none.
+	goal *Goal
 }
 
-// Goal bounds a figure: at most Factor × floor + Margin. The zero value is no goal.
+// Goal bounds a figure: at most Factor × floor + Margin.
 type Goal struct {
 	// Factor of the floor, and Margin in the figure's unit.
 	Factor, Margin float64
@@ -36,8 +37,7 @@ type Goal struct {
 	AtLeast bool
 }
 
-func (g Goal) none() bool { return g == Goal{} }
-
+// bound needs a goal.
 func (f Figure) bound() float64 {
 	bound := f.goal.Margin
 	if f.floor != nil {
@@ -48,10 +48,14 @@ func (f Figure) bound() float64 {
 
 // Met reports whether the figure reaches its goal; one without a goal does.
 func (f Figure) Met() bool {
-	if f.goal.AtLeast {
+	switch {
+	case f.goal == nil:
+		return true
+	case f.goal.AtLeast:
 		return f.Value >= f.bound()
+	default:
+		return f.Value <= f.bound()
 	}
-	return f.goal.none() || f.Value <= f.bound()
 }
 
 // Samples are durations of one kind of call.
@@ -74,21 +78,24 @@ func (s Samples) Figure(name string, p float64) Figure {
 
 func milliseconds(d time.Duration) float64 { return float64(d) / float64(time.Millisecond) }
 
-// Over sets what the figure is compared with.
+// Over sets what the figure is compared with. The zero Goal is none.
 func (f Figure) Over(floor Figure, g Goal) Figure {
-	f.floor, f.goal = &floor, g
+	f.floor, f.goal = &floor, nil
+	if g != (Goal{}) {
+		f.goal = &g
+	}
 	return f
 }
 
 // Within sets the largest value that is good.
 func (f Figure) Within(bound float64) Figure {
-	f.goal = Goal{Margin: bound}
+	f.goal = &Goal{Margin: bound}
 	return f
 }
 
 // AtLeast sets the least value that is good.
 func (f Figure) AtLeast(bound float64) Figure {
-	f.goal = Goal{Margin: bound, AtLeast: true}
+	f.goal = &Goal{Margin: bound, AtLeast: true}
 	return f
 }
 
@@ -101,7 +108,7 @@ func WriteTable(w io.Writer, figures []Figure) error {
 		if f.floor != nil {
 			floor = number(f.floor.Value)
 		}
-		if !f.goal.none() {
+		if f.goal != nil {
 			bound, met = "<= "+number(f.bound()), "no"
 			if f.goal.AtLeast {
 				bound = ">= " + number(f.bound())

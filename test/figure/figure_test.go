@@ -40,6 +40,7 @@ func TestGoals(t *testing.T) {
 		"no goal":          {Figure{Value: 1000}, true},
 		"absolute, met":    {Figure{Value: 50}.Within(50), true},
 		"absolute, missed": {Figure{Value: 50.1}.Within(50), false},
+		"nothing, missed":  {Figure{Value: 1}.Within(0), false},
 		"factor, met":      {Figure{Value: 2.6}.Over(floor, Goal{Factor: 1.3}), true},
 		"factor, missed":   {Figure{Value: 2.7}.Over(floor, Goal{Factor: 1.3}), false},
 		"margin, met":      {Figure{Value: 3}.Over(floor, Goal{Factor: 1, Margin: 1}), true},
