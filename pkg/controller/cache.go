@@ -108,9 +108,19 @@ func trimMeta(m *metav1.ObjectMeta) {
 	}
 }
 
+// identity keeps what tells an object and its versions apart.
+func identity(m metav1.ObjectMeta) metav1.ObjectMeta {
+	return metav1.ObjectMeta{Name: m.Name, Namespace: m.Namespace, UID: m.UID, ResourceVersion: m.ResourceVersion}
+}
+
 // trimClaim keeps the capacity of the requests, the allocation of Tandem's devices with their parameters, and the pods that have the
-// claim reserved. A request may contain 32 selectors of 10 KiB.
+// claim reserved. A request may contain 32 selectors of 10 KiB. Of a claim without such a device, which no reconciler acts on, it keeps
+// the identity.
 func trimClaim(claim *resourceapi.ResourceClaim, driver string) {
+	if len(nodesOf(claim, driver)) == 0 {
+		*claim = resourceapi.ResourceClaim{ObjectMeta: identity(claim.ObjectMeta)}
+		return
+	}
 	trimMeta(&claim.ObjectMeta)
 	requests := claim.Spec.Devices.Requests
 	for i, r := range requests {
@@ -124,11 +134,7 @@ func trimClaim(claim *resourceapi.ResourceClaim, driver string) {
 	}
 	claim.Spec = resourceapi.ResourceClaimSpec{Devices: resourceapi.DeviceClaim{Requests: requests}}
 	status := claim.Status
-	claim.Status = resourceapi.ResourceClaimStatus{ReservedFor: status.ReservedFor}
-	if status.Allocation == nil {
-		return
-	}
-	claim.Status.Allocation = &resourceapi.AllocationResult{}
+	claim.Status = resourceapi.ResourceClaimStatus{ReservedFor: status.ReservedFor, Allocation: &resourceapi.AllocationResult{}}
 	for _, r := range status.Allocation.Devices.Results {
 		if r.Driver == driver {
 			claim.Status.Allocation.Devices.Results = append(claim.Status.Allocation.Devices.Results, r)
@@ -154,8 +160,13 @@ func trimNode(node *corev1.Node, limits device.Resources) {
 	maps.DeleteFunc(node.Status.Capacity, others)
 }
 
-// trimPod keeps the node, the claims and the limits of a pod, and whether the scheduler bound it.
+// trimPod keeps the node, the claims and the limits of a pod, and whether the scheduler bound it. Of a pod without a node, which no
+// reconciler acts on, it keeps the identity: many pods wait for a GPU in a cluster that is full.
 func trimPod(pod *corev1.Pod) {
+	if pod.Spec.NodeName == "" {
+		*pod = corev1.Pod{ObjectMeta: identity(pod.ObjectMeta), Status: corev1.PodStatus{Phase: pod.Status.Phase}}
+		return
+	}
 	trimMeta(&pod.ObjectMeta)
 	for _, containers := range [][]corev1.Container{pod.Spec.InitContainers, pod.Spec.Containers} {
 		for i, c := range containers {

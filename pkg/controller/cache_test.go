@@ -73,6 +73,9 @@ func TestTrimmedIsSmall(t *testing.T) {
 	saying(testDriver, rightGPU)(claim)
 	foreign := claim.DeepCopy()
 	foreign.Status.Allocation.Devices.Results[0].Driver = "net.example.com"
+	unbound := pod.DeepCopy()
+	unbound.Spec.NodeName, unbound.Status.Phase = "", corev1.PodPending
+	trimPod(unbound)
 	trimPod(pod)
 	trimNode(node, device.Resources{GPU: testResource})
 	trimClaim(claim, testDriver)
@@ -86,8 +89,11 @@ func TestTrimmedIsSmall(t *testing.T) {
 			t.Errorf("%d bytes: %s", len(data), data)
 		}
 	}
-	if len(foreign.Status.Allocation.Devices.Results) != 0 {
-		t.Error("another driver's devices are kept")
+	if diff := cmp.Diff(&resourceapi.ResourceClaim{ObjectMeta: identity(foreign.ObjectMeta)}, foreign); diff != "" {
+		t.Errorf("of a claim with another driver's device is kept: %s", diff)
+	}
+	if diff := cmp.Diff(&corev1.Pod{ObjectMeta: identity(unbound.ObjectMeta), Status: corev1.PodStatus{Phase: corev1.PodPending}}, unbound); diff != "" {
+		t.Errorf("of a pod without a node is kept: %s", diff)
 	}
 	if _, ok := node.Status.Allocatable[corev1.ResourceCPU]; ok {
 		t.Error("CPUs are kept")
