@@ -69,9 +69,13 @@ type times struct {
 	ownPod time.Duration
 	// specsWait is how long a start waits for the first CDI specs. A hung GPU delays them by seconds.
 	specsWait time.Duration
+	// maintenanceWait is how long a start waits for the node's GPUNode, which says which GPUs are under maintenance.
+	maintenanceWait time.Duration
 }
 
-var defaultTimes = times{answerWait: 3 * time.Second, goneFor: 30 * time.Second, ownPod: 5 * time.Second, specsWait: 5 * time.Second}
+var defaultTimes = times{
+	answerWait: 3 * time.Second, goneFor: 30 * time.Second, ownPod: 5 * time.Second, specsWait: 5 * time.Second, maintenanceWait: 5 * time.Second,
+}
 
 // nodeEvents is how many events about one object the agent reports at once.
 const nodeEvents = 100

@@ -43,7 +43,7 @@ func (a *agent) serveAPIs(ctx context.Context, c components) error {
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return object.Run(ctx) })
 	group.Go(func() error { return a.newLabels(ctx, c, c.devices, a.metrics).Run(ctx) })
-	if !c.pods.AwaitSync(ctx) || !a.awaitSpecs(ctx, c.specs) {
+	if !c.pods.AwaitSync(ctx) || !a.awaitSpecs(ctx, c.specs) || !a.awaitMaintenance(ctx, object) {
 		return group.Wait()
 	}
 	if err := a.adopt(ctx, c); err != nil && ctx.Err() == nil {
@@ -102,6 +102,19 @@ func (a *agent) awaitSpecs(ctx context.Context, specs *cdi.Specs) bool {
 	return specs.Await(limited) || ctx.Err() == nil
 }
 
+// awaitMaintenance waits until it is known which GPUs are under maintenance, so that none is offered for a moment. It does not wait long:
+// an API server that serves everything but GPUNodes must not stop the node. It returns false if ctx ends.
+func (a *agent) awaitMaintenance(ctx context.Context, object *gpunode.Object) bool {
+	limited, cancel := context.WithTimeout(ctx, a.times.maintenanceWait)
+	defer cancel()
+	known := object.AwaitSpec(limited)
+	if !known && ctx.Err() == nil {
+		klog.FromContext(ctx).Info("Offering GPUs before the node's GPUNode is known: one that is under maintenance is withdrawn once it is",
+			"waited", a.times.maintenanceWait)
+	}
+	return ctx.Err() == nil
+}
+
 // retire runs the device plugin of a node that does not serve limits whenever a pod has a device by a limit: one of before, or one of
 // another plugin that was adopted. It runs until ctx is done or the plugin fails.
 func retire(ctx context.Context, book *ledger.Ledger, run func(context.Context) error) error {
@@ -126,7 +139,7 @@ func (a *agent) objectConfig(c components) gpunode.Config {
 		REST: a.api, DriverName: a.config.DriverName, NodeName: a.config.NodeName,
 		Facts:  gpunode.Facts{Mode: string(a.config.Mode), Excluded: a.config.Excluded, BootID: a.bootID},
 		Claims: func(namespace string) gpunode.Claims { return a.client.ResourceV1().ResourceClaims(namespace) },
-		Node:   c.self, Ledger: c.book, Inventory: c.usable, Registerer: a.metrics, Sharing: c.shared,
+		Node:   c.self, Ledger: c.book, Inventory: c.usable, Registerer: a.metrics, Sharing: c.shared, Recorder: a.recorder,
 	}
 	if missing := c.node.Missing(); missing != nil && a.isDriverless {
 		config.Facts.Waiting = missing.Error()

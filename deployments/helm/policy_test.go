@@ -410,6 +410,7 @@ func TestAgentsGPUNodePolicy(t *testing.T) {
 	}
 	claim := object{"uid": "u", "namespace": "n", "name": "c", "devices": []any{"gpu-0"}}
 	withoutSpec := object{"metadata": object{"name": "a"}}
+	maintained := object{"metadata": object{"name": "a"}, "spec": object{"maintenance": []any{object{"uuid": "GPU-0"}}}}
 	for name, c := range map[string]struct {
 		user          string
 		extra         object
@@ -429,6 +430,9 @@ func TestAgentsGPUNodePolicy(t *testing.T) {
 		"add a claim":            {agent, onNode("a"), "UPDATE", node("a"), node("a", claim), "which is the controller's"},
 		"drop a claim":           {agent, onNode("a"), "UPDATE", node("a", claim), node("a"), "which is the controller's"},
 		"add a daemon's trouble": {agent, onNode("a"), "UPDATE", node("a"), object{"metadata": object{"name": "a"}, "spec": object{"daemons": []any{object{"name": "d"}}}}, "which is the controller's"},
+		"drop a maintenance":     {agent, onNode("a"), "UPDATE", maintained, node("a"), "which is the controller's and administrators'"},
+		"create with one":        {agent, onNode("a"), "CREATE", nil, maintained, "which is the controller's and administrators'"},
+		"keep a maintenance":     {agent, onNode("a"), "UPDATE", maintained, maintained, ""},
 		"unbound token":          {agent, nil, "UPDATE", node("a"), node("a"), "bound to its pod"},
 		"the controller":         {agent + "-controller", nil, "UPDATE", node("a"), node("a", claim), "-"},
 	} {
@@ -529,6 +533,8 @@ func TestControllersPolicies(t *testing.T) {
 		"node label":             {"-controller-nodes", node("8", "4"), change(node("7", "4"), "metadata.labels.zone", "b"), "the metadata of a node"},
 		"node annotation":        {"-controller-nodes", node("8", "4"), change(node("7", "4"), "metadata.annotations", object{"a": "b"}), "the metadata of a node"},
 		"claims of a node":       {"-controller-gpunodes", change(node("8", "4"), "spec.claims", []any{}), change(node("8", "4"), "spec.claims", []any{object{}}), ""},
+		"maintenance of a GPU":   {"-controller-gpunodes", node("8", "4"), change(node("8", "4"), "spec.maintenance", []any{object{"uuid": "GPU-0"}}), "spec.maintenance of a GPUNode"},
+		"its end":                {"-controller-gpunodes", change(node("8", "4"), "spec.maintenance", []any{object{"uuid": "GPU-0"}}), node("8", "4"), "spec.maintenance of a GPUNode"},
 		"owner of a GPUNode":     {"-controller-gpunodes", node("8", "4"), change(node("8", "4"), "metadata.ownerReferences", []any{object{}}), "the metadata of a GPUNode"},
 		"its Secret":             {"-controller-secrets", nil, secret("tandem-webhook", "kubernetes.io/tls"), ""},
 		"another Secret":         {"-controller-secrets", nil, secret("tandem", "kubernetes.io/tls"), "no Secret but tandem-webhook"},

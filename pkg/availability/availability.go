@@ -42,6 +42,9 @@ const (
 	Draining Reason = "Draining"
 	// Allocated means that the scheduler allocated the device to a claim that does not hold it yet.
 	Allocated Reason = "Allocated"
+	// Maintenance means that an administrator has taken the device out of service. It keeps new holders away and takes nothing from those
+	// that have the device or were allocated it, so it is no use, and Check never returns it.
+	Maintenance Reason = "Maintenance"
 )
 
 // precedence orders reasons where a device has several of them, as the counts in GPUNode report it.

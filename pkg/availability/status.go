@@ -108,15 +108,17 @@ func (n Node) Check(healthy bool, request Use[Name]) Reason {
 	return Check(healthy, request, slices.Values(n.heldOn[request.Device.GPU]))
 }
 
-// Count adds a device to the counts: once, as unhealthy, held by claims, held by pods or free, the first that applies.
+// Count adds a device to the counts: once, as unhealthy, under maintenance, held by claims, held by pods or free, the first that applies.
 func (n Node) Count(counts *v1alpha1.DeviceCounts, d v1alpha1.DeviceStatus) {
 	counts.Total++
-	switch n.Check(d.UnhealthyReason == "", Use[Name]{Device: StatusName(d)}) {
-	case Unhealthy:
+	switch reason := n.Check(d.UnhealthyReason == "", Use[Name]{Device: StatusName(d)}); {
+	case reason == Unhealthy:
 		counts.Unhealthy++
-	case HeldByClaim, Draining:
+	case d.Maintenance != nil:
+		counts.Maintenance++
+	case reason == HeldByClaim || reason == Draining:
 		counts.Claims++
-	case HeldByPod:
+	case reason == HeldByPod:
 		counts.Pods++
 	default:
 		counts.Free++

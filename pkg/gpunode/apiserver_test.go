@@ -95,6 +95,16 @@ func (f *fakeAPI) writeSpec(name string, claims ...v1alpha1.AllocatedClaim) {
 	})
 }
 
+// maintain is what an administrator does.
+func (f *fakeAPI) maintain(name string, entries ...v1alpha1.GPUMaintenance) {
+	f.set(func() {
+		o := f.objects[name].DeepCopy()
+		o.Spec.Maintenance = entries
+		o.Generation++
+		f.store(o)
+	})
+}
+
 // drop deletes an object as another client would.
 func (f *fakeAPI) drop(name string) { f.set(func() { f.remove(name) }) }
 

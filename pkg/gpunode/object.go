@@ -21,9 +21,11 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/cache"
+	"k8s.io/client-go/tools/record"
 	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/sharing"
@@ -69,10 +71,12 @@ type Config struct {
 	// Facts contains the facts that do not change: Mode, Limits, OfferedToPods, Excluded, Waiting and BootID. The Object sets the others.
 	Facts Facts
 
-	Node       Node
-	Ledger     Ledger
-	Inventory  Inventory
-	Sharing    Sharing
+	Node      Node
+	Ledger    Ledger
+	Inventory Inventory
+	Sharing   Sharing
+	// Recorder receives events on the node.
+	Recorder   record.EventRecorder
 	Registerer prometheus.Registerer
 }
 
@@ -171,6 +175,16 @@ func (o *Object) Synced() bool {
 	return synced
 }
 
+// AwaitSpec waits until the spec is known, or known to be served to no agent like this one. It returns false if ctx ends before. The agent
+// calls it before it offers devices, which may be under maintenance.
+func (o *Object) AwaitSpec(ctx context.Context) bool {
+	return broadcast.Await(ctx, o.Changed, func() bool {
+		o.view.mu.Lock()
+		defer o.view.mu.Unlock()
+		return o.view.synced || o.view.unserved
+	})
+}
+
 // watch follows the node's own object, and no other, until ctx is done.
 func (o *Object) watch(ctx context.Context) error {
 	list := cache.NewListWatchFromClient(o.client, resource, metav1.NamespaceAll,
@@ -184,6 +198,7 @@ func (o *Object) watch(ctx context.Context) error {
 		}
 		// The cluster may never serve GPUNodes to this agent, so log once. The informer retries, up to once in half a minute.
 		o.metrics.served.Set(0)
+		o.view.update(func() { o.view.unserved = true })
 		once.Do(func() {
 			klog.FromContext(ctx).Info("Going on without GPUNodes: the API server does not serve them to this agent", "reason", err.Error())
 		})

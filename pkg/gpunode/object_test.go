@@ -19,6 +19,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/record"
 	"k8s.io/klog/v2"
 	"k8s.io/klog/v2/ktesting"
 
@@ -96,6 +97,8 @@ type fixture struct {
 	claims  *source[map[string]*resourceapi.ResourceClaim]
 	daemons fakeSharing
 	logger  klog.Logger
+	// recorder keeps the events on the node.
+	recorder *record.FakeRecorder
 }
 
 type fakeSharing struct{ *source[[]sharing.Daemon] }
@@ -131,6 +134,7 @@ func newFixture(t *testing.T) *fixture {
 		inventory: fakeInventory{newSource(device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0"), gpu(1, "GPU-1")}})},
 		claims:    newSource(map[string]*resourceapi.ResourceClaim{}),
 		daemons:   fakeSharing{newSource[[]sharing.Daemon](nil)},
+		recorder:  record.NewFakeRecorder(100),
 		logger:    ktesting.NewLogger(t, ktesting.NewConfig(ktesting.BufferLogs(true))),
 	}
 }
@@ -144,6 +148,7 @@ func (f *fixture) start(shorten ...func(*times)) (o *Object, stop func()) {
 		Claims: func(namespace string) Claims { return fakeClaims{f.claims, namespace} },
 		Facts:  Facts{Mode: "Dual", Limits: device.Resources{GPU: "nvidia.com/gpu"}},
 		Node:   f.node, Ledger: f.ledger, Inventory: f.inventory, Registerer: f.registry, Sharing: f.daemons,
+		Recorder: f.recorder,
 	})
 	if err != nil {
 		f.Fatal(err)

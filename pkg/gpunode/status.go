@@ -38,6 +38,8 @@ type Facts struct {
 	Conflicts  []ledger.Conflict
 	// Allocatable are the device IDs that kubelet reports as allocatable, by resource. A resource is missing until kubelet reports it.
 	Allocatable map[string][]string
+	// Maintenance are the GPUs that an administrator has taken out of service.
+	Maintenance []v1alpha1.GPUMaintenance
 	// Daemons are those to run, by name. UnknownDaemons may run too.
 	Daemons        []sharing.Daemon
 	UnknownDaemons []string
@@ -73,6 +75,7 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 		if d.UUID == "" {
 			d.UnhealthyReason = cmp.Or(d.UnhealthyReason, "its GPU instance has no compute instance")
 		}
+		d.Maintenance = f.maintenance(of.GPU.UUID)
 		d.ExtendedResource = resources[d.UUID]
 		lists := listed[d.ExtendedResource][d.UUID]
 		d.Sharing = f.sharing(of, replicas[of.Ref()], lists.replicas)
@@ -98,6 +101,16 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 		status.Daemons = append(status.Daemons, v1alpha1.MPSDaemon{Name: d.Name, MPSSettings: v1alpha1.MPSSettings(d.Settings)})
 	}
 	return status
+}
+
+// maintenance returns the entry of a GPU; nil if it is in service.
+func (f Facts) maintenance(uuid string) *v1alpha1.DeviceMaintenance {
+	for _, entry := range f.Maintenance {
+		if entry.UUID == uuid {
+			return &v1alpha1.DeviceMaintenance{Reason: entry.Reason, Since: entry.Since}
+		}
+	}
+	return nil
 }
 
 // heldUnknown returns the GPUs that have holders and are not in the inventory, as without a driver.
@@ -202,15 +215,16 @@ func replicasOf(offers []device.Offer) map[device.Ref][]device.Share {
 	return shares
 }
 
-// state returns what kubelet reports of a device. A device that is unhealthy or draining is withdrawn at once, before kubelet reports it.
-// listed is whether kubelet lists the whole device.
+// state returns what kubelet reports of a device. A device that is unhealthy, draining, or under maintenance and not held by a pod is
+// withdrawn at once, before kubelet reports it. listed is whether kubelet lists the whole device.
 func (f Facts) state(d v1alpha1.DeviceStatus, listed bool) v1alpha1.ExtendedResourceState {
 	draining := func(h v1alpha1.DeviceHolder) bool { return h.State == v1alpha1.HoldDraining }
+	byPod := func(h v1alpha1.DeviceHolder) bool { return h.Kind == v1alpha1.HolderPod }
 	_, reported := f.Allocatable[d.ExtendedResource]
 	switch {
 	case d.ExtendedResource == "" || !reported:
 		return ""
-	case d.UnhealthyReason != "":
+	case d.UnhealthyReason != "", d.Maintenance != nil && !slices.ContainsFunc(d.Holders, byPod):
 		return v1alpha1.ExtendedResourceWithdrawn
 	case d.Sharing != nil && d.Sharing.Allocatable > 0: // a replica that is draining is one of the holders
 		return v1alpha1.ExtendedResourceAllocatable

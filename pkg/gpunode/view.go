@@ -24,12 +24,14 @@ import (
 )
 
 // view is the newest known version of the object, from the watch and from the responses to our own writes, and what kubelet reported.
-// Take its Changed before Allocated, Claims or Synced.
+// Take its Changed before Allocated, Claims, Maintenance or Synced.
 type view struct {
 	broadcast.Signal
 	mu sync.Mutex
 	// synced is set once the API server has listed the object, or that there is none.
 	synced bool
+	// unserved is set once the API server has answered that it does not serve GPUNodes to this agent.
+	unserved bool
 	// object is nil if there is none. Callers must not change it.
 	object *v1alpha1.GPUNode
 	// gone is the UID of the last object that was deleted.
@@ -103,6 +105,19 @@ func (v *view) Claims() []v1alpha1.AllocatedClaim {
 		return nil
 	}
 	return slices.DeleteFunc(slices.Clone(v.object.Spec.Claims), func(c v1alpha1.AllocatedClaim) bool { return v.released[c.UID] })
+}
+
+// Maintenance returns the UUIDs of the GPUs that an administrator has taken out of service.
+func (v *view) Maintenance() map[string]bool {
+	object, _ := v.current()
+	if object == nil {
+		return nil
+	}
+	uuids := make(map[string]bool, len(object.Spec.Maintenance))
+	for _, entry := range object.Spec.Maintenance {
+		uuids[entry.UUID] = true
+	}
+	return uuids
 }
 
 // release replaces the claims that were released.

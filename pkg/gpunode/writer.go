@@ -163,6 +163,7 @@ func (w *writer) next() (request func(context.Context) error, urgent bool) {
 		return func(ctx context.Context) error { return w.replace(ctx, object) }, false
 	}
 	status := bounded(Status(w.facts()))
+	w.metrics.setMaintenance(status)
 	if apiequality.Semantic.DeepEqual(object.Status, status) {
 		return nil, false
 	}
@@ -178,6 +179,7 @@ func (w *writer) next() (request func(context.Context) error, urgent bool) {
 		w.pace.Took(time.Now())
 		w.dirty = time.Time{}
 		w.sent, w.answered = status, updated.ResourceVersion
+		w.reportMaintenance(object.Status, updated.Status)
 		if !apiequality.Semantic.DeepEqual(updated.Status, status) {
 			w.pruned.Do(func() {
 				klog.FromContext(ctx).Info("The API server does not keep all of the GPUNode's status: its CustomResourceDefinition has another version")
@@ -204,7 +206,7 @@ func (o *Object) facts() Facts {
 	facts.Holds, facts.Conflicts = o.config.Ledger.Holds(), o.config.Ledger.Conflicts()
 	facts.Daemons, facts.UnknownDaemons = o.config.Sharing.Daemons(), o.config.Sharing.UnknownDaemons()
 	if object, _ := o.view.current(); object != nil {
-		facts.Generation = object.Generation
+		facts.Generation, facts.Maintenance = object.Generation, object.Spec.Maintenance
 	}
 	return facts
 }
@@ -322,8 +324,11 @@ func outdated(err error) bool {
 func latest(moments ...time.Time) time.Time { return slices.MaxFunc(moments, time.Time.Compare) }
 
 type metrics struct {
-	writes *prometheus.CounterVec
-	served prometheus.Gauge
+	writes      *prometheus.CounterVec
+	served      prometheus.Gauge
+	maintenance *prometheus.GaugeVec
+	// maintained are the GPUs of which the gauge is 1.
+	maintained map[maintained]bool
 }
 
 // newMetrics panics if the metrics are registered already.
@@ -339,6 +344,10 @@ func newMetrics(registerer prometheus.Registerer) *metrics {
 			Help: "1 while the API server serves GPUNodes to this agent, 0 while it does not: " +
 				"GPUs allocated to claims are then withdrawn from pods only once they are prepared.",
 		}),
+		maintenance: factory.NewGaugeVec(prometheus.GaugeOpts{
+			Name: "tandem_gpu_maintenance",
+			Help: "1 for each GPU that an administrator has taken out of service (kubectl gpu drain).",
+		}, []string{"device", "uuid"}),
 	}
 }
 

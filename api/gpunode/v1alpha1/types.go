@@ -31,8 +31,8 @@ func AddToScheme(s *runtime.Scheme) error {
 }
 
 // GPUNode reports which pod has which GPU of a node, and which GPUs the scheduler has allocated. It has the name of its Node, which
-// owns it. The node's agent creates it and writes the status. The controller writes the spec. An admission policy allows each of them
-// only its part.
+// owns it. The node's agent creates it and writes the status. The controller writes the spec, and administrators its maintenance. An
+// admission policy allows agent and controller only their parts.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
@@ -43,6 +43,7 @@ func AddToScheme(s *runtime.Scheme) error {
 // +kubebuilder:printcolumn:name="Pods",type=integer,JSONPath=`.status.counts.pods`
 // +kubebuilder:printcolumn:name="Free",type=integer,JSONPath=`.status.counts.free`
 // +kubebuilder:printcolumn:name="Unhealthy",type=integer,JSONPath=`.status.counts.unhealthy`
+// +kubebuilder:printcolumn:name="Maintenance",type=integer,priority=1,JSONPath=`.status.counts.maintenance`
 // +kubebuilder:printcolumn:name="Partitions",type=integer,priority=1,JSONPath=`.status.partitions.total`
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
 // +kubebuilder:printcolumn:name="Holders",type=string,priority=1,JSONPath=`.status.holders`
@@ -63,8 +64,8 @@ type GPUNodeList struct {
 	Items           []GPUNode `json:"items"`
 }
 
-// GPUNodeSpec is what the controller reports to the node. An agent cannot watch the ResourceClaims of one node, and thousands of agents
-// must not watch all of them.
+// GPUNodeSpec is what the controller reports to the node, and which GPUs an administrator has taken out of service. An agent cannot watch
+// the ResourceClaims of one node, and thousands of agents must not watch all of them.
 type GPUNodeSpec struct {
 	// Claims that are allocated devices of this node. Their GPUs are withdrawn from the extended resource before kubelet prepares the
 	// claims. The node's ledger decides who gets a GPU, whatever this list contains.
@@ -79,6 +80,38 @@ type GPUNodeSpec struct {
 	// +listType=map
 	// +listMapKey=name
 	Daemons []WaitingDaemon `json:"daemons,omitempty"`
+	// Maintenance are GPUs that an administrator has taken out of service, with their partitions: no new claim or pod gets them. Their
+	// holders keep them. An administrator writes it (kubectl gpu drain); neither the agent nor the controller may.
+	//
+	// +kubebuilder:validation:MaxItems=64
+	// +listType=map
+	// +listMapKey=uuid
+	Maintenance []GPUMaintenance `json:"maintenance,omitempty"`
+}
+
+// GPUMaintenance takes a GPU out of service.
+type GPUMaintenance struct {
+	// UUID of the GPU. The node may have no such GPU, as after a board was replaced.
+	//
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=128
+	UUID string `json:"uuid"`
+	// Reason for users, in one line.
+	//
+	// +kubebuilder:validation:MaxLength=256
+	Reason string `json:"reason,omitempty"`
+	// Since is when the administrator took the GPU out of service.
+	Since *metav1.Time `json:"since,omitempty"`
+}
+
+// MaintenanceOf returns the entry of a GPU, if it has one.
+func (s GPUNodeSpec) MaintenanceOf(uuid string) (entry GPUMaintenance, found bool) {
+	for _, entry := range s.Maintenance {
+		if entry.UUID == uuid {
+			return entry, true
+		}
+	}
+	return GPUMaintenance{}, false
 }
 
 // WaitingDaemon is a daemon whose pod does not run.
@@ -163,8 +196,8 @@ type GPUNodeStatus struct {
 	BootID string `json:"bootID,omitempty"`
 	// ObservedGeneration of the spec that the agent acts on.
 	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
-	// Counts of GPUs. Each GPU counts once, as the first that applies of unhealthy, claims, pods and free. It is free if it has no
-	// holder, and no partition of it has one.
+	// Counts of GPUs. Each GPU counts once, as the first that applies of unhealthy, maintenance, claims, pods and free. It is free if it
+	// has no holder, and no partition of it has one.
 	Counts DeviceCounts `json:"counts,omitempty"`
 	// Partitions counts the existing MIG partitions in the same way. It is absent if there are none.
 	Partitions *DeviceCounts `json:"partitions,omitempty"`
@@ -255,6 +288,8 @@ type DeviceCounts struct {
 	Pods      int32 `json:"pods"`
 	Free      int32 `json:"free"`
 	Unhealthy int32 `json:"unhealthy"`
+	// Maintenance counts devices that an administrator has taken out of service, held or not.
+	Maintenance int32 `json:"maintenance,omitempty"`
 }
 
 // DeviceStatus is a GPU or an existing partition.
@@ -281,6 +316,9 @@ type DeviceStatus struct {
 	//
 	// +kubebuilder:validation:MaxLength=1024
 	UnhealthyReason string `json:"unhealthyReason,omitempty"`
+	// Maintenance is set while an administrator has taken the device, or the GPU of a partition, out of service: the agent gives it to no
+	// new claim or pod. Holders keep it.
+	Maintenance *DeviceMaintenance `json:"maintenance,omitempty"`
 	// Slowdown is why a GPU runs below its clocks, such as "thermal"; empty if it does not. It is healthy.
 	//
 	// +kubebuilder:validation:MaxLength=128
@@ -301,6 +339,13 @@ type DeviceStatus struct {
 	Excluded bool `json:"excluded,omitempty"`
 	// Sharing is how several holders share the device; absent if they cannot.
 	Sharing *DeviceSharing `json:"sharing,omitempty"`
+}
+
+// DeviceMaintenance is the entry of spec.maintenance that the agent acts on.
+type DeviceMaintenance struct {
+	// +kubebuilder:validation:MaxLength=256
+	Reason string       `json:"reason,omitempty"`
+	Since  *metav1.Time `json:"since,omitempty"`
 }
 
 // DeviceSharing is the sharing policy of a device and its result.
