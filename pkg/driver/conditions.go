@@ -211,12 +211,14 @@ const (
 	ConditionRefused = "tandem-gpu.dev/refused"
 )
 
-// Allocations are the claims that the scheduler allocated GPUs of this node, also for pods that are not bound yet.
+// Allocations are what the node's GPUNode tells: the claims that the scheduler allocated GPUs of this node, also for pods that are not bound
+// yet, and the UUIDs of the GPUs that an administrator has taken out of service.
 type Allocations interface {
 	Claims() []v1alpha1.AllocatedClaim
+	Maintenance() map[string]bool
 	// Synced reports whether Claims includes the allocations from before this agent's start. It stays false without a controller.
 	Synced() bool
-	// Changed returns a channel that is closed at the next change. It is taken before Claims is called.
+	// Changed returns a channel that is closed at the next change. It is taken before the others are called.
 	Changed() <-chan struct{}
 }
 

@@ -17,8 +17,8 @@ import (
 
 // gpuPool is the pool of one dynamic GPU: the GPU, every possible partition, and counters. From the counters the scheduler computes
 // which devices exclude each other (KEP-4815). A device that pods hold, or that drains, is subtracted from the counters: no
-// toleration bypasses them, and one small slice changes. An unhealthy device is subtracted, too, and tainted: users see why, and a
-// taint can evict.
+// toleration bypasses them, and one small slice changes. A device that is unhealthy or under maintenance is subtracted, too, and tainted:
+// users see why, and a taint can evict.
 //
 // The scheduler (k8s.io/dynamic-resource-allocation/structured, checkAvailableCounters) subtracts the allocated devices in the
 // slices from the published counters. A device that is not in the slices consumes nothing, and one counter below zero blocks every
@@ -34,8 +34,8 @@ type gpuPool struct {
 	// withdrawn are the devices that the scheduler cannot count. uncounted are those of them that a pod holds, or a claim that the
 	// scheduler does not count.
 	withdrawn, uncounted []device.Ref
-	// unhealthy are withdrawals of unhealthy devices, nil if the API server drops taints.
-	unhealthy []withdrawal
+	// tainted are withdrawals that no holder causes, nil if the API server drops taints.
+	tainted []withdrawal
 	// strict adds binding conditions to the devices.
 	strict bool
 	// uuids publishes those of partitions that were created for claims.
@@ -58,8 +58,8 @@ func newGPUPool(g device.GPU, geometry mig.Geometry, a allocated, withdrawn []wi
 		if w.Device.GPU != g.UUID {
 			continue
 		}
-		if w.Reason == availability.Unhealthy && kept.Taints {
-			p.unhealthy = append(p.unhealthy, w)
+		if !w.byHolder() && kept.Taints {
+			p.tainted = append(p.tainted, w)
 		}
 		// The scheduler counts a draining device that it allocated again.
 		counted := w.Reason == availability.Draining && p.isAllocated(w.Device) && !w.uncounted
@@ -257,10 +257,10 @@ func (p gpuPool) consuming(d device.Device) resourceapi.Device {
 	return published
 }
 
-// taints returns the taints of a device that is unhealthy itself or whose GPU is. While a withdrawal returns there may be two reasons; a
-// device has each key once.
+// taints returns the taints of a device that is unhealthy or under maintenance itself, or whose GPU is. While a withdrawal returns there
+// may be two reasons; a device has each key once.
 func (p gpuPool) taints(ref device.Ref) (taints []resourceapi.DeviceTaint) {
-	for _, w := range p.unhealthy {
+	for _, w := range p.tainted {
 		if w.Device != ref && !w.Device.Whole() {
 			continue
 		}

@@ -394,6 +394,52 @@ func TestCountersFollowHolds(t *testing.T) {
 	}
 }
 
+// A dynamic GPU under maintenance keeps what is allocated, offers no partition more, and says why.
+func TestMaintenanceOfADynamicGPU(t *testing.T) {
+	facts := Facts{
+		Inventory: machine(1, dynamic), Kept: everything, Maintenance: map[string]bool{uuidOf(0): true},
+		Claims: []v1alpha1.AllocatedClaim{{UID: "c", Devices: []string{"gpu-0-mig-3g40gb-9-4"}, Pools: []string{testNode + "/gpu-00"}}},
+	}
+	pool := poolsOf(t, facts)[testNode+"/gpu-00"]
+	for i, want := range "00001111" {
+		counter := pool.Slices[0].SharedCounters[0].Counters[fmt.Sprintf("memory-slice-%d", i)]
+		if got := counter.Value.String(); got != string(want) {
+			t.Errorf("memory slice %d: %s, want %c", i, got, want)
+		}
+	}
+	for _, slice := range pool.Slices {
+		for _, d := range slice.Devices {
+			if len(d.Taints) != 1 || d.Taints[0].Key != TaintMaintenance || d.Taints[0].Effect != resourceapi.DeviceTaintEffectNoSchedule {
+				t.Errorf("%s has the taints %v", d.Name, d.Taints)
+			}
+		}
+	}
+}
+
+// Static partitions and shares of a GPU under maintenance have its taint.
+func TestMaintenanceOfPartsOfAGPU(t *testing.T) {
+	inv := machine(2, dynamic)
+	inv.GPUs[0].Dynamic, inv.GPUs[1].Dynamic = false, false
+	cut(&inv.GPUs[0], "3g.40gb", 0)
+	cut(&inv.GPUs[0], "3g.40gb", 4)
+	inv.GPUs[1].Sharing = device.Sharing{Strategy: device.TimeSlicing, Claims: device.ByMemory}
+	kept := everything
+	kept.Shares = true
+	pool := poolsOf(t, Facts{Inventory: inv, Kept: kept, Maintenance: map[string]bool{uuidOf(0): true, uuidOf(1): true}})[testNode]
+	n := 0
+	for _, slice := range pool.Slices {
+		for _, d := range slice.Devices {
+			n++
+			if len(d.Taints) != 1 || d.Taints[0].Key != TaintMaintenance {
+				t.Errorf("%s has the taints %v", d.Name, d.Taints)
+			}
+		}
+	}
+	if n != 3 {
+		t.Errorf("%d devices, want two partitions and a GPU", n)
+	}
+}
+
 // A pod on one of eight GPUs costs one write: the slice with the counters of that GPU.
 func TestWithdrawalFromCountersChangesOneSmallSlice(t *testing.T) {
 	inv := machine(8, dynamic)

@@ -31,6 +31,8 @@ type Facts struct {
 	Holds     []ledger.Hold
 	// Claims are allocated devices of this node, as far as the controller reported them; nil is fine.
 	Claims []v1alpha1.AllocatedClaim
+	// Maintenance are the UUIDs of GPUs that get no new holder.
+	Maintenance map[string]bool
 	// ClaimsLate means that Claims may be incomplete: no GPU changes its pool.
 	ClaimsLate bool
 	// Withheld means that the ledger gives no device to a new holder.
@@ -125,7 +127,7 @@ func (o *Offer) build(f Facts) layout {
 		inv.GPUs = slices.DeleteFunc(slices.Clone(inv.GPUs), func(g device.GPU) bool { return !o.Offered(g) })
 		holds = slices.DeleteFunc(slices.Clone(holds), func(h ledger.Hold) bool { _, ours := inv.ByUUID(h.Device.GPU); return !ours })
 	}
-	withdrawn, next := o.withdrawn(Facts{Inventory: inv, Holds: holds, Claims: f.Claims, Now: f.Now})
+	withdrawn, next := o.withdrawn(Facts{Inventory: inv, Holds: holds, Claims: f.Claims, Maintenance: f.Maintenance, Now: f.Now})
 	if f.Withheld {
 		withdrawn = withhold(inv, withdrawn)
 	}
@@ -331,6 +333,8 @@ const (
 	TaintHeldByClaim = "tandem-gpu.dev/held-by-claim"
 	// TaintDraining marks a device that containers may still use although no claim or pod holds it any more; the value is "true".
 	TaintDraining = "tandem-gpu.dev/draining"
+	// TaintMaintenance marks a device that an administrator has taken out of service, and the partitions of such a GPU; the value is "true".
+	TaintMaintenance = "tandem-gpu.dev/maintenance"
 	// TaintUnhealthy marks a device that cannot run work; the value is the reason (device.Health).
 	TaintUnhealthy = "tandem-gpu.dev/unhealthy"
 	// TaintXID and TaintGPULost are those of NVIDIA's driver (kubernetes-sigs/dra-driver-nvidia-gpu, cmd/gpu-kubelet-plugin/device_health.go),
@@ -368,7 +372,12 @@ func (w withdrawal) compareReason(other withdrawal) int {
 
 var taintKeys = map[availability.Reason]string{
 	availability.Unhealthy: TaintUnhealthy, availability.HeldByPod: TaintHeldByPod,
-	availability.HeldByClaim: TaintHeldByClaim, availability.Draining: TaintDraining,
+	availability.HeldByClaim: TaintHeldByClaim, availability.Draining: TaintDraining, availability.Maintenance: TaintMaintenance,
+}
+
+// byHolder reports whether a holder makes the device unavailable.
+func (w withdrawal) byHolder() bool {
+	return w.Reason != availability.Unhealthy && w.Reason != availability.Maintenance
 }
 
 // taints returns the taints of a withdrawn device.
@@ -391,6 +400,11 @@ func (w withdrawal) taints() []resourceapi.DeviceTaint {
 func (o *Offer) withdrawn(f Facts) ([]withdrawal, time.Time) {
 	holds := slices.Concat(f.Holds, o.orphans(f.Inventory, f.Holds, f.Now))
 	current, drained := findWithdrawn(f.Inventory, holds, f.Claims, f.Now)
+	for _, g := range f.Inventory.GPUs {
+		if f.Maintenance[g.UUID] {
+			current = append(current, withdrawal{use: use{Device: g.Ref(), Reason: availability.Maintenance}})
+		}
+	}
 	o.debounce.delay = o.ReturnDelay
 	withdrawn, returned := o.debounce.update(f.Now, current)
 	return withdrawn, earlier(drained, returned)
@@ -468,12 +482,12 @@ type debounce struct {
 func (d *debounce) update(now time.Time, current []withdrawal) (all []withdrawal, next time.Time) {
 	present, counted := map[holding]bool{}, map[holding]bool{}
 	for w := range d.available {
-		counted[w.holding()] = counted[w.holding()] || w.Reason != availability.Unhealthy
+		counted[w.holding()] = counted[w.holding()] || w.byHolder()
 	}
 	d.withdrawals = 0
 	for _, w := range current {
 		present[w.holding()] = true
-		if w.Reason != availability.Unhealthy && !counted[w.holding()] {
+		if w.byHolder() && !counted[w.holding()] {
 			counted[w.holding()] = true
 			d.withdrawals++
 		}

@@ -64,6 +64,40 @@ func TestPublishWithdrawAndReturn(t *testing.T) {
 	}
 }
 
+// A GPU under maintenance is not offered. A claim that was allocated it before is served, and others get other GPUs.
+func TestMaintenanceIsNotOffered(t *testing.T) {
+	for name, test := range map[string]struct {
+		setup func(*fakeAPI)
+		mark  string
+	}{
+		"taints":                  {func(*fakeAPI) {}, "maintenance"},
+		"a server without taints": {func(f *fakeAPI) { f.dropTaints = true }, "-"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			allocations := &fakeAllocations{changed: make(chan struct{})}
+			r := newRig(t, machine(4), func(c *Config) { c.Allocations = allocations })
+			test.setup(r.api)
+			r.run().ready()
+			before := r.claim("before", "gpu-1")
+			allocations.maintain(1, 3)
+			r.awaitPublished(names(4, map[int]string{1: test.mark, 3: test.mark}))
+			if n := r.metric("tandem_published_devices", "withdrawn"); n != 2 {
+				t.Error("withdrawn:", n)
+			}
+			if err := r.ask(t.Context(), before); err != nil {
+				t.Errorf("a claim from before: %v", err)
+			}
+			for _, got := range allocateAll(t, r.api.slices(), 4) {
+				if got == "gpu-1" || got == "gpu-3" {
+					t.Errorf("the scheduler gives %s to a claim", got)
+				}
+			}
+			allocations.maintain(1)
+			r.awaitPublished(names(4, map[int]string{1: test.mark}))
+		})
+	}
+}
+
 // A process of a force-deleted pod does not end: its GPU is not offered, and the scheduler gives new claims the other seven. When
 // kubelet unprepares the claim, the GPU is back.
 func TestHungClaimBlocksItsGPUOnly(t *testing.T) {

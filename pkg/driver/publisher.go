@@ -117,7 +117,7 @@ func (d *Driver) publish(ctx context.Context) error {
 			}
 		}
 		facts := Facts{Inventory: d.Inventory.Inventory(), Holds: d.Ledger.Holds(), Kept: kept, Now: time.Now()}
-		facts.Claims, facts.Withheld = d.Allocations.Claims(), d.Ledger.Withheld() != nil
+		facts.Claims, facts.Maintenance, facts.Withheld = d.Allocations.Claims(), d.Allocations.Maintenance(), d.Ledger.Withheld() != nil
 		next := probeAt
 		if facts.ClaimsLate = !d.Allocations.Synced() && facts.Now.Before(allocationsDue); facts.ClaimsLate {
 			next = earlier(next, allocationsDue)

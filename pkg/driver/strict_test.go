@@ -26,10 +26,12 @@ import (
 
 // fakeAllocations are claims that the scheduler allocated.
 type fakeAllocations struct {
-	mu      sync.Mutex
-	claims  []v1alpha1.AllocatedClaim
-	late    bool
-	changed chan struct{}
+	mu     sync.Mutex
+	claims []v1alpha1.AllocatedClaim
+	// maintained are the UUIDs of GPUs under maintenance.
+	maintained map[string]bool
+	late       bool
+	changed    chan struct{}
 }
 
 func (f *fakeAllocations) Synced() bool {
@@ -42,6 +44,24 @@ func (f *fakeAllocations) Claims() []v1alpha1.AllocatedClaim {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.claims
+}
+
+func (f *fakeAllocations) Maintenance() map[string]bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.maintained
+}
+
+// maintain takes GPUs out of service.
+func (f *fakeAllocations) maintain(minors ...int) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.maintained = map[string]bool{}
+	for _, minor := range minors {
+		f.maintained[uuidOf(minor)] = true
+	}
+	close(f.changed)
+	f.changed = make(chan struct{})
 }
 
 func (f *fakeAllocations) Changed() <-chan struct{} {

@@ -138,7 +138,12 @@ type PodRequest struct {
 	Resource string
 	Device   device.Ref
 	Share    device.Share
+	// Keep gives the device only to a pod that has it already; another one gets ErrWithdrawn.
+	Keep bool
 }
+
+// ErrWithdrawn says that a device is given to no new holder.
+var ErrWithdrawn = errors.New("the device is given to no new holder")
 
 // PodState is the state of the pods of a hold.
 type PodState int

@@ -57,6 +57,11 @@ func (l *Ledger) tryReservePod(requests []PodRequest) ([]Hold, error) {
 	if conflicts := l.podConflicts(requests); len(conflicts) > 0 {
 		return conflicts, nil
 	}
+	for _, r := range requests {
+		if _, held := l.holds[key{Holder{KindPod, r.ID}, r.Device}]; r.Keep && !held {
+			return nil, fmt.Errorf("reserve device %s for a pod: %w", r.ID, ErrWithdrawn)
+		}
+	}
 	// New holds come first: writing them fails more often, and is easy to undo.
 	var taken, reused []Hold
 	for _, r := range requests {

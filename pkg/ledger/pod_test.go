@@ -34,6 +34,37 @@ func TestTheSameIDByAnotherResource(t *testing.T) {
 	}
 }
 
+// A device under maintenance stays with the pod that has it, and goes to no other one: also not once that pod has ended.
+func TestKeep(t *testing.T) {
+	ended := false
+	l := openWithQueue(t, nil)
+	l.options.PodStates = reusing{judge(func(Hold) PodState {
+		if ended {
+			return Gone
+		}
+		return Running
+	})}
+	ask := func(id string, keep bool) error {
+		return l.ReservePod([]PodRequest{{ID: "free", Resource: "nvidia.com/gpu", Device: whole("free")},
+			{ID: id, Resource: "nvidia.com/gpu", Device: whole(id), Keep: keep}})
+	}
+	if err := ask("a", true); !errors.Is(err, ErrWithdrawn) || len(l.Holds()) > 0 {
+		t.Errorf("a new pod: %v, holds %v", err, l.Holds())
+	}
+	must(t, ask("a", false))
+	must(t, ask("a", true))
+	ended = true
+	if err := ask("a", true); !errors.Is(err, ErrWithdrawn) {
+		t.Errorf("the next pod: %v", err)
+	}
+}
+
+// reusing takes each request for a held device for one of the holder's own pod.
+type reusing struct{ judge }
+
+func (reusing) Started(Hold, []Hold) bool { return false }
+func (reusing) Reuses(Hold) bool          { return true }
+
 // slowReuses is asked about a hold while other calls go on.
 type slowReuses struct {
 	judge

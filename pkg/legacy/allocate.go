@@ -164,9 +164,12 @@ func (p *Plugin) reserve(ctx context.Context, resource string, containers [][]it
 		return nil, err
 	}
 	var requests []ledger.PodRequest
+	maintenance := p.config.Allocations.Maintenance()
 	for _, items := range containers {
 		for _, i := range items {
-			requests = append(requests, ledger.PodRequest{ID: i.id, Resource: resource, Device: i.Ref(), Share: i.share})
+			requests = append(requests, ledger.PodRequest{
+				ID: i.id, Resource: resource, Device: i.Ref(), Share: i.share, Keep: maintenance[i.GPU.UUID],
+			})
 		}
 	}
 	if err := p.config.Ledger.ReservePod(requests); err != nil {
@@ -200,6 +203,12 @@ func (p *Plugin) clients(resource string, containers [][]item) ([]*sharing.Clien
 // be allowed to read other namespaces. So the error and the event name the holder by kind and UID only; the agent's log has the names.
 func (p *Plugin) refuse(ctx context.Context, resource string, err error) error {
 	conflict, ok := errors.AsType[*ledger.ConflictError](err)
+	if errors.Is(err, ledger.ErrWithdrawn) {
+		// Rare: kubelet had not received the list without the device yet, or its holder had just ended.
+		klog.FromContext(ctx).Info("Refused Allocate because a device is under maintenance", "resource", resource, "reason", err.Error())
+		return status.Errorf(codes.FailedPrecondition,
+			"allocate %s: a GPU is under maintenance (kubectl gpu drain); the pod's owner creates another pod: %v", resource, err)
+	}
 	if !ok {
 		return status.Errorf(codes.Internal, "allocate %s: %v", resource, err)
 	}

@@ -44,9 +44,11 @@ type Ledger interface {
 	Withholds(source string) bool
 }
 
-// Allocations returns the devices that the scheduler allocated to claims, prepared or not. Both methods answer from memory. The
-// answer may be late or empty: it only keeps pods away from a device that a claim is about to take.
+// Allocations returns the devices that the scheduler allocated to claims, prepared or not, and the UUIDs of the GPUs that an administrator
+// has taken out of service. All methods answer from memory. The answer may be late or empty: allocations only keep pods away from a device
+// that a claim is about to take.
 type Allocations interface {
+	Maintenance() map[string]bool
 	// Allocated returns the holds that these claims will have: holder, device and share.
 	Allocated() []ledger.Hold
 	// Changed returns a channel that is closed at the next change; take it before reading.

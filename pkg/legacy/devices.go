@@ -271,7 +271,7 @@ func (c *resourceDevices) states(u usage) []state {
 		switch {
 		case !health.Healthy() && !i.removed():
 			states[at] = stateUnhealthy
-		case conflict || i.removed() || !mine && u.withheld || !i.offered && (c.config.Retiring || !mine):
+		case conflict || i.removed() || !mine && (u.withheld || u.maintenance[i.GPU.UUID]) || !i.offered && (c.config.Retiring || !mine):
 			states[at] = stateWithdrawn
 		case !mine && c.config.HeldOnly != nil:
 			states[at] = stateWithdrawn
@@ -315,8 +315,9 @@ type usage struct {
 	outstanding map[string]int
 	// unwritable is set while the ledger cannot record new holds.
 	unwritable bool
-	// withheld means that no new holder gets a device.
-	withheld bool
+	// withheld means that no new holder gets a device, and maintenance that none gets these GPUs.
+	withheld    bool
+	maintenance map[string]bool
 }
 
 // pendingClaim is a claim that does not hold a device, or its share of one, yet: the scheduler has allocated it to the claim, or the
@@ -340,7 +341,7 @@ func usageOf(led Ledger, allocations Allocations) usage {
 	}
 	u.outstanding, _ = led.Outstanding()
 	u.unwritable = led.Unwritable() != nil
-	u.withheld = led.Withheld() != nil
+	u.withheld, u.maintenance = led.Withheld() != nil, allocations.Maintenance()
 	for _, conflict := range led.Conflicts() {
 		for _, ref := range conflict.Devices {
 			u.wait(pendingClaim{claim: ledger.Holder{Kind: ledger.KindClaim, ID: conflict.UID}, device: ref})

@@ -157,6 +157,8 @@ func (a allocations) Allocated() []ledger.Hold {
 	return holds
 }
 
+func (a allocations) Maintenance() map[string]bool { return nil }
+
 func (a allocations) put(gpus ...int) {
 	a.set(func([]device.Ref) []device.Ref {
 		var refs []device.Ref

@@ -185,7 +185,8 @@ func TestPromisedShares(t *testing.T) {
 
 type allocatedShares struct{ *observable[[]ledger.Hold] }
 
-func (p allocatedShares) Allocated() []ledger.Hold { return p.get() }
+func (p allocatedShares) Allocated() []ledger.Hold     { return p.get() }
+func (p allocatedShares) Maintenance() map[string]bool { return nil }
 
 // Replicas of one GPU are one device to the container.
 func TestAllocateReplicas(t *testing.T) {

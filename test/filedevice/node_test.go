@@ -248,6 +248,7 @@ func (noPolicy) Changed() <-chan struct{}                                    { r
 
 func (noAllocations) Claims() []v1alpha1.AllocatedClaim { return nil }
 func (noAllocations) Synced() bool                      { return true }
+func (noAllocations) Maintenance() map[string]bool      { return nil }
 func (noAllocations) Allocated() []ledger.Hold          { return nil }
 func (noAllocations) Changed() <-chan struct{}          { return nil }
 

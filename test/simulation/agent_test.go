@@ -411,6 +411,9 @@ func (a *agent) specHasChanged() {
 	a.specChanged = make(chan struct{})
 }
 
+// Maintenance is empty: no administrator takes a GPU out of service.
+func (a *agent) Maintenance() map[string]bool { return nil }
+
 // Allocated are the devices that the scheduler has given to claims, as far as the agent has heard.
 func (a *agent) Allocated() []ledger.Hold {
 	var holds []ledger.Hold
