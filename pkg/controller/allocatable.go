@@ -39,7 +39,8 @@ import (
 //
 // A GPU that a pod holds while a claim is allocated to it counts only if the claim waits for it and another GPU is free. The
 // scheduler counts the pod too, perhaps for hours, and would leave that other GPU unused. Otherwise it would send the next pod to
-// the GPU as soon as the holder ends, while the claim gets it: kubelet fails such pods until the number is lowered.
+// the GPU as soon as the holder ends, while the claim gets it: kubelet fails such pods until the number is lowered. The same applies to a
+// GPU or a replica that a pod holds while it is under maintenance.
 func Allocatable(
 	status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, resource corev1.ResourceName,
 ) (value int64, known bool) {
@@ -61,7 +62,12 @@ func Allocatable(
 			continue
 		}
 		if device.Sharing != nil && device.Sharing.Replicas > 0 {
-			value += replicas(device, node)
+			held, more := replicas(device, node)
+			if device.Maintenance != nil {
+				awaited += held
+			} else {
+				value, free = value+held, free+more
+			}
 			continue
 		}
 		allocated, asking := false, false
@@ -74,19 +80,19 @@ func Allocatable(
 		switch {
 		case !allocated && len(device.Holders) == 0:
 			free++
-		case !allocated:
+		case !allocated && device.Maintenance == nil:
 			value++
 		case !asking && heldByPod(device):
 			awaited++
 		}
 	}
-	return value + free + min(free, awaited), known
+	return value + free + min(max(free, 0), awaited), known
 }
 
-// replicas returns how many of a device's replicas the scheduler may count: those that pods have, and as many more as fit beside
-// what is allocated to claims.
-func replicas(d v1alpha1.DeviceStatus, node availability.Node) int64 {
-	sharing, held := d.Sharing, int64(0)
+// replicas returns how many of a device's replicas the scheduler may count: those that pods have, and as many more as fit beside what is
+// allocated to claims. more is negative if those of pods do not fit.
+func replicas(d v1alpha1.DeviceStatus, node availability.Node) (held, more int64) {
+	sharing := d.Sharing
 	for _, h := range d.Holders {
 		if h.Kind == v1alpha1.HolderPod && h.State != v1alpha1.HoldDraining {
 			held++
@@ -103,7 +109,7 @@ func replicas(d v1alpha1.DeviceStatus, node availability.Node) int64 {
 	if sharing.ReplicaShares > 0 {
 		room = int64(left.Count) / sharing.ReplicaShares
 	}
-	return held + min(int64(sharing.Allocatable)-held, room)
+	return held, min(int64(sharing.Allocatable)-held, room)
 }
 
 // served reports whether the agent serves a resource through the device plugin API, whatever kubelet reports.

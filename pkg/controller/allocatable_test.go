@@ -20,6 +20,7 @@ import (
 
 func TestAllocatable(t *testing.T) {
 	limit, claim := v1alpha1.DeviceHolder{Kind: v1alpha1.HolderPod}, v1alpha1.DeviceHolder{Kind: v1alpha1.HolderClaim, UID: "u"}
+	replica := v1alpha1.DeviceHolder{Kind: v1alpha1.HolderPod, Shared: true, Memory: 25}
 	withdraw := func(s *v1alpha1.GPUNodeStatus, n int) {
 		s.Devices[n].ExtendedResourceState = v1alpha1.ExtendedResourceWithdrawn
 	}
@@ -54,6 +55,41 @@ func TestAllocatable(t *testing.T) {
 			}
 			s.Conflicts = []v1alpha1.ConflictingClaim{waiting("gpu-0", "gpu-0"), waiting("gpu-1", "gpu-1")}
 		}, claims: []string{"gpu-0", "gpu-1"}, want: 7},
+		"under maintenance, a pod holds it, others are free": {change: func(s *v1alpha1.GPUNodeStatus) {
+			s.Devices[0].Holders, s.Devices[0].Maintenance = []v1alpha1.DeviceHolder{limit}, &v1alpha1.DeviceMaintenance{}
+		}, want: 8},
+		"under maintenance, and all GPUs are held": {change: func(s *v1alpha1.GPUNodeStatus) {
+			for i := range s.Devices {
+				s.Devices[i].Holders = []v1alpha1.DeviceHolder{limit}
+			}
+			s.Devices[0].Maintenance = &v1alpha1.DeviceMaintenance{}
+		}, want: 7},
+		"two under maintenance, and one GPU is free": {change: func(s *v1alpha1.GPUNodeStatus) {
+			for i := range 7 {
+				s.Devices[i].Holders = []v1alpha1.DeviceHolder{limit}
+			}
+			s.Devices[0].Maintenance, s.Devices[1].Maintenance = &v1alpha1.DeviceMaintenance{}, &v1alpha1.DeviceMaintenance{}
+		}, want: 7},
+		"replicas under maintenance": {change: func(s *v1alpha1.GPUNodeStatus) {
+			for i := range 2 {
+				s.Devices[i].Sharing = &v1alpha1.DeviceSharing{Memory: 100, Replicas: 4, ReplicaMemory: 25, Allocatable: 4}
+				s.Devices[i].Holders = []v1alpha1.DeviceHolder{replica, replica}
+			}
+			for i := range s.Devices[2:] {
+				withdraw(s, i+2)
+			}
+			s.Devices[0].Maintenance, s.Devices[0].Sharing.Allocatable = &v1alpha1.DeviceMaintenance{}, 2
+		}, want: 6},
+		"replicas under maintenance, and the others are held": {change: func(s *v1alpha1.GPUNodeStatus) {
+			for i := range 2 {
+				s.Devices[i].Sharing = &v1alpha1.DeviceSharing{Memory: 100, Replicas: 2, ReplicaMemory: 50, Allocatable: 2}
+				s.Devices[i].Holders = []v1alpha1.DeviceHolder{replica, replica}
+			}
+			for i := range s.Devices[2:] {
+				withdraw(s, i+2)
+			}
+			s.Devices[0].Maintenance = &v1alpha1.DeviceMaintenance{}
+		}, want: 2},
 		"it has ended":                   {change: func(s *v1alpha1.GPUNodeStatus) { s.Conflicts = []v1alpha1.ConflictingClaim{waiting("gpu-0", "gpu-0")} }, claims: []string{"gpu-0"}, want: 7},
 		"prepared, kubelet not yet told": {change: func(s *v1alpha1.GPUNodeStatus) { s.Devices[0].Holders = []v1alpha1.DeviceHolder{claim} }, claims: []string{"gpu-0"}, want: 7},
 		"deallocated, kubelet not yet":   {change: func(s *v1alpha1.GPUNodeStatus) { withdraw(s, 0) }, want: 7},
