@@ -49,11 +49,12 @@ func TestWhoMayWriteWhat(t *testing.T) {
 		return err
 	})
 	const (
-		status    = `{"status":{"mode":"Split"}}`
-		spec      = `{"spec":{"claims":[{"uid":"u","namespace":"n","name":"c","devices":["gpu-0"]}]}}`
-		labels    = `{"metadata":{"labels":{"stolen":"true"}}}`
-		ofNode    = "the agent on node '" + gpuNode + "' may write the GPUNode of that node only"
-		notByRBAC = "cannot "
+		status      = `{"status":{"mode":"Split"}}`
+		spec        = `{"spec":{"claims":[{"uid":"u","namespace":"n","name":"c","devices":["gpu-0"]}]}}`
+		maintenance = `{"spec":{"maintenance":[{"uuid":"GPU-0"}]}}`
+		labels      = `{"metadata":{"labels":{"stolen":"true"}}}`
+		ofNode      = "the agent on node '" + gpuNode + "' may write the GPUNode of that node only"
+		notByRBAC   = "cannot "
 	)
 	for name, c := range map[string]struct {
 		err  error
@@ -62,6 +63,8 @@ func TestWhoMayWriteWhat(t *testing.T) {
 		"agent: its status":            {s.patchGPUNode(own, gpuNode+"/status", status), ""},
 		"agent: its metadata":          {s.patchGPUNode(own, gpuNode, labels), ""},
 		"agent: its spec":              {s.patchGPUNode(own, gpuNode, spec), "which is the controller's"},
+		"agent: a maintenance":         {s.patchGPUNode(own, gpuNode, maintenance), "which is the controller's"},
+		"controller: a maintenance":    {s.patchGPUNode(control, gpuNode, maintenance), "may not write spec.maintenance"},
 		"agent: another's status":      {s.patchGPUNode(own, numaNode+"/status", status), ofNode},
 		"agent: another's spec":        {s.patchGPUNode(own, numaNode, spec), ofNode},
 		"agent: delete its own":        {s.deleteGPUNode(own, gpuNode), ""},
