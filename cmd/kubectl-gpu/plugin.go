@@ -90,10 +90,11 @@ func styleOf(out *os.File, getenv func(string) string) overview.Style {
 // command returns the root command without the flags of the connection.
 func (p *plugin) command() *cobra.Command {
 	root := &cobra.Command{
-		Use:           "kubectl-gpu",
-		Annotations:   map[string]string{cobra.CommandDisplayNameAnnotation: "kubectl gpu"},
-		Short:         "Show the GPUs of a cluster that Tandem serves",
-		Long:          "Show the GPUs and MIG partitions of a cluster that Tandem serves: who has which, and why a pod waits for one.",
+		Use:         "kubectl-gpu",
+		Annotations: map[string]string{cobra.CommandDisplayNameAnnotation: "kubectl gpu"},
+		Short:       "Show the GPUs of a cluster that Tandem serves, and take them out of service",
+		Long: "Show the GPUs and MIG partitions of a cluster that Tandem serves: who has which, and why a pod waits for one. Take GPUs out of\n" +
+			"service for maintenance.",
 		Version:       version.String(),
 		SilenceUsage:  true,
 		SilenceErrors: true,
@@ -104,7 +105,7 @@ func (p *plugin) command() *cobra.Command {
 	root.SetOut(p.streams.Out)
 	root.SetErr(p.streams.ErrOut)
 	root.PersistentFlags().StringVar(&p.driverName, "driver-name", config.Defaults().DriverName, "name of Tandem's DRA driver")
-	root.AddCommand(p.ls(), p.why(), p.node())
+	root.AddCommand(p.ls(), p.why(), p.node(), p.drain(), p.undrain())
 	return root
 }
 

@@ -13,7 +13,10 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime"
+	dynamicfake "k8s.io/client-go/dynamic/fake"
+	clienttesting "k8s.io/client-go/testing"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/golden"
@@ -124,6 +127,30 @@ func conflicted() *machine {
 	return m
 }
 
+// whileHeld is a drain whose GPU is held at first.
+func whileHeld(t *testing.T) string {
+	m := h100s("node-1", 8).pod("ml", "infer", 3).maintain(3, "")
+	p, stdout, stderr := world{machines: []*machine{m}}.plugin(t)
+	c, err := p.open()
+	if err != nil {
+		t.Fatal(err)
+	}
+	looks := 0
+	c.cluster.Dynamic.(*dynamicfake.FakeDynamicClient).PrependReactor("get", "gpunodes", func(clienttesting.Action) (bool, runtime.Object, error) {
+		if looks++; looks > 2 { // the first read is for the entry
+			m.holds = nil
+		}
+		content, err := runtime.DefaultUnstructuredConverter.ToUnstructured(m.gpuNode())
+		return true, &unstructured.Unstructured{Object: content}, err
+	})
+	root := p.command()
+	root.SetArgs([]string{"drain", "node-1/3", "--reason", "replace the fan"})
+	if err := root.ExecuteContext(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	return stdout.String() + stderr.String()
+}
+
 // screens are what users see, by the name of the golden file.
 func screens() map[string]func(*testing.T) string {
 	const none = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu. no new claims to deallocate, preemption: 0/3 nodes are available."
@@ -152,6 +179,10 @@ func screens() map[string]func(*testing.T) string {
 	tainted.taints = []corev1.Taint{{Key: "team", Value: "web", Effect: corev1.TaintEffectNoSchedule}}
 	claimed := h100s("node-1", 2)
 	claimed.claim("ml", "a-gpu", "a", claimed.gpu(0).Ref()).claim("web", "b-gpu", "b", claimed.gpu(1).Ref())
+	maintained := full("node-1", 2).maintain(1, "replace the fan")
+	maintained.holds = maintained.holds[1:]
+	service := busy().maintain(0, "").maintain(7, "replace the fan")
+	parts := partitioned().maintain(0, "firmware").maintain(1, "firmware")
 	draining := h100s("node-1", 1)
 	draining.claim("ml", "old-gpu", "old", draining.gpu(0).Ref())
 	draining.claims, draining.holds[0].State, draining.holds[0].WaitsFor = nil, ledger.StateDraining, "process 4711 (python, state D) of pod ml/old"
@@ -176,6 +207,24 @@ func screens() map[string]func(*testing.T) string {
 		"node-waiting": show(whole, "node", "node-3"),
 		"node-away":    show(whole, "node", "node-4"),
 		"node-denied":  show(with(whole, func(w *world) { w.denied = []string{"resourceslices"} }), "node", "node-1"),
+
+		"ls-maintenance":      show(of(service), "ls", "node-1", "-o", "wide"),
+		"ls-maintenance-yaml": show(of(maintained), "ls", "node-1", "-o", "yaml"),
+		"node-maintenance":    show(with(of(parts), func(w *world) { w.style = overview.Style{UTF8: true} }), "node", "node-2"),
+		"why-maintenance":     show(of(maintained, pending("late", byLimits(testResource, 2), scheduler(none))), "why", "late"),
+		"why-maintenance-claim": show(of(h100s("node-1", 1).maintain(0, ""), pending("late", byTemplate("single", "late-gpu")),
+			claim("late-gpu", spec("gpu.nvidia.com"))), "why", "late"),
+		"drain":         show(of(service), "drain", "node-1/7"),
+		"drain-held":    whileHeld,
+		"drain-no-wait": show(of(busy()), "drain", "node-1", "--wait=false"),
+		"drain-timeout": show(of(service), "drain", "node-1/gpu-0", "--timeout", "10ms"),
+		"drain-unknown": show(of(busy()), "drain", "node-1/8"),
+		"drain-part":    show(of(partitioned()), "drain", "node-2/gpu-0-mig-1g10gb-19-6"),
+		"drain-waiting": show(whole, "drain", "node-3"),
+		"drain-away":    show(whole, "drain", "node-4"),
+		"drain-denied":  show(with(of(busy()), func(w *world) { w.deniedVerbs = []string{"patch"} }), "drain", "node-1/0"),
+		"undrain":       show(of(service), "undrain", "node-1"),
+		"undrain-twice": show(of(service), "undrain", "node-1/1"),
 
 		"why-full-limits":  show(of(full("node-1", 8), pending("late", byLimits(testResource, 1), scheduler(none))), "why", "late"),
 		"why-full-claims":  show(of(claimed, pending("late", byTemplate("single", "late-gpu")), claim("late-gpu", spec("gpu.nvidia.com"))), "why", "late"),

@@ -54,6 +54,8 @@ type machine struct {
 	labels    map[string]string
 	conflicts []ledger.Conflict
 	excluded  string
+	// maintenance are the entries of the GPUNode's spec.
+	maintenance []v1alpha1.GPUMaintenance
 }
 
 // h100s returns a machine with so many GPUs on two NUMA nodes, connected by NVLink.
@@ -140,13 +142,29 @@ func (m *machine) gpuNode() *v1alpha1.GPUNode {
 	return &v1alpha1.GPUNode{
 		TypeMeta:   metav1.TypeMeta{APIVersion: v1alpha1.GroupVersion.String(), Kind: "GPUNode"},
 		ObjectMeta: metav1.ObjectMeta{Name: m.name},
-		Spec:       v1alpha1.GPUNodeSpec{Claims: m.claims},
+		Spec:       v1alpha1.GPUNodeSpec{Claims: m.claims, Maintenance: m.maintenance},
 		Status: gpunode.Status(gpunode.Facts{
 			Mode: "Dual", Limits: m.limits, Inventory: inventory, Holds: m.holds, Allocatable: allocatable, Waiting: m.waiting, Conflicts: m.conflicts,
+			Maintenance:   m.maintenance,
 			Excluded:      func(g device.GPU) bool { return g.Name() == m.excluded },
 			OfferedToPods: func(g device.GPU) bool { return g.Name() != m.excluded },
 		}),
 	}
+}
+
+// maintain takes a GPU out of service.
+func (m *machine) maintain(gpu int, reason string) *machine {
+	since := metav1.NewTime(time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC))
+	m.maintenance = append(m.maintenance, v1alpha1.GPUMaintenance{UUID: m.gpus[gpu].UUID, Reason: reason, Since: &since})
+	return m
+}
+
+func (m *machine) maintained() map[string]bool {
+	uuids := map[string]bool{}
+	for _, entry := range m.maintenance {
+		uuids[entry.UUID] = true
+	}
+	return uuids
 }
 
 func (m *machine) node() *corev1.Node {
@@ -158,7 +176,7 @@ func (m *machine) node() *corev1.Node {
 func (m *machine) slices() (objects []runtime.Object) {
 	offer := driver.Offer{NodeName: m.name}
 	pools, _ := offer.Pools(driver.Facts{
-		Inventory: device.Inventory{GPUs: m.gpus}, Holds: m.holds, Claims: m.claims, Now: time.Now(),
+		Inventory: device.Inventory{GPUs: m.gpus}, Holds: m.holds, Claims: m.claims, Now: time.Now(), Maintenance: m.maintained(),
 		Kept: driver.Capabilities{Taints: true, Counters: true, Shares: true},
 	})
 	for name, pool := range pools {
@@ -180,11 +198,12 @@ type world struct {
 	machines []*machine
 	objects  []runtime.Object
 	// denied are resources that the viewer may not read, namespaces those whose pods the viewer may list; "" is all.
-	denied     []string
-	namespaces []string
-	namespace  string
-	given      bool
-	style      overview.Style
+	denied      []string
+	deniedVerbs []string
+	namespaces  []string
+	namespace   string
+	given       bool
+	style       overview.Style
 }
 
 func deviceClass(name, expression string) *resourceapi.DeviceClass {
@@ -231,7 +250,7 @@ func (w world) plugin(t *testing.T) (p *plugin, stdout, stderr *bytes.Buffer) {
 	})
 	deny := func(action clienttesting.Action) (bool, runtime.Object, error) {
 		of := action.GetResource()
-		if !slices.Contains(w.denied, of.Resource) {
+		if !slices.Contains(w.denied, of.Resource) && !slices.Contains(w.deniedVerbs, action.GetVerb()) {
 			return false, nil, nil
 		}
 		return true, nil, apierrors.NewForbidden(of.GroupResource(), "", fmt.Errorf(

@@ -81,10 +81,15 @@ func Explain(nodes []v1alpha1.GPUNode, asked Request) string {
 	slices.SortFunc(with, func(a, b counted) int {
 		return cmp.Or(cmp.Compare(b.Free, a.Free), cmp.Compare(a.name, b.name))
 	})
-	unhealthy := slices.ContainsFunc(with, func(n counted) bool { return n.Unhealthy > 0 })
 	held := "held"
-	if unhealthy {
+	unhealthy := slices.ContainsFunc(with, func(n counted) bool { return n.Unhealthy > 0 })
+	switch maintained := slices.ContainsFunc(with, func(n counted) bool { return n.Maintenance > 0 }); {
+	case unhealthy && maintained:
+		held = "held, unhealthy or under maintenance"
+	case unhealthy:
 		held = "held or unhealthy"
+	case maintained:
+		held = "held or under maintenance"
 	}
 	switch {
 	case free > 0:
@@ -112,7 +117,7 @@ func explainShare(nodes []v1alpha1.GPUNode, asked Request) string {
 		most := counted{name: node.Name}
 		reported := availability.NewNode(node.Status, nil)
 		for _, d := range node.Status.Devices {
-			if d.Excluded || d.UnhealthyReason != "" {
+			if d.Excluded || d.UnhealthyReason != "" || d.Maintenance != nil {
 				continue
 			}
 			if d.Sharing == nil || d.Sharing.Claims == "" {
@@ -179,7 +184,7 @@ func (r Request) divided(status v1alpha1.GPUNodeStatus) (n int64) {
 	}
 	node := availability.NewNode(status, nil)
 	for _, d := range status.Devices {
-		shared := d.Sharing != nil && d.Sharing.Claims != "" && len(d.Holders) > 0 && !d.Excluded && d.UnhealthyReason == ""
+		shared := d.Sharing != nil && d.Sharing.Claims != "" && len(d.Holders) > 0 && !d.Excluded && d.UnhealthyReason == "" && d.Maintenance == nil
 		if shared && r.fits(d, node.Left(d, node.Held)) {
 			n++
 		}
@@ -263,7 +268,7 @@ func holders(counts v1alpha1.DeviceCounts) string {
 	for _, part := range []struct {
 		n    int32
 		what string
-	}{{counts.Pods, "by pods"}, {counts.Claims, "by claims"}, {counts.Unhealthy, "unhealthy"}} {
+	}{{counts.Pods, "by pods"}, {counts.Claims, "by claims"}, {counts.Unhealthy, "unhealthy"}, {counts.Maintenance, "under maintenance"}} {
 		if part.n > 0 {
 			parts = append(parts, fmt.Sprintf("%d %s", part.n, part.what))
 		}

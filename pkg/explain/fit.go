@@ -175,10 +175,19 @@ func (s shortage) reason() string {
 	if s.never && s.total >= s.count || !s.never && s.free >= s.count {
 		others = " besides its other requests"
 	}
-	unhealthy := 0
-	for _, b := range s.blocked {
-		if b.reason == availability.Unhealthy {
-			unhealthy++
+	without := ""
+	for _, of := range []struct {
+		reason availability.Reason
+		what   string
+	}{{availability.Unhealthy, "unhealthy"}, {availability.Maintenance, "under maintenance"}} {
+		n := 0
+		for _, b := range s.blocked {
+			if b.reason == of.reason {
+				n++
+			}
+		}
+		if n > 0 {
+			without += fmt.Sprintf(", and %d %s", n, of.what)
 		}
 	}
 	switch {
@@ -186,10 +195,8 @@ func (s shortage) reason() string {
 		return "it has no " + what
 	case s.never:
 		return fmt.Sprintf("it has %d %s in all; the pod requests %d%s", s.total, what, s.count, others)
-	case unhealthy > 0:
-		return fmt.Sprintf("%d of %d %s are free, and %d unhealthy; the pod requests %d%s", s.free, s.total, what, unhealthy, s.count, others)
 	default:
-		return fmt.Sprintf("%d of %d %s are free; the pod requests %d%s", s.free, s.total, what, s.count, others)
+		return fmt.Sprintf("%d of %d %s are free%s; the pod requests %d%s", s.free, s.total, what, without, s.count, others)
 	}
 }
 
@@ -318,6 +325,8 @@ func (s *stock) free(c candidate, n need) (blocked, bool) {
 		return blocked{c.published.Name, availability.Unhealthy, "the configuration excludes it"}, false
 	case known && status.UnhealthyReason != "":
 		return blocked{c.published.Name, availability.Unhealthy, status.UnhealthyReason}, false
+	case known && status.Maintenance != nil:
+		return blocked{c.published.Name, availability.Maintenance, status.Maintenance.Reason}, false
 	}
 	if known && status.Sharing != nil && status.Sharing.Claims != "" && status.Name == c.published.Name {
 		left := s.node.Left(status, s.uses)

@@ -102,6 +102,11 @@ func (f Facts) blockers(s *stock, short shortage, node string) (holders, frees [
 			frees = append(frees, fmt.Sprintf("%s of %s, once it is healthy again: %s", b.device, node, OneLine(b.detail)))
 			continue
 		}
+		if b.reason == availability.Maintenance {
+			frees = append(frees, fmt.Sprintf("%s of %s, once its maintenance has ended (kubectl gpu undrain %s/%s): %s", b.device, node, node,
+				name.GPU, cmp.Or(OneLine(b.detail), "no reason given")))
+			continue
+		}
 		lines := f.holdersOf(s, name)
 		if b.detail != "" && len(lines) > 0 && !strings.HasPrefix(b.detail, "no room") {
 			lines[0] += ", " + b.detail

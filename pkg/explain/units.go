@@ -52,6 +52,9 @@ func (s *stock) unitsOf(d v1alpha1.DeviceStatus) (free int64, why blocked) {
 	if d.UnhealthyReason != "" {
 		return 0, blocked{d.Name, availability.Unhealthy, d.UnhealthyReason}
 	}
+	if d.Maintenance != nil {
+		return 0, blocked{d.Name, availability.Maintenance, d.Maintenance.Reason}
+	}
 	if replicas {
 		held := int64(0)
 		for _, h := range d.Holders {

@@ -77,7 +77,7 @@ const (
 	CauseSelector   Cause = "Selector"   // a selector has a mistake
 	CauseRoom       Cause = "Room"       // a node has what it requests: it waits for something else
 	CauseFull       Cause = "Full"       // nodes have what it requests, and other holders have that
-	CauseUnhealthy  Cause = "Unhealthy"  // the same, and the devices are unhealthy
+	CauseUnhealthy  Cause = "Unhealthy"  // the same, and the devices are unhealthy or under maintenance
 	CauseAgent      Cause = "Agent"      // the agents of the nodes that may have what it requests do not serve GPUs
 	CauseExcluded   Cause = "Excluded"   // nodes have what it requests, and it may not run there
 	CauseNever      Cause = "Never"      // no node has what it requests

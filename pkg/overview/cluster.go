@@ -17,6 +17,7 @@ import (
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/dynamic"
 	"k8s.io/client-go/kubernetes"
@@ -26,7 +27,8 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/explain"
 )
 
-// Cluster reads what the views need. It writes nothing, apart from reviews of the viewer's own rights. It is safe for concurrent use.
+// Cluster reads what the views need. It writes nothing but reviews of the viewer's own rights, apart from PatchGPUNode. It is safe for
+// concurrent use.
 type Cluster struct {
 	Client  kubernetes.Interface
 	Dynamic dynamic.Interface
@@ -34,7 +36,7 @@ type Cluster struct {
 	DriverName string
 }
 
-// DeniedError says that the viewer may not read objects, and which RBAC rule is missing.
+// DeniedError says that the viewer may not read or change objects, and which RBAC rule is missing.
 type DeniedError struct {
 	Verb, Group, Resource string
 	err                   error
@@ -42,8 +44,12 @@ type DeniedError struct {
 
 // Error has the rule on lines of its own, so that it can be copied.
 func (e *DeniedError) Error() string {
-	const rule = "- apiGroups: [%q]\n  resources: [%s]\n  verbs: [get, list, watch]"
-	return fmt.Sprintf("%v\nThis rule of a ClusterRole is missing:\n"+rule, e.err, e.Group, e.Resource)
+	verbs := "get, list, watch"
+	if !strings.Contains(verbs, e.Verb) {
+		verbs = "get, " + e.Verb
+	}
+	const rule = "- apiGroups: [%q]\n  resources: [%s]\n  verbs: [%s]"
+	return fmt.Sprintf("%v\nThis rule of a ClusterRole is missing:\n"+rule, e.err, e.Group, e.Resource, verbs)
 }
 
 // Unwrap returns the API server's error.
@@ -58,7 +64,7 @@ func gpuNodesError(verb string, err error) error {
 		return nil
 	case apierrors.IsForbidden(err):
 		return &DeniedError{verb, v1alpha1.GroupVersion.Group, v1alpha1.Resource.Resource, fmt.Errorf("%s GPUNodes: %w", verb, err)}
-	case apierrors.IsNotFound(err) && verb != "get", meta.IsNoMatchError(err):
+	case apierrors.IsNotFound(err) && verb != "get" && verb != "patch", meta.IsNoMatchError(err):
 		return fmt.Errorf("%s GPUNodes: the cluster does not serve %s, is Tandem installed? %w", verb, v1alpha1.GroupVersion, err)
 	default:
 		return fmt.Errorf("%s GPUNodes: %w", verb, err)
@@ -74,6 +80,24 @@ func decodeGPUNode(object runtime.Object) (node v1alpha1.GPUNode, err error) {
 		return node, fmt.Errorf("decode GPUNode %s: %w", from.GetName(), err)
 	}
 	return node, nil
+}
+
+// GPUNode returns the GPUNode of a node.
+func (c Cluster) GPUNode(ctx context.Context, name string) (v1alpha1.GPUNode, error) {
+	node, err := c.gpuNode(ctx, name)
+	if apierrors.IsNotFound(err) {
+		return node, fmt.Errorf("get GPUNode %s: no agent of Tandem runs there, or the cluster has no such node: %w", name, err)
+	}
+	return node, err
+}
+
+// PatchGPUNode applies a merge patch to a GPUNode. A patch with a resource version fails with a conflict if the object has changed.
+func (c Cluster) PatchGPUNode(ctx context.Context, name string, patch []byte) error {
+	_, err := c.gpuNodes().Patch(ctx, name, types.MergePatchType, patch, metav1.PatchOptions{FieldManager: "kubectl-gpu"})
+	if apierrors.IsConflict(err) {
+		return err
+	}
+	return gpuNodesError("patch", err)
 }
 
 // gpuNode returns the GPUNode of a node. An error that it does not exist is the API server's own, for the caller to decide.

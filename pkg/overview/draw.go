@@ -70,7 +70,7 @@ func (s Style) gpuCells(n Node, gpu GPU) []cell {
 	if share != "" {
 		holders = explain.Mebibytes(gpu.Sharing.MemoryBytes) + ", shared"
 	}
-	for _, more := range []string{gpu.UnhealthyReason, gpu.Slowdown} {
+	for _, more := range []string{gpu.whyOut(), gpu.Slowdown} {
 		if more != "" {
 			holders = strings.TrimPrefix(holders+"; "+more, "; ")
 		}
@@ -93,6 +93,8 @@ func (s Style) mark(state State) string {
 		sign, ascii = "○", "."
 	case Unhealthy:
 		sign, ascii = "✗", "!"
+	case Maintenance:
+		sign, ascii = "◇", "#"
 	case Excluded:
 		sign, ascii = "–", "-"
 	}
@@ -127,7 +129,7 @@ func (s Style) shares(gpu GPU) string {
 			left = 0
 		}
 	}
-	if left > 0 && gpu.State != Unhealthy {
+	if left > 0 && gpu.State != Unhealthy && gpu.State != Maintenance {
 		rows = append(rows, []cell{{text: explain.Mebibytes(left)}, {text: "free"}})
 	}
 	return s.columns(indent, 2, rows)
@@ -158,7 +160,7 @@ func (s Style) bar(n Node, gpu GPU) string {
 			if share != "" {
 				holders += " [" + share + "]"
 			}
-			holder = s.plain(strings.TrimPrefix(holders+"; "+d.UnhealthyReason, "; "))
+			holder = s.plain(strings.TrimPrefix(holders+"; "+d.whyOut(), "; "))
 			holder = strings.TrimSuffix(holder, "; ")
 		}
 		label = s.plain(label)

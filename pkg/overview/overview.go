@@ -40,6 +40,8 @@ type Counts struct {
 	Allocated int `json:"allocated"`
 	Draining  int `json:"draining"`
 	Unhealthy int `json:"unhealthy"`
+	// Maintenance counts those that an administrator has taken out of service.
+	Maintenance int `json:"maintenance"`
 }
 
 // Node is a node with GPUs.
@@ -58,13 +60,14 @@ type State string
 
 // The states of a device. A device has the first that applies.
 const (
-	Excluded  State = "Excluded"  // the node's configuration excludes it from both APIs
-	Unhealthy State = "Unhealthy" // it cannot run work, held or not
-	Draining  State = "Draining"  // its holders have ended, and containers may still use it
-	Claim     State = "Claim"     // a claim holds it, or a partition of it
-	Pod       State = "Pod"       // a pod holds it, or a partition of it, by limits
-	Allocated State = "Allocated" // the scheduler allocated it to a claim that is not prepared yet
-	Free      State = "Free"
+	Excluded    State = "Excluded"    // the node's configuration excludes it from both APIs
+	Unhealthy   State = "Unhealthy"   // it cannot run work, held or not
+	Maintenance State = "Maintenance" // an administrator has taken it out of service, held or not
+	Draining    State = "Draining"    // its holders have ended, and containers may still use it
+	Claim       State = "Claim"       // a claim holds it, or a partition of it
+	Pod         State = "Pod"         // a pod holds it, or a partition of it, by limits
+	Allocated   State = "Allocated"   // the scheduler allocated it to a claim that is not prepared yet
+	Free        State = "Free"
 )
 
 // Device is a GPU or an existing partition. A partition follows its GPU.
@@ -80,11 +83,27 @@ type Device struct {
 	// Allocated are claims that the scheduler allocated the device to and that do not hold it yet.
 	Allocated []Claimed `json:"allocated,omitempty"`
 	// UnhealthyReason is in one line; empty if the device is healthy. Slowdown is why it runs below its clocks.
-	UnhealthyReason       string   `json:"unhealthyReason,omitempty"`
-	Slowdown              string   `json:"slowdown,omitempty"`
+	UnhealthyReason string `json:"unhealthyReason,omitempty"`
+	Slowdown        string `json:"slowdown,omitempty"`
+	// Maintenance is absent if the device is in service.
+	Maintenance           *Service `json:"maintenance,omitempty"`
 	ExtendedResource      string   `json:"extendedResource,omitempty"`
 	ExtendedResourceState string   `json:"extendedResourceState,omitempty"`
 	Sharing               *Sharing `json:"sharing,omitempty"`
+}
+
+// Service is why an administrator has taken a device out of service, and since when.
+type Service struct {
+	Reason string       `json:"reason,omitempty"`
+	Since  *metav1.Time `json:"since,omitempty"`
+}
+
+// whyOut is why a device gets no new holder, other than its holders; empty if that is not so.
+func (d Device) whyOut() string {
+	if d.UnhealthyReason != "" || d.Maintenance == nil {
+		return d.UnhealthyReason
+	}
+	return cmp.Or(d.Maintenance.Reason, "no reason given")
 }
 
 // Holder is a claim or a pod that has a device, or a share of it.
@@ -190,6 +209,9 @@ func deviceOf(d v1alpha1.DeviceStatus, known availability.Node, claims []v1alpha
 		UnhealthyReason: explain.OneLine(d.UnhealthyReason), Slowdown: d.Slowdown,
 		ExtendedResource: d.ExtendedResource, ExtendedResourceState: string(d.ExtendedResourceState),
 	}
+	if m := d.Maintenance; m != nil {
+		device.Maintenance = &Service{Reason: explain.OneLine(m.Reason), Since: m.Since}
+	}
 	if s := d.Sharing; s != nil {
 		device.Sharing = &Sharing{Strategy: s.Strategy, Claims: string(s.Claims), MemoryBytes: s.Memory, Shares: s.Shares, Replicas: s.Replicas}
 	}
@@ -222,14 +244,16 @@ func stateOf(d v1alpha1.DeviceStatus, known availability.Node) State {
 	if d.Excluded {
 		return Excluded
 	}
-	switch known.Check(d.UnhealthyReason == "", availability.Use[availability.Name]{Device: name}) {
-	case availability.Unhealthy:
+	switch reason := known.Check(d.UnhealthyReason == "", availability.Use[availability.Name]{Device: name}); {
+	case reason == availability.Unhealthy:
 		return Unhealthy
-	case availability.Draining:
+	case d.Maintenance != nil:
+		return Maintenance
+	case reason == availability.Draining:
 		return Draining
-	case availability.HeldByClaim:
+	case reason == availability.HeldByClaim:
 		return Claim
-	case availability.HeldByPod:
+	case reason == availability.HeldByPod:
 		for _, of := range known.Devices {
 			holds := func(h v1alpha1.DeviceHolder) bool { return h.State != v1alpha1.HoldDraining }
 			if availability.StatusName(of).Overlaps(name) && slices.ContainsFunc(of.Holders, holds) {
@@ -265,6 +289,7 @@ func New(nodes []Node) Overview {
 func (c *Counts) add(s State) {
 	of := map[State]*int{
 		Free: &c.Free, Claim: &c.Claims, Pod: &c.Pods, Allocated: &c.Allocated, Draining: &c.Draining, Unhealthy: &c.Unhealthy,
+		Maintenance: &c.Maintenance,
 	}[s]
 	if of != nil {
 		c.Total++
@@ -280,7 +305,7 @@ func (c Counts) String() string {
 		what string
 	}{
 		{c.Claims, "by claims"}, {c.Pods, "by pods"}, {c.Allocated, "allocated"}, {c.Draining, "draining"}, {c.Unhealthy, "unhealthy"},
-		{c.Free, "free"},
+		{c.Maintenance, "under maintenance"}, {c.Free, "free"},
 	} {
 		if part.n > 0 {
 			parts = append(parts, fmt.Sprintf("%d %s", part.n, part.what))

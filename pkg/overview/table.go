@@ -56,7 +56,7 @@ func (s Style) Rows(n Node, wide bool) (rows []Row) {
 		cells := []string{n.Name, name, cmp.Or(model, "-"), string(d.State), share}
 		if wide {
 			cells = append(cells, cmp.Or(d.UUID, "-"), cmp.Or(d.ExtendedResource, "-"), cmp.Or(d.ExtendedResourceState, "-"),
-				cmp.Or(holders, "-"), d.UnhealthyReason)
+				cmp.Or(holders, "-"), d.whyOut())
 		} else {
 			cells = append(cells, cmp.Or(holders, "-"))
 		}
@@ -86,7 +86,9 @@ func (d Device) describe(n Node) (holders, shares string) {
 	for _, c := range d.Allocated {
 		texts = append(texts, fmt.Sprintf("claim %s/%s, not prepared yet", c.Namespace, c.Name))
 	}
-	if d.Parent == "" && len(texts) == 0 && (d.State == Claim || d.State == Pod || d.State == Draining || d.State == Allocated) {
+	inPartitions := slices.ContainsFunc(n.Devices, func(p Device) bool { return p.Parent == d.Name && len(p.Holders)+len(p.Allocated) > 0 })
+	if d.Parent == "" && len(texts) == 0 && (d.State == Claim || d.State == Pod || d.State == Draining || d.State == Allocated ||
+		d.State == Maintenance && inPartitions) {
 		texts = append(texts, "in its partitions")
 	}
 	if d.Sharing == nil || len(parts) == 0 {
@@ -120,7 +122,7 @@ func (s Style) Changed(rows []Row) string {
 	for _, row := range rows {
 		cells = append(cells, row.cells)
 	}
-	return s.aligned("", 3, cells, []int{12, 22, 22, 9, 12, 40, 22, 14, 40})
+	return s.aligned("", 3, cells, []int{12, 22, 22, 11, 12, 40, 22, 14, 40})
 }
 
 // HeaderRow is the first row of a watch.

@@ -16,7 +16,7 @@ type Style struct {
 
 // colours of the states (ECMA-48, SGR).
 var colours = map[State]string{
-	Free: "32", Claim: "36", Pod: "34", Allocated: "33", Draining: "33", Unhealthy: "31", Excluded: "90",
+	Free: "32", Claim: "36", Pod: "34", Allocated: "33", Draining: "33", Unhealthy: "31", Maintenance: "35", Excluded: "90",
 }
 
 // paint returns the text in the colour of a state.
@@ -36,6 +36,9 @@ func (s Style) plain(text string) string {
 		return r
 	}, text)
 }
+
+// Line returns a line of text.
+func (s Style) Line(text string) string { return s.plain(text) + "\n" }
 
 // cell is a text in a table, in the colour of a state.
 type cell struct {

@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package drain
+
+import (
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+
+	apiequality "k8s.io/apimachinery/pkg/api/equality"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/availability"
+	"github.com/tandem-gpu/tandem/pkg/explain"
+)
+
+// maxReason is the bound of the API (GPUMaintenance.Reason).
+const maxReason = 256
+
+// GPU is a GPU of a node.
+type GPU struct{ Name, UUID string }
+
+// Select returns the GPU that a user names by its number, name or UUID, or all GPUs of the node for an empty name. It is a pure function.
+func Select(node v1alpha1.GPUNode, name string) ([]GPU, error) {
+	var gpus []GPU
+	var names []string
+	for _, d := range node.Status.Devices {
+		switch {
+		case d.Parent != "" && (d.Name == name || d.UUID == name):
+			return nil, fmt.Errorf("%s of %s is a partition: maintenance concerns its GPU %s", d.Name, node.Name, d.Parent)
+		case d.Parent != "" || d.UUID == "":
+		case name == "" && !d.Excluded, d.Name == name, d.UUID == name, d.Name == "gpu-"+name && isNumber(name):
+			gpus = append(gpus, GPU{d.Name, d.UUID})
+		default:
+			names = append(names, d.Name)
+		}
+	}
+	switch {
+	case len(gpus) > 0:
+		return gpus, nil
+	case node.Status.Waiting != "":
+		return nil, fmt.Errorf("%s reports no GPU: its agent waits: %s", node.Name, explain.OneLine(node.Status.Waiting))
+	case len(names) == 0 || name == "":
+		return nil, fmt.Errorf("%s reports no GPU", node.Name)
+	default:
+		return nil, fmt.Errorf("%s has no GPU %q: it has %s", node.Name, name, strings.Join(names, ", "))
+	}
+}
+
+func isNumber(text string) bool {
+	_, err := strconv.Atoi(text)
+	return err == nil
+}
+
+// With returns the entries with those of the GPUs. A GPU that has an entry keeps its time, and its reason unless another one is given. It is
+// a pure function.
+func With(entries []v1alpha1.GPUMaintenance, gpus []GPU, reason string, now metav1.Time) ([]v1alpha1.GPUMaintenance, error) {
+	entries = slices.Clone(entries)
+	for _, g := range gpus {
+		at := slices.IndexFunc(entries, func(e v1alpha1.GPUMaintenance) bool { return e.UUID == g.UUID })
+		switch {
+		case at < 0:
+			entries = append(entries, v1alpha1.GPUMaintenance{UUID: g.UUID, Reason: reason, Since: &now})
+		case reason != "":
+			entries[at].Reason = reason
+		}
+	}
+	if len(entries) > v1alpha1.MaxMaintenance {
+		return nil, fmt.Errorf("the node would have %d entries in spec.maintenance, and at most %d are stored: kubectl gpu undrain removes "+
+			"those of GPUs that it no longer has", len(entries), v1alpha1.MaxMaintenance)
+	}
+	return entries, nil
+}
+
+// Without returns the entries of a node without those of the named GPU, which need not exist any more, or without any for an empty name.
+// ended are the names of the GPUs that had one. It is a pure function.
+func Without(node v1alpha1.GPUNode, name string) (entries []v1alpha1.GPUMaintenance, ended []string, err error) {
+	uuid := ""
+	if _, known := node.Spec.MaintenanceOf(name); known {
+		uuid = name
+	} else if name != "" {
+		gpus, err := Select(node, name)
+		if err != nil {
+			return nil, nil, err
+		}
+		uuid = gpus[0].UUID
+	}
+	for _, entry := range node.Spec.Maintenance {
+		if name != "" && entry.UUID != uuid {
+			entries = append(entries, entry)
+			continue
+		}
+		of := entry.UUID
+		for _, d := range node.Status.Devices {
+			if d.UUID == entry.UUID {
+				of = d.Name
+			}
+		}
+		ended = append(ended, of)
+	}
+	return entries, ended, nil
+}
+
+func equal(a, b []v1alpha1.GPUMaintenance) bool {
+	return len(a) == len(b) && (len(a) == 0 || apiequality.Semantic.DeepEqual(a, b))
+}
+
+// Waiting is what a GPU waits for until it is free.
+type Waiting struct {
+	// Text continues "gpu-0 of node-1"; empty if the GPU is free.
+	Text string
+	// Pods are those of its holders.
+	Pods []v1alpha1.PodReference
+}
+
+// Waits returns what a GPU waits for by its node's GPUNode: its agent, its holders and those of its partitions, and claims that were
+// allocated it. A GPU that the node no longer has waits for nothing. It is a pure function.
+func Waits(node v1alpha1.GPUNode, gpu GPU) (w Waiting) {
+	var holders []string
+	name, there := availability.Name{}, false
+	held := map[string]bool{} // by claim
+	for _, d := range node.Status.Devices {
+		if d.UUID == gpu.UUID {
+			name, there = availability.StatusName(d), true
+			if d.Maintenance == nil {
+				return Waiting{Text: "is not withdrawn yet: the agent of the node has not answered"}
+			}
+		}
+	}
+	if !there {
+		return Waiting{}
+	}
+	for _, d := range node.Status.Devices {
+		if !availability.StatusName(d).Overlaps(name) {
+			continue
+		}
+		for _, h := range d.Holders {
+			text := explain.Holder(h)
+			if h.WaitsFor != "" {
+				text += ", which has ended and waits for " + explain.OneLine(h.WaitsFor)
+			}
+			if !slices.Contains(holders, text) {
+				holders = append(holders, text)
+			}
+			held[string(h.UID)] = true
+			for _, pod := range h.Pods {
+				if pod.Name != "" {
+					w.Pods = append(w.Pods, pod)
+				}
+			}
+		}
+	}
+	for _, claim := range node.Spec.Claims {
+		overlaps := func(device string) bool { return availability.NameOf(device).Overlaps(name) }
+		if !held[string(claim.UID)] && slices.ContainsFunc(claim.Devices, overlaps) {
+			holders = append(holders, fmt.Sprintf("claim %s/%s, not prepared yet", claim.Namespace, claim.Name))
+		}
+	}
+	if len(holders) > 0 {
+		w.Text = "is held by " + strings.Join(holders, "; ")
+	}
+	return w
+}
