@@ -208,6 +208,11 @@ func (d *Drainer) look(ctx context.Context, now v1alpha1.GPUNode, node string, g
 		if waits.Text != "" {
 			left++
 		}
+		if _, looked := said[g.UUID]; !looked && waits.Unanswered {
+			// The agent answers within a second.
+			said[g.UUID] = ""
+			continue
+		}
 		if waits.Text != said[g.UUID] && waits.Text != "" {
 			if err := d.Say(fmt.Sprintf("%s of %s %s", g.Name, node, waits.Text)); err != nil {
 				return left, err

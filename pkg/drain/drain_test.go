@@ -262,6 +262,18 @@ func TestRun(t *testing.T) {
 			at:   map[int]func(*v1alpha1.GPUNode){3: func(n *v1alpha1.GPUNode) { n.Spec.Claims = claims("gpu-0") }, 5: func(n *v1alpha1.GPUNode) { n.Spec.Claims = nil }},
 			said: append([]string{"gpu-0 of node-1 is held by claim ml/next-gpu, not prepared yet"}, free...), took: 5 * time.Second,
 		},
+		"an agent that is slow": {
+			at: map[int]func(*v1alpha1.GPUNode){
+				2: func(n *v1alpha1.GPUNode) { n.Status.Devices[0].Maintenance = nil },
+				3: func(n *v1alpha1.GPUNode) { n.Status.Devices[0].Maintenance = &v1alpha1.DeviceMaintenance{} },
+			},
+			said: free, took: 3 * time.Second,
+		},
+		"no agent": {
+			at: map[int]func(*v1alpha1.GPUNode){2: func(n *v1alpha1.GPUNode) { n.Status.Devices[0].Maintenance = nil }}, options: Options{Timeout: time.Minute},
+			said: []string{"gpu-0 of node-1 is not withdrawn yet: the agent of the node has not answered"},
+			err:  "not free after 1m0s: gpu-0 is not withdrawn yet", took: time.Minute,
+		},
 		"held for too long": {
 			holders: []v1alpha1.DeviceHolder{byPod("infer")}, options: Options{Timeout: time.Minute}, said: []string{"gpu-0 of node-1 is held by ml/infer (limits)"},
 			err: "not free after 1m0s: gpu-0 is held by ml/infer (limits). The maintenance goes on", took: time.Minute,

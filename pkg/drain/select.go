@@ -111,6 +111,8 @@ func equal(a, b []v1alpha1.GPUMaintenance) bool {
 type Waiting struct {
 	// Text continues "gpu-0 of node-1"; empty if the GPU is free.
 	Text string
+	// Unanswered is set until the agent has withdrawn the GPU.
+	Unanswered bool
 	// Pods are those of its holders.
 	Pods []v1alpha1.PodReference
 }
@@ -125,7 +127,7 @@ func Waits(node v1alpha1.GPUNode, gpu GPU) (w Waiting) {
 		if d.UUID == gpu.UUID {
 			name, there = availability.StatusName(d), true
 			if d.Maintenance == nil {
-				return Waiting{Text: "is not withdrawn yet: the agent of the node has not answered"}
+				return Waiting{Text: "is not withdrawn yet: the agent of the node has not answered", Unanswered: true}
 			}
 		}
 	}

@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+
+	gpunode "github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+)
+
+// TestDrainGPUs: of a full node one GPU of a pod with limits and one of a claim are drained. Both pods run on, pods of both APIs that wait
+// never get these GPUs, also while their holders end and while the agent is replaced or killed, and get them after undrain.
+func TestDrainGPUs(t *testing.T) {
+	s := begin(t)
+	plugin := s.buildPlugin()
+	undrain := s.undrains(plugin)
+	s.manifest(singleTemplate)
+	for i := range gpusANode / 2 {
+		s.manifest(one("claim", fmt.Sprintf("claim-%d", i)) + one("limit", fmt.Sprintf("limit-%d", i)))
+	}
+	s.running(soon, gpusANode, 0)
+	drained := map[string]string{} // the argument by holder
+	for _, holder := range []string{"claim-0", "limit-0"} {
+		drained[holder] = fmt.Sprintf("%s/%d", gpuNode, s.gpus(holder, "")[0])
+		_, err := s.kubectlGPU(plugin, "drain", drained[holder], "--reason", "replace the fan", "--timeout", "3s")
+		if want := s.namespace + "/" + holder + " ("; err == nil || !strings.Contains(err.Error(), "not free after 3s") || !strings.Contains(err.Error(), want) {
+			t.Errorf("drain of a GPU that %s holds: %v", holder, err)
+		}
+	}
+	maintained := func(n gpunode.GPUNode) (names []string) {
+		for _, d := range n.Status.Devices {
+			if d.Maintenance != nil {
+				names = append(names, gpuNode+"/"+strings.TrimPrefix(d.Name, "gpu-"))
+			}
+		}
+		slices.Sort(names)
+		return names
+	}
+	want := slices.Sorted(slices.Values([]string{drained["claim-0"], drained["limit-0"]}))
+	s.shows("both GPUs under maintenance", func(n gpunode.GPUNode) bool {
+		return slices.Equal(maintained(n), want) && n.Status.Counts.Maintenance == 2
+	})
+	s.event("Node", gpuNode, "GPUMaintenance", "replace the fan", "kubectl gpu undrain "+gpuNode)
+
+	s.manifest(one("claim", "claim-late") + one("limit", "limit-late"))
+	s.running(soon, gpusANode, 2)
+	before := s.gpuOf("claim-0", "limit-0")
+	s.kubectl("delete", "pod", "-n", s.namespace, "claim-0", "limit-0")
+	for holder, gpu := range drained {
+		if out, err := s.kubectlGPU(plugin, "drain", gpu, "--timeout", "1m"); err != nil || !strings.HasSuffix(out, " is free\n") {
+			t.Errorf("drain once %s has ended: %v\n%s", holder, err, out)
+		}
+	}
+	s.waitOn("after the holders have ended")
+	why, err := s.kubectlGPU(plugin, "why", "limit-late", "-n", s.namespace)
+	if err != nil || !strings.Contains(why, "2 under maintenance") || !strings.Contains(why, "kubectl gpu undrain "+gpuNode) {
+		t.Errorf("why: %v\n%s", err, why)
+	}
+	t.Log("\n" + why)
+	s.replaceAgent()
+	s.waitOn("after the agent was replaced")
+	s.killAgent()
+	s.ready()
+	s.waitOn("after the agent was killed")
+	s.noDoubleOwners()
+
+	// Others are served while the two are out of service.
+	s.kubectl("delete", "pod", "-n", s.namespace, "claim-1", "limit-1")
+	s.running(soon, gpusANode-2, 0)
+	for pod, gpus := range s.gpuOf("claim-late", "limit-late") {
+		if slices.Contains(want, fmt.Sprintf("%s/%d", gpuNode, gpus)) {
+			t.Errorf("%s got GPU %d, which is under maintenance", pod, gpus)
+		}
+	}
+	undrain()
+	s.event("Node", gpuNode, "GPUInService", "in service again")
+	s.manifest(one("claim", "claim-next") + one("limit", "limit-next"))
+	s.running(soon, gpusANode, 0)
+	after := s.gpuOf("claim-next", "limit-next")
+	got := []int{after["claim-next"], after["limit-next"]}
+	wanted := []int{before["claim-0"], before["limit-0"]}
+	slices.Sort(got)
+	slices.Sort(wanted)
+	if !slices.Equal(got, wanted) {
+		t.Errorf("after undrain the next pods have GPUs %v, want %v", got, wanted)
+	}
+	s.noDoubleOwners()
+}
+
+// TestDrainEvicts: with --evict the pod of a Deployment moves to another GPU, and a pod without a controller stays.
+func TestDrainEvicts(t *testing.T) {
+	s := begin(t)
+	plugin := s.buildPlugin()
+	undrain := s.undrains(plugin)
+	s.example("deployment-limits.yaml")
+	s.manifest(one("limit", "bare"))
+	s.running(soon, 4, 0)
+	bare := fmt.Sprintf("%s/%d", gpuNode, s.gpus("bare", "")[0])
+	if _, err := s.kubectlGPU(plugin, "drain", bare, "--evict", "--timeout", "1m"); err == nil || !strings.Contains(err.Error(),
+		"cannot evict Pods that declare no controller (use --force to override): "+s.namespace+"/bare") {
+		t.Errorf("eviction of a pod without a controller: %v", err)
+	}
+	at := slices.IndexFunc(s.pods(), func(p corev1.Pod) bool { return p.Name != "bare" })
+	victim := s.pods()[at]
+	gpu := s.gpus(victim.Name, "")[0]
+	out, err := s.kubectlGPU(plugin, "drain", fmt.Sprintf("%s/gpu-%d", gpuNode, gpu), "--evict", "--timeout", "1m")
+	t.Log("\n" + out)
+	if err != nil || !strings.Contains(out, "evicting pod "+s.namespace+"/"+victim.Name+"\n") || !strings.HasSuffix(out, " is free\n") {
+		t.Errorf("eviction: %v\n%s", err, out)
+	}
+	s.running(soon, 4, 0)
+	for _, pod := range s.pods() {
+		if pod.DeletionTimestamp == nil && pod.Name != "bare" && slices.Contains(s.gpus(pod.Name, ""), gpu) {
+			t.Errorf("%s has GPU %d, which is under maintenance", pod.Name, gpu)
+		}
+	}
+	if s.pod("bare").Status.Phase != corev1.PodRunning {
+		t.Error("the pod without a controller does not run any more")
+	}
+	undrain()
+}
+
+// undrains returns a function that puts all GPUs of the node into service again. It runs at the latest when the story ends.
+func (s *story) undrains(plugin string) func() {
+	return s.undo(func() error {
+		_, err := s.kubectlGPU(plugin, "undrain", gpuNode)
+		return err
+	})
+}
+
+// gpuOf returns the only GPU that each pod sees.
+func (s *story) gpuOf(pods ...string) map[string]int {
+	s.Helper()
+	seen := map[string]int{}
+	for _, pod := range pods {
+		gpus := s.gpus(pod, "")
+		if len(gpus) != 1 {
+			s.Fatalf("%s sees GPUs %v", pod, gpus)
+		}
+		seen[pod] = gpus[0]
+	}
+	return seen
+}
+
+// waitOn checks for some seconds that the two pods that wait get no GPU, although the node has two under maintenance.
+func (s *story) waitOn(when string) {
+	s.Helper()
+	// Nothing is to happen: the scheduler would place a pod within a second.
+	for until := time.Now().Add(5 * time.Second); time.Now().Before(until); time.Sleep(lookAgain) {
+		for _, name := range []string{"claim-late", "limit-late"} {
+			if pod := s.pod(name); pod.Status.Phase != corev1.PodPending || pod.Spec.NodeName != "" {
+				s.Fatalf("%s: %s is %s on %q: %s", when, name, pod.Status.Phase, pod.Spec.NodeName, pod.Status.Message)
+			}
+		}
+	}
+}
