@@ -27,7 +27,7 @@ func main() {
 
 func run(ctx context.Context, args []string, streams genericiooptions.IOStreams) error {
 	flags := genericclioptions.NewConfigFlags(true)
-	p := &plugin{streams: streams, style: styleOf(os.Stdout, os.Getenv), connect: connectWith(flags)}
+	p := &plugin{streams: streams, style: styleOf(os.Stdout, os.Getenv), connect: connectWith(flags), kubectl: runKubectl}
 	root := p.command()
 	flags.AddFlags(root.PersistentFlags())
 	root.SetArgs(args)

@@ -5,6 +5,7 @@ package main
 import (
 	"context"
 	"fmt"
+	"io"
 	"os"
 	"strings"
 
@@ -25,9 +26,13 @@ type plugin struct {
 	streams genericiooptions.IOStreams
 	style   overview.Style
 	connect func() (connection, error)
+	// kubectl runs it with the arguments.
+	kubectl func(ctx context.Context, stdout, stderr io.Writer, args ...string) error
 	// driverName is the value of its flag.
 	driverName string
 }
+
+const driverNameFlag = "driver-name"
 
 // connection is a cluster and the namespace that the flags and the kubeconfig select.
 type connection struct {
@@ -104,8 +109,8 @@ func (p *plugin) command() *cobra.Command {
 	root.SetIn(p.streams.In)
 	root.SetOut(p.streams.Out)
 	root.SetErr(p.streams.ErrOut)
-	root.PersistentFlags().StringVar(&p.driverName, "driver-name", config.Defaults().DriverName, "name of Tandem's DRA driver")
-	root.AddCommand(p.ls(), p.why(), p.node(), p.drain(), p.undrain())
+	root.PersistentFlags().StringVar(&p.driverName, driverNameFlag, config.Defaults().DriverName, "name of Tandem's DRA driver")
+	root.AddCommand(p.ls(), p.why(), p.node(), p.drain(), p.undrain(), p.inspect())
 	return root
 }
 

@@ -7,6 +7,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"io"
 	"net/http"
 	"net/http/httptest"
 	"os"
@@ -154,6 +155,52 @@ func TestJSONIsStable(t *testing.T) {
 	}
 	if h := got.Nodes[0].Devices[0].Holders; len(h) != 1 || h[0].Claim.Name != "train-0-gpu" || h[0].Pods[0].Name != "train-0" {
 		t.Errorf("%+v", h)
+	}
+}
+
+// TestInspect: kubectl runs the agent's program in the pod of the node's running agent, with the flags of the connection.
+func TestInspect(t *testing.T) {
+	agent := func(name, node string, phase corev1.PodPhase) *corev1.Pod {
+		return &corev1.Pod{
+			ObjectMeta: metav1.ObjectMeta{Namespace: "tandem-system", Name: name, Labels: map[string]string{
+				"app.kubernetes.io/part-of": "tandem", "app.kubernetes.io/component": "kubelet-plugin",
+			}},
+			Spec: corev1.PodSpec{NodeName: node}, Status: corev1.PodStatus{Phase: phase},
+		}
+	}
+	other := agent("tandem-controller", "node-1", corev1.PodRunning)
+	other.Labels["app.kubernetes.io/component"] = "controller"
+	w := world{objects: []runtime.Object{
+		other, agent("tandem-a", "node-1", corev1.PodFailed), agent("tandem-b", "node-1", corev1.PodRunning), agent("tandem-c", "node-2", corev1.PodPending),
+	}}
+	for line, want := range map[string]string{
+		"inspect node-1":                 "exec --namespace=tandem-system tandem-b --container=kubelet-plugin -- kubelet-plugin inspect -o text",
+		"inspect node-1 -o json":         "exec --namespace=tandem-system tandem-b --container=kubelet-plugin -- kubelet-plugin inspect -o json",
+		"inspect node-2":                 "error: find the running agent of node node-2: pod tandem-system/tandem-c is Pending",
+		"inspect node-3":                 "error: find the running agent of node node-3: there is none",
+		"inspect node-1 -o yaml":         `error: --output: "yaml" is not text, json or slices`,
+		"inspect node-1 --driver-name x": "exec --namespace=tandem-system tandem-b --container=kubelet-plugin -- kubelet-plugin inspect -o text",
+		"inspect node-1 --context c --as-group=a --as-group=b": "--as-group=a --as-group=b --context=c exec --namespace=tandem-system tandem-b --container=kubelet-plugin -- kubelet-plugin inspect -o text",
+	} {
+		p, _, _ := w.plugin(t)
+		var got string
+		p.kubectl = func(_ context.Context, _, _ io.Writer, args ...string) error {
+			got = strings.Join(args, " ")
+			return nil
+		}
+		root := p.command()
+		genericclioptions.NewConfigFlags(true).AddFlags(root.PersistentFlags())
+		root.SetArgs(strings.Fields(line))
+		if err := root.ExecuteContext(t.Context()); err != nil {
+			got = "error: " + err.Error()
+		}
+		if got != want {
+			t.Errorf("%s: %s, want %s", line, got, want)
+		}
+	}
+	w.denied = []string{"pods"}
+	if got := w.run(t, "inspect", "node-1"); !strings.Contains(got, "give the namespace of the agents with --namespace") {
+		t.Error(got)
 	}
 }
 

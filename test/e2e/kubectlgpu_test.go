@@ -88,6 +88,9 @@ func TestKubectlGPU(t *testing.T) {
 			t.Errorf("node has no %q", words)
 		}
 	}
+	if report := gpu("inspect", gpuNode); !strings.Contains(report, "GPU-") || !strings.Contains(report, "nvmlDeviceGetUUID") {
+		t.Errorf("inspect:\n%s", report)
+	}
 	s.pluginWithFewRights(plugin, waits.Name)
 }
 
