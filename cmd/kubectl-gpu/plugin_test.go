@@ -45,6 +45,8 @@ func TestWrongFlags(t *testing.T) {
 		"drain":                             "accepts 1 arg(s), received 0",
 		"drain node-1/":                     `"node-1/" is not NODE or NODE/GPU`,
 		"drain /0":                          `"/0" is not NODE or NODE/GPU`,
+		"doctor x":                          `unknown command "x"`,
+		"doctor -o wide":                    `--output: "wide" is not json`,
 		"undrain a b":                       "accepts 1 arg(s), received 2",
 		"drain node-1 --force":              "it needs --evict",
 		"drain node-1 --wait=false --evict": "--evict and --timeout need --wait",

@@ -10,6 +10,9 @@ import (
 	"strings"
 	"testing"
 
+	admissionv1 "k8s.io/api/admissionregistration/v1"
+	appsv1 "k8s.io/api/apps/v1"
+	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -17,6 +20,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	dynamicfake "k8s.io/client-go/dynamic/fake"
 	clienttesting "k8s.io/client-go/testing"
+	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/golden"
@@ -151,6 +155,28 @@ func whileHeld(t *testing.T) string {
 	return stdout.String() + stderr.String()
 }
 
+// installed are the objects of a chart with an agent on node-1.
+func installed() []runtime.Object {
+	of := func(name, component string) metav1.ObjectMeta {
+		return metav1.ObjectMeta{Namespace: "tandem-system", Name: name, Labels: map[string]string{
+			"app.kubernetes.io/part-of": "tandem", "app.kubernetes.io/component": component, "app.kubernetes.io/version": "0.2.0",
+		}}
+	}
+	ready := corev1.PodStatus{Phase: corev1.PodRunning, Conditions: []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionTrue}}}
+	objects := []runtime.Object{
+		&appsv1.DaemonSet{ObjectMeta: of("tandem", "kubelet-plugin"), Status: appsv1.DaemonSetStatus{DesiredNumberScheduled: 1, CurrentNumberScheduled: 1}},
+		&corev1.Pod{ObjectMeta: of("tandem-x7k2p", "kubelet-plugin"), Spec: corev1.PodSpec{NodeName: "node-1"}, Status: ready},
+		&appsv1.Deployment{ObjectMeta: of("tandem-controller", "controller"), Status: appsv1.DeploymentStatus{AvailableReplicas: 1}},
+		&coordinationv1.Lease{ObjectMeta: of("tandem-controller", "controller"), Spec: coordinationv1.LeaseSpec{HolderIdentity: ptr.To("tandem-controller-0")}},
+	}
+	for _, suffix := range []string{"-resourceslices", "-gpunode-status", "-resourceclaims", "-agent-events", "-node-labels", "-controller-gpunodes",
+		"-controller-pods", "-controller-evictions", "-controller-nodes", "-controller-leases", "-controller-protected", "-controller-events"} {
+		objects = append(objects, &admissionv1.ValidatingAdmissionPolicy{ObjectMeta: of("tandem"+suffix, "policy")}, &admissionv1.ValidatingAdmissionPolicyBinding{
+			ObjectMeta: of("tandem"+suffix, "policy"), Spec: admissionv1.ValidatingAdmissionPolicyBindingSpec{PolicyName: "tandem" + suffix}})
+	}
+	return objects
+}
+
 // screens are what users see, by the name of the golden file.
 func screens() map[string]func(*testing.T) string {
 	const none = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu. no new claims to deallocate, preemption: 0/3 nodes are available."
@@ -225,6 +251,11 @@ func screens() map[string]func(*testing.T) string {
 		"drain-denied":  show(with(of(busy()), func(w *world) { w.deniedVerbs = []string{"patch"} }), "drain", "node-1/0"),
 		"undrain":       show(of(service), "undrain", "node-1"),
 		"undrain-twice": show(of(service), "undrain", "node-1/1"),
+
+		"doctor":        show(world{machines: []*machine{busy(), away("node-4")}, objects: installed()}, "doctor"),
+		"doctor-clean":  show(world{machines: []*machine{h100s("node-1", 8)}, objects: installed()}, "doctor"),
+		"doctor-json":   show(world{machines: []*machine{away("node-4")}, objects: installed()}, "doctor", "-o", "json"),
+		"doctor-denied": show(with(world{machines: []*machine{busy()}, objects: installed()}, func(w *world) { w.denied = []string{"pods", "leases"} }), "doctor"),
 
 		"why-full-limits":  show(of(full("node-1", 8), pending("late", byLimits(testResource, 1), scheduler(none))), "why", "late"),
 		"why-full-claims":  show(of(claimed, pending("late", byTemplate("single", "late-gpu")), claim("late-gpu", spec("gpu.nvidia.com"))), "why", "late"),

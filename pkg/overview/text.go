@@ -40,6 +40,12 @@ func (s Style) plain(text string) string {
 // Line returns a line of text.
 func (s Style) Line(text string) string { return s.plain(text) + "\n" }
 
+// Paragraph returns a text in lines of a width that can be read. It is indented like the text.
+func (s Style) Paragraph(text string) string {
+	indent := text[:len(text)-len(strings.TrimLeft(text, " "))]
+	return wrap(indent, s.plain(text[len(indent):]))
+}
+
 // cell is a text in a table, in the colour of a state.
 type cell struct {
 	text  string

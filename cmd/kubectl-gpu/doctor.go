@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/tandem-gpu/tandem/internal/version"
+	"github.com/tandem-gpu/tandem/pkg/doctor"
+)
+
+// diagnosis is the JSON form of doctor.
+type diagnosis struct {
+	Version  string           `json:"version"`
+	Findings []doctor.Finding `json:"findings"`
+	NotRead  []doctor.NotRead `json:"notRead"`
+}
+
+func (p *plugin) doctor() *cobra.Command {
+	var output string
+	cmd := &cobra.Command{
+		Use:   "doctor",
+		Short: "Check the installation and say what to do",
+		Long: "Check versions, agents, the controller, its webhook and admission policies, and what the agents report. Each problem comes with\n" +
+			"what to do. The exit status is 1 if there is an error.",
+		Example: "  kubectl gpu doctor\n  kubectl gpu doctor -o json",
+		Args:    cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if output != "" && output != "json" {
+				return fmt.Errorf("--output: %q is not json", output)
+			}
+			c, err := p.open()
+			if err != nil {
+				return err
+			}
+			facts, err := doctor.Read(cmd.Context(), c.cluster, version.Version, time.Now())
+			if err != nil {
+				return err
+			}
+			found := doctor.Examine(facts)
+			if err := p.printFindings(output, facts, found); err != nil {
+				return err
+			}
+			if slices.ContainsFunc(found, func(f doctor.Finding) bool { return f.Severity == doctor.Error }) {
+				return errors.New("the installation has errors")
+			}
+			return nil
+		},
+	}
+	cmd.Flags().StringVarP(&output, "output", "o", "", "json")
+	return cmd
+}
+
+func (p *plugin) printFindings(output string, facts doctor.Facts, found []doctor.Finding) error {
+	if output == "json" {
+		all := diagnosis{"v1alpha1", append([]doctor.Finding{}, found...), append([]doctor.NotRead{}, facts.NotRead...)}
+		text, err := json.MarshalIndent(all, "", "  ")
+		if err != nil {
+			return fmt.Errorf("encode findings: %w", err)
+		}
+		return p.print(string(text) + "\n")
+	}
+	for _, n := range facts.NotRead {
+		p.notes([]string{fmt.Sprintf("%s are not checked: %s", n.Kind, n.Error)})
+	}
+	for line := range strings.Lines(doctor.Text(facts, found)) {
+		if err := p.print(p.style.Paragraph(strings.TrimSuffix(line, "\n"))); err != nil {
+			return err
+		}
+	}
+	return nil
+}

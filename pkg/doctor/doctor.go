@@ -1,0 +1,429 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package doctor checks an installation of Tandem by its API objects, as kubectl gpu doctor does. Examine is pure; read.go reads what it needs.
+package doctor
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+
+	admissionv1 "k8s.io/api/admissionregistration/v1"
+	appsv1 "k8s.io/api/apps/v1"
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/util/version"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/explain"
+)
+
+// Facts are what the API server says of an installation at about one moment. What could not be read is empty, and NotRead says so.
+type Facts struct {
+	Now time.Time
+	// Client is the version of the plugin, and Kubernetes that of the API server.
+	Client, Kubernetes string
+	// ServesClaims is whether the API server serves resource.k8s.io/v1.
+	ServesClaims bool
+	// Definition is the CustomResourceDefinition of GPUNodes; nil if there is none.
+	Definition *Definition
+	// DaemonSets and Agents are those of the agents, Deployments and Leases those of the controller, by namespace/name.
+	DaemonSets  []appsv1.DaemonSet
+	Agents      []corev1.Pod
+	Deployments []appsv1.Deployment
+	Leases      map[string]coordinationv1.Lease
+	// Nodes are those that have GPUs by their labels.
+	Nodes    []corev1.Node
+	GPUNodes []v1alpha1.GPUNode
+	// Withheld are the nodes whose slices say that no new holder gets a device.
+	Withheld map[string]bool
+	// Events are those of agents on nodes.
+	Events []corev1.Event
+	// Webhooks are Tandem's. Endpoints are the ready endpoints of their Services, by namespace/name.
+	Webhooks  []admissionv1.ValidatingWebhookConfiguration
+	Endpoints map[string]int
+	Policies  []admissionv1.ValidatingAdmissionPolicy
+	Bindings  []admissionv1.ValidatingAdmissionPolicyBinding
+	NotRead   []NotRead
+}
+
+// Definition is what matters of the CustomResourceDefinition of GPUNodes.
+type Definition struct {
+	// Version is that of the chart that wrote it; empty if it does not say so.
+	Version string
+	// Maintenance is whether it has spec.maintenance.
+	Maintenance bool
+}
+
+// Kind is a kind of objects.
+type Kind string
+
+// The kinds that Read reads.
+const (
+	KindDaemonSets  Kind = "DaemonSets"
+	KindPods        Kind = "Pods"
+	KindDeployments Kind = "Deployments"
+	KindLeases      Kind = "Leases"
+	KindNodes       Kind = "Nodes"
+	KindGPUNodes    Kind = "GPUNodes"
+	KindSlices      Kind = "ResourceSlices"
+	KindEvents      Kind = "Events"
+	KindWebhooks    Kind = "ValidatingWebhookConfigurations"
+	KindEndpoints   Kind = "EndpointSlices"
+	KindPolicies    Kind = "ValidatingAdmissionPolicies"
+	KindBindings    Kind = "ValidatingAdmissionPolicyBindings"
+	KindDefinitions Kind = "CustomResourceDefinitions"
+)
+
+// NotRead says that objects could not be read, so that they are not checked.
+type NotRead struct {
+	Kind  Kind   `json:"kind"`
+	Error string `json:"error"`
+}
+
+// Severity of a Finding.
+type Severity string
+
+// Error is something that does not work. Warning is something that may not, or that does less than it could.
+const (
+	Error   Severity = "error"
+	Warning Severity = "warning"
+)
+
+// Finding is one problem.
+type Finding struct {
+	Severity Severity `json:"severity"`
+	// Object is the kind and name of what has the problem.
+	Object string `json:"object"`
+	// Problem and Action are what is wrong and what to do, in one line without a full stop.
+	Problem string `json:"problem"`
+	Action  string `json:"action"`
+	// Page is the place in the documentation.
+	Page string `json:"page"`
+}
+
+// Pages of the documentation.
+const (
+	pageInstallation = "docs/user/troubleshooting.md#nodes-and-installation"
+	pagePods         = "docs/user/troubleshooting.md#pods-and-claims"
+	pageInstall      = "docs/user/install.md"
+	pageHealth       = "docs/user/health.md#reasons"
+)
+
+// oldest is the oldest Kubernetes that Tandem serves claims on.
+var oldest = version.MustParseGeneric("1.34")
+
+// Bounds of what may last a while.
+const (
+	// rollout is how long a pod may take to become ready.
+	rollout = 2 * time.Minute
+	// leaseLasts is twice as long as the controller's Lease.
+	leaseLasts = time.Minute
+	// healing is how long the controller may take for a claim in conflict.
+	healing = 5 * time.Minute
+)
+
+// Examine returns the problems of an installation, the errors first. It is a pure function.
+func Examine(f Facts) []Finding {
+	e := &examination{Facts: f}
+	if e.installed() {
+		for _, check := range []func(){
+			e.versions, e.agents, e.nodes, e.devices, e.controller, e.webhook, e.policies,
+		} {
+			check()
+		}
+	}
+	slices.SortStableFunc(e.found, func(a, b Finding) int {
+		rank := func(s Severity) int { return slices.Index([]Severity{Error, Warning}, s) }
+		return cmp.Compare(rank(a.Severity), rank(b.Severity))
+	})
+	return e.found
+}
+
+type examination struct {
+	Facts
+	found []Finding
+}
+
+func (e *examination) add(severity Severity, object, page, action, problem string, args ...any) {
+	e.found = append(e.found, Finding{severity, object, explain.OneLine(fmt.Sprintf(problem, args...)), action, page})
+}
+
+func (e *examination) read(kinds ...Kind) bool {
+	return !slices.ContainsFunc(e.NotRead, func(n NotRead) bool { return slices.Contains(kinds, n.Kind) })
+}
+
+// installed reports whether there is anything to check.
+func (e *examination) installed() bool {
+	if !e.read(KindDaemonSets, KindDefinitions) || len(e.DaemonSets) > 0 || e.Definition != nil {
+		return true
+	}
+	e.add(Error, "cluster", pageInstall, "install the chart", "Tandem is not installed: there is no DaemonSet of its agents, and the API server serves no GPUNodes")
+	return false
+}
+
+const versionLabel = "app.kubernetes.io/version"
+
+func (e *examination) versions() {
+	if parsed, err := version.ParseGeneric(e.Kubernetes); err == nil && parsed.LessThan(oldest) {
+		e.add(Error, "cluster", pageInstall, "upgrade Kubernetes to 1.34 or newer", "Kubernetes %s is too old: Tandem needs 1.34", e.Kubernetes)
+	} else if !e.ServesClaims {
+		e.add(Error, "cluster", pageInstallation, "remove it from kube-apiserver's --runtime-config, or set mode: DevicePluginOnly",
+			"the API server does not serve resource.k8s.io/v1, so no ResourceClaim gets a GPU")
+	}
+	versions := map[string]bool{}
+	for _, d := range e.DaemonSets {
+		versions[d.Labels[versionLabel]] = true
+	}
+	for _, d := range e.DaemonSets {
+		of := d.Labels[versionLabel]
+		if e.Client != "dev" && of != "" && of != e.Client {
+			e.add(Warning, name("daemonset", d.Namespace, d.Name), pageInstall, "use the plugin of the release "+of, "it has version %s, and this plugin %s", of, e.Client)
+		}
+	}
+	for _, d := range e.Deployments {
+		if of := d.Labels[versionLabel]; len(versions) > 0 && !versions[of] {
+			e.add(Warning, name("deployment", d.Namespace, d.Name), pageInstall, "run helm upgrade with one chart for all",
+				"the controller has version %s, and no agent has", cmp.Or(of, "unknown"))
+		}
+	}
+	switch d := e.Definition; {
+	case !e.read(KindDefinitions):
+	case d == nil:
+		e.add(Error, "customresourcedefinition gpunodes.tandem-gpu.dev", pageInstallation, "run helm upgrade with crds.create=true",
+			"it does not exist: pods with limits are sent to GPUs that claims have, and kubectl gpu shows nothing")
+	case !d.Maintenance:
+		e.add(Warning, "customresourcedefinition gpunodes.tandem-gpu.dev", pageInstallation, "run helm upgrade with crds.create=true",
+			"it is of an older version (%s) and drops spec.maintenance, so that kubectl gpu drain has no effect", cmp.Or(d.Version, "unknown"))
+	}
+}
+
+func (e *examination) agents() {
+	for _, d := range e.DaemonSets {
+		object, s := name("daemonset", d.Namespace, d.Name), d.Status
+		switch {
+		case s.ObservedGeneration < d.Generation:
+		case s.DesiredNumberScheduled == 0:
+			e.add(Error, object, pageInstall, "compare its nodeSelector, affinity and tolerations with the labels and taints of the nodes with GPUs",
+				"it selects no node, so that no agent runs")
+		case s.CurrentNumberScheduled < s.DesiredNumberScheduled:
+			e.add(Error, object, pageInstallation, "read its events: kubectl describe daemonset -n "+d.Namespace+" "+d.Name,
+				"it has %d of %d pods", s.CurrentNumberScheduled, s.DesiredNumberScheduled)
+		}
+	}
+	for _, pod := range e.Agents {
+		ready, since := readiness(&pod)
+		if ready || pod.DeletionTimestamp != nil || e.Now.Sub(since) < rollout {
+			continue
+		}
+		why := waitsFor(&pod)
+		if event, found := e.lastEvent(pod.Spec.NodeName, time.Time{}); found {
+			why = event.Reason + ": " + event.Message
+		}
+		e.add(Error, "node "+pod.Spec.NodeName, pageInstallation, "read the agent's log: kubectl logs -n "+pod.Namespace+" "+pod.Name,
+			"its agent is not ready since %s: %s", since.UTC().Format(time.RFC3339), cmp.Or(why, "no reason is known"))
+	}
+}
+
+// nodes checks nodes that have GPUs and no agent, or agents that serve less than they should.
+func (e *examination) nodes() {
+	missing := func(node string) bool {
+		return e.read(KindPods) && !slices.ContainsFunc(e.Agents, func(p corev1.Pod) bool { return p.Spec.NodeName == node })
+	}
+	has := map[string]bool{}
+	for _, n := range e.GPUNodes {
+		has[n.Name] = true
+		switch {
+		case missing(n.Name):
+			e.add(Error, "node "+n.Name, pageInstallation, "let the DaemonSet select the node, or delete its GPUNode: kubectl delete gpunode "+n.Name,
+				"it has a GPUNode and no agent, so that what the GPUNode says is outdated")
+		case n.Status.Waiting != "":
+			e.add(Error, "node "+n.Name, pageInstallation, "see the events of the node: kubectl describe node "+n.Name, "its agent serves no GPU: %s", n.Status.Waiting)
+		}
+	}
+	for _, n := range e.Nodes {
+		if !has[n.Name] && missing(n.Name) && explain.HasGPUs(&n) {
+			e.add(Error, "node "+n.Name, pageInstall, "compare the DaemonSet's nodeSelector, affinity and tolerations with the node's labels and taints",
+				"it has GPUs and no agent")
+		}
+	}
+	for _, node := range sorted(e.Withheld) {
+		why := "its agent gives no device to new pods and claims"
+		if event, found := e.lastEvent(node, time.Time{}); found {
+			why += ": " + event.Message
+		}
+		e.add(Error, "node "+node, pageInstallation, "uninstall the other device plugin or DRA driver that the event names", "%s", why)
+	}
+	for i := range e.Agents {
+		node := e.Agents[i].Spec.NodeName
+		ready, since := readiness(&e.Agents[i])
+		if event, found := e.lastEvent(node, since); ready && found && !e.Withheld[node] {
+			e.add(Warning, "node "+node, pageInstallation, "see the table for the event "+event.Reason, "its agent reported %s: %s", event.Reason, event.Message)
+		}
+	}
+}
+
+// devices checks what the agents report of devices and claims.
+func (e *examination) devices() {
+	for _, n := range e.GPUNodes {
+		for _, d := range n.Status.Devices {
+			if d.UnhealthyReason != "" && d.Parent == "" && n.Status.Waiting == "" {
+				e.add(Warning, fmt.Sprintf("%s of node %s", d.Name, n.Name), pageHealth, "see the reason and the events of the node", "it is unhealthy: %s", d.UnhealthyReason)
+			}
+		}
+		for _, c := range n.Status.Conflicts {
+			if e.Now.Sub(c.Since.Time) > healing {
+				e.add(Warning, fmt.Sprintf("claim %s/%s", c.Namespace, c.Name), pagePods, "see the events of the claim: kubectl describe resourceclaim -n "+c.Namespace+" "+c.Name,
+					"it waits on node %s since %s: %s", n.Name, c.Since.UTC().Format(time.RFC3339), c.Message)
+			}
+		}
+	}
+}
+
+func (e *examination) controller() {
+	if e.read(KindDeployments) && len(e.Deployments) == 0 && len(e.DaemonSets) > 0 {
+		e.add(Error, "cluster", pageInstallation, "run helm upgrade", "there is no Deployment of the controller: pods fail when claims take GPUs")
+	}
+	for _, d := range e.Deployments {
+		object := name("deployment", d.Namespace, d.Name)
+		lease, found := e.Leases[d.Namespace+"/"+d.Name]
+		switch {
+		case d.Status.AvailableReplicas == 0:
+			e.add(Error, object, pageInstallation, "read its events and the log of its pods: kubectl describe deployment -n "+d.Namespace+" "+d.Name,
+				"no controller is available")
+		case !e.read(KindLeases):
+		case !found || lease.Spec.HolderIdentity == nil || *lease.Spec.HolderIdentity == "":
+			e.add(Error, object, pageInstallation, "read the log of its pods: kubectl logs -n "+d.Namespace+" deployment/"+d.Name, "no controller leads: its Lease has no holder")
+		case lease.Spec.RenewTime != nil && e.Now.Sub(lease.Spec.RenewTime.Time) > leaseLasts:
+			e.add(Error, object, pageInstallation, "read the log of its pods: kubectl logs -n "+d.Namespace+" deployment/"+d.Name,
+				"no controller leads: %s has not renewed its Lease since %s", *lease.Spec.HolderIdentity, lease.Spec.RenewTime.UTC().Format(time.RFC3339))
+		}
+	}
+}
+
+func (e *examination) webhook() {
+	for _, c := range e.Webhooks {
+		for _, w := range c.Webhooks {
+			object, service := "validatingwebhookconfiguration "+c.Name, w.ClientConfig.Service
+			const without = "claims with mistakes are refused on the node, when their pods start, and not when they are created"
+			switch {
+			case len(w.ClientConfig.CABundle) == 0:
+				e.add(Warning, object, pageInstallation, "read the controller's log", "webhook %s has no caBundle, which the controller writes: %s", w.Name, without)
+			case service != nil && e.read(KindEndpoints) && e.Endpoints[service.Namespace+"/"+service.Name] == 0:
+				e.add(Warning, object, pageInstallation, "check the controller's pods, and network policies for the port of the webhook",
+					"Service %s/%s of webhook %s has no ready endpoint: %s", service.Namespace, service.Name, w.Name, without)
+			}
+		}
+	}
+}
+
+// guards are the policies without which a stolen token of an agent or of the controller can do more than its job, by the end of their names.
+var guards = []string{"-resourceslices", "-gpunode-status", "-resourceclaims", "-agent-events", "-node-labels", "-controller-gpunodes", "-controller-pods",
+	"-controller-evictions", "-controller-nodes", "-controller-leases", "-controller-protected", "-controller-events"}
+
+func (e *examination) policies() {
+	if !e.read(KindPolicies, KindBindings) {
+		return
+	}
+	const action = "run helm upgrade with admissionPolicy.create=true"
+	var missing []string
+	for _, suffix := range guards {
+		if !slices.ContainsFunc(e.Policies, func(p admissionv1.ValidatingAdmissionPolicy) bool { return strings.HasSuffix(p.Name, suffix) }) {
+			missing = append(missing, "…"+suffix)
+		}
+	}
+	if len(missing) > 0 && len(e.DaemonSets) > 0 {
+		e.add(Warning, "cluster", pageInstallation, action, "admission policies are missing, so that agents and the controller may write more than they need: %s", strings.Join(missing, ", "))
+	}
+	for _, p := range e.Policies {
+		denies := func(b admissionv1.ValidatingAdmissionPolicyBinding) bool { return b.Spec.PolicyName == p.Name }
+		if !slices.ContainsFunc(e.Bindings, denies) {
+			e.add(Warning, "validatingadmissionpolicy "+p.Name, pageInstallation, action, "it has no binding, so that it has no effect")
+		}
+	}
+}
+
+// telling are the events of agents on nodes that say what is wrong with an installation. GPUNodes say what is wrong with devices.
+var telling = []string{"ConfigRejected", "ConflictingDriver", "DeviceOfUnknownGPU", "DriverPaused", "HoldersUnknown", "LedgerLocked", "NoClaimsAPI", "NoDriver",
+	"NoGPU", "NoPartitionsOnDemand", "NodeLabelsNotWritten", "OtherDevicePlugin", "RuntimeWithoutCDI"}
+
+// lastEvent returns the newest telling event of a node since a time. What an agent reported before it became ready is over.
+func (e *examination) lastEvent(node string, since time.Time) (last corev1.Event, found bool) {
+	for _, event := range e.Events {
+		if event.InvolvedObject.Name == node && slices.Contains(telling, event.Reason) && event.LastTimestamp.After(since) &&
+			(!found || event.LastTimestamp.After(last.LastTimestamp.Time)) {
+			last, found = event, true
+		}
+	}
+	return last, found
+}
+
+// readiness returns whether a pod is ready, and since when it is as it is.
+func readiness(pod *corev1.Pod) (ready bool, since time.Time) {
+	for _, c := range pod.Status.Conditions {
+		if c.Type == corev1.PodReady {
+			return c.Status == corev1.ConditionTrue, c.LastTransitionTime.Time
+		}
+	}
+	return false, pod.CreationTimestamp.Time
+}
+
+// waitsFor returns what the containers of a pod wait for, or the scheduler.
+func waitsFor(pod *corev1.Pod) string {
+	for _, c := range slices.Concat(pod.Status.InitContainerStatuses, pod.Status.ContainerStatuses) {
+		if w := c.State.Waiting; w != nil {
+			return strings.TrimSuffix(w.Reason+": "+w.Message, ": ")
+		}
+	}
+	for _, c := range pod.Status.Conditions {
+		if c.Type == corev1.PodScheduled && c.Status == corev1.ConditionFalse {
+			return c.Message
+		}
+	}
+	return ""
+}
+
+func name(kind, namespace, name string) string { return kind + " " + namespace + "/" + name }
+
+func sorted(set map[string]bool) (names []string) {
+	for name := range set {
+		names = append(names, name)
+	}
+	slices.Sort(names)
+	return names
+}
+
+// Text returns the findings for users, with a last line that counts them.
+func Text(f Facts, found []Finding) string {
+	var b strings.Builder
+	counts := map[Severity]int{}
+	for _, finding := range found {
+		counts[finding.Severity]++
+		fmt.Fprintf(&b, "%s: %s: %s\n  %s (%s)\n", strings.ToUpper(string(finding.Severity)), finding.Object, finding.Problem, finding.Action, finding.Page)
+	}
+	ready := 0
+	for i := range f.Agents {
+		if ok, _ := readiness(&f.Agents[i]); ok {
+			ready++
+		}
+	}
+	of := fmt.Sprintf("Kubernetes %s, %d of %d agents ready, %d GPUNodes", f.Kubernetes, ready, len(f.Agents), len(f.GPUNodes))
+	switch {
+	case len(found) == 0 && len(f.NotRead) > 0:
+		fmt.Fprintf(&b, "no problem found in what you may read: %s\n", of)
+	case len(found) == 0:
+		fmt.Fprintf(&b, "no problem found: %s\n", of)
+	default:
+		fmt.Fprintf(&b, "%s, %s: %s\n", number(counts[Error], "error"), number(counts[Warning], "warning"), of)
+	}
+	return b.String()
+}
+
+func number(n int, what string) string {
+	if n == 1 {
+		return "1 " + what
+	}
+	return fmt.Sprintf("%d %ss", n, what)
+}

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package doctor
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/utils/ptr"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/explain"
+	"github.com/tandem-gpu/tandem/pkg/overview"
+)
+
+const (
+	ours        = "app.kubernetes.io/part-of=tandem"
+	controllers = ours + ",app.kubernetes.io/component=controller"
+	// withheldTaint is the taint of devices that no new holder gets (pkg/driver: TaintUnhealthy and its value Withheld).
+	withheldTaint, withheld = "tandem-gpu.dev/unhealthy", "Withheld"
+	// mostEvents bounds the events that are read.
+	mostEvents = 5000
+)
+
+var definitions = schema.GroupVersionResource{Group: "apiextensions.k8s.io", Version: "v1", Resource: "customresourcedefinitions"}
+
+// Read reads what Examine needs. It writes nothing. What the viewer may not read is in NotRead.
+func Read(ctx context.Context, c overview.Cluster, client string, now time.Time) (Facts, error) {
+	f := Facts{Client: client, Now: now, Leases: map[string]coordinationv1.Lease{}, Withheld: map[string]bool{}, Endpoints: map[string]int{}}
+	server, err := c.Client.Discovery().ServerVersion()
+	if err != nil {
+		return f, fmt.Errorf("read the API server's version: %w", err)
+	}
+	f.Kubernetes = server.GitVersion
+	_, err = c.Client.Discovery().ServerResourcesForGroupVersion("resource.k8s.io/v1")
+	f.ServesClaims = err == nil
+	read := func(kind Kind, err error) bool {
+		if err != nil {
+			f.NotRead = append(f.NotRead, NotRead{kind, explain.OneLine(err.Error())})
+		}
+		return err == nil
+	}
+	if list, err := c.Client.AppsV1().DaemonSets("").List(ctx, metav1.ListOptions{LabelSelector: overview.AgentLabels}); read(KindDaemonSets, err) {
+		f.DaemonSets = list.Items
+	}
+	if list, err := c.Client.CoreV1().Pods("").List(ctx, metav1.ListOptions{LabelSelector: overview.AgentLabels}); read(KindPods, err) {
+		f.Agents = list.Items
+	}
+	f.readController(ctx, c, read)
+	if list, err := c.Client.CoreV1().Events("").List(ctx, metav1.ListOptions{
+		Limit: mostEvents, FieldSelector: fields.Set{"involvedObject.kind": "Node", "type": corev1.EventTypeWarning}.String(),
+	}); read(KindEvents, err) {
+		for _, event := range list.Items {
+			if event.Source.Component == "tandem" && event.InvolvedObject.Kind == "Node" {
+				f.Events = append(f.Events, event)
+			}
+		}
+	}
+	f.readAdmission(ctx, c, read)
+	f.readNodes(ctx, c, read)
+	return f, nil
+}
+
+func (f *Facts) readController(ctx context.Context, c overview.Cluster, read func(Kind, error) bool) {
+	list, err := c.Client.AppsV1().Deployments("").List(ctx, metav1.ListOptions{LabelSelector: controllers})
+	if !read(KindDeployments, err) {
+		return
+	}
+	f.Deployments = list.Items
+	for _, d := range f.Deployments {
+		lease, err := c.Client.CoordinationV1().Leases(d.Namespace).Get(ctx, d.Name, metav1.GetOptions{})
+		if err == nil {
+			f.Leases[d.Namespace+"/"+d.Name] = *lease
+		} else if !apierrors.IsNotFound(err) {
+			read(KindLeases, err)
+		}
+	}
+}
+
+func (f *Facts) readAdmission(ctx context.Context, c overview.Cluster, read func(Kind, error) bool) {
+	admission, selected := c.Client.AdmissionregistrationV1(), metav1.ListOptions{LabelSelector: ours}
+	if list, err := admission.ValidatingWebhookConfigurations().List(ctx, selected); read(KindWebhooks, err) {
+		f.Webhooks = list.Items
+	}
+	for _, configuration := range f.Webhooks {
+		for _, w := range configuration.Webhooks {
+			if w.ClientConfig.Service == nil {
+				continue
+			}
+			of := *w.ClientConfig.Service
+			list, err := c.Client.DiscoveryV1().EndpointSlices(of.Namespace).List(ctx, metav1.ListOptions{LabelSelector: "kubernetes.io/service-name=" + of.Name})
+			if !read(KindEndpoints, err) {
+				continue
+			}
+			for _, slice := range list.Items {
+				for _, endpoint := range slice.Endpoints {
+					if ptr.Deref(endpoint.Conditions.Ready, true) {
+						f.Endpoints[of.Namespace+"/"+of.Name]++
+					}
+				}
+			}
+		}
+	}
+	if list, err := admission.ValidatingAdmissionPolicies().List(ctx, selected); read(KindPolicies, err) {
+		f.Policies = list.Items
+	}
+	if list, err := admission.ValidatingAdmissionPolicyBindings().List(ctx, selected); read(KindBindings, err) {
+		f.Bindings = list.Items
+	}
+}
+
+func (f *Facts) readNodes(ctx context.Context, c overview.Cluster, read func(Kind, error) bool) {
+	object, err := c.Dynamic.Resource(definitions).Get(ctx, "gpunodes."+v1alpha1.GroupVersion.Group, metav1.GetOptions{})
+	if err == nil {
+		f.Definition = &Definition{Version: object.GetLabels()[versionLabel], Maintenance: hasMaintenance(object)}
+	} else if !apierrors.IsNotFound(err) {
+		read(KindDefinitions, err)
+	}
+	if f.Definition != nil || err != nil && !apierrors.IsNotFound(err) {
+		_, err := c.EachGPUNode(ctx, func(n v1alpha1.GPUNode) { f.GPUNodes = append(f.GPUNodes, n) })
+		read(KindGPUNodes, err)
+	}
+	for _, label := range explain.GPULabels {
+		list, err := c.Client.CoreV1().Nodes().List(ctx, metav1.ListOptions{LabelSelector: label + "=true"})
+		if read(KindNodes, err) {
+			f.Nodes = append(f.Nodes, list.Items...)
+		}
+	}
+	slices, err := c.Client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{FieldSelector: "spec.driver=" + c.DriverName})
+	if !f.ServesClaims || !read(KindSlices, err) {
+		return
+	}
+	for _, slice := range slices.Items {
+		for _, d := range slice.Spec.Devices {
+			for _, taint := range d.Taints {
+				if taint.Key == withheldTaint && taint.Value == withheld && slice.Spec.NodeName != nil && slice.Spec.Driver == c.DriverName {
+					f.Withheld[*slice.Spec.NodeName] = true
+				}
+			}
+		}
+	}
+}
+
+// hasMaintenance reports whether a version of the definition has spec.maintenance.
+func hasMaintenance(definition *unstructured.Unstructured) bool {
+	versions, _, _ := unstructured.NestedSlice(definition.Object, "spec", "versions")
+	for _, v := range versions {
+		of, ok := v.(map[string]any)
+		if !ok || of["name"] != v1alpha1.GroupVersion.Version {
+			continue
+		}
+		_, found, _ := unstructured.NestedMap(of, "schema", "openAPIV3Schema", "properties", "spec", "properties", "maintenance")
+		return found
+	}
+	return false
+}
