@@ -117,7 +117,9 @@ func runAgent(t *testing.T, a *agent) *testAgent {
 	t.Helper()
 	events := record.NewFakeRecorder(100)
 	a.recorder = events
-	a.times.maintenanceWait = time.Millisecond // no test has an API server with GPUNodes
+	if a.times.maintenanceWait == defaultTimes.maintenanceWait {
+		a.times.maintenanceWait = time.Millisecond // most tests have no API server with GPUNodes
+	}
 	ctx, cancel := context.WithCancel(t.Context())
 	running := &testAgent{agent: a, t: t, events: events, cancel: cancel, done: make(chan error, 1)}
 	go func() { running.done <- a.run(ctx) }()
