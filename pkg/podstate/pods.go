@@ -438,7 +438,7 @@ func trimmed(pod *corev1.Pod) *corev1.Pod {
 			Name: pod.Name, Namespace: pod.Namespace, UID: pod.UID, ResourceVersion: pod.ResourceVersion,
 			DeletionTimestamp: pod.DeletionTimestamp, OwnerReferences: controllerOf(pod),
 		},
-		Spec: corev1.PodSpec{ResourceClaims: pod.Spec.ResourceClaims, Containers: limitsOf(pod), InitContainers: askers(pod)},
+		Spec: corev1.PodSpec{ResourceClaims: pod.Spec.ResourceClaims, Containers: append(limitsOf(pod), claimUsers(pod)...), InitContainers: askers(pod)},
 		Status: corev1.PodStatus{
 			Phase: pod.Status.Phase, StartTime: pod.Status.StartTime, ResourceClaimStatuses: pod.Status.ResourceClaimStatuses,
 			ExtendedResourceClaimStatus: pod.Status.ExtendedResourceClaimStatus,

@@ -90,7 +90,7 @@ type freed struct {
 }
 
 func newMetrics(c Config) *freed {
-	c.Registerer.MustRegister(book{c.Ledger})
+	c.Registerer.MustRegister(book{c.Ledger}, holders{c})
 	return &freed{
 		pods: c.Pods,
 		times: promauto.With(c.Registerer).NewHistogramVec(prometheus.HistogramOpts{
