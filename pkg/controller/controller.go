@@ -135,6 +135,7 @@ func (c *Controller) register(config Config) error {
 		return fmt.Errorf("add runnable: %w", err)
 	}
 	measured := newMetrics(config.Registerer)
+	config.Registerer.MustRegister(gpuNodes{cache: c.manager.GetCache(), synced: c.synced.Load})
 	config.Daemons.Namespace = config.Namespace
 	writer, live := c.manager.GetClient(), c.manager.GetAPIReader()
 	recorder := c.manager.GetEventRecorder("tandem-controller")

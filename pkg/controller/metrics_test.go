@@ -3,9 +3,14 @@
 package controller
 
 import (
+	"slices"
 	"testing"
 
 	"github.com/prometheus/client_golang/prometheus"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 )
 
 // An alert on an increase sees the first eviction only where there was a zero before.
@@ -22,5 +27,31 @@ func TestMetricsBeginAtZero(t *testing.T) {
 	}
 	if series["tandem_controller_evictions_total"] != 2 || series["tandem_controller_allocatable_patches_total"] != 3 {
 		t.Errorf("series %v", series)
+	}
+}
+
+// Only nodes with GPUs need an agent.
+func TestGPUNodesMetric(t *testing.T) {
+	gpu := v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{Name: "gpu"}, Status: v1alpha1.GPUNodeStatus{Devices: []v1alpha1.DeviceStatus{{Name: "gpu-0"}}}}
+	bare := v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{Name: "bare"}}
+	w := newWorld(t, interceptor.Funcs{}, &gpu, &bare)
+	synced := false
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(gpuNodes{cache: w.client, synced: func() bool { return synced }})
+	for _, want := range [][]string{nil, {"gpu"}} {
+		families, err := registry.Gather()
+		if err != nil {
+			t.Fatal(err)
+		}
+		var nodes []string
+		for _, f := range families {
+			for _, m := range f.GetMetric() {
+				nodes = append(nodes, m.GetLabel()[0].GetValue())
+			}
+		}
+		if !slices.Equal(nodes, want) {
+			t.Errorf("synced %t: got %v, want %v", synced, nodes, want)
+		}
+		synced = true
 	}
 }
