@@ -16,8 +16,10 @@ import (
 type Tool struct {
 	// Module and Version name the module, Package the main package in it.
 	Module, Version, Package string
-	// Variant follows the version in the cache. It has to differ wherever LDFlags and Env make the result differ.
+	// Variant follows the version in the cache. It has to differ wherever Tags, LDFlags and Env make the result differ.
 	Variant string
+	// Tags are build tags, separated by spaces or commas.
+	Tags string
 	// LDFlags, besides -s -w, and Env (KEY=value) are given to go build.
 	LDFlags string
 	Env     []string
@@ -32,11 +34,23 @@ func Helm() Tool {
 	}
 }
 
+// Prometheus is the server that tests scrape a cluster with. It discovers targets in Kubernetes and nowhere else: the other clouds'
+// libraries are most of the build. It has no user interface.
+func Prometheus() Tool { return prometheus("prometheus") }
+
+// Promtool checks rules and plays the tests of alerts.
+func Promtool() Tool { return prometheus("promtool") }
+
+func prometheus(command string) Tool {
+	const module = "github.com/prometheus/prometheus"
+	return Tool{Module: module, Version: "v0.316.0", Package: module + "/cmd/" + command, Tags: "remove_all_sd,enable_kubernetes_sd"}
+}
+
 func (t Tool) component() component {
 	name := path.Base(t.Package)
 	return component{
 		name: name, version: t.Version + t.Variant, module: t.Module, moduleVersion: t.Version,
-		packages: []program{{name, t.Package}}, linkFlags: " " + t.LDFlags, env: t.Env,
+		packages: []program{{name, t.Package}}, tags: t.Tags, linkFlags: " " + t.LDFlags, env: t.Env,
 	}
 }
 
