@@ -69,25 +69,64 @@ func Granted(ctx context.Context, node *cluster.Node) (map[string][]string, erro
 func granted(answer *podresources.ListPodResourcesResponse) map[string][]string {
 	pods := map[string][]string{}
 	for _, pod := range answer.GetPodResources() {
-		name := pod.GetNamespace() + "/" + pod.GetName()
+		pods[pod.GetNamespace()+"/"+pod.GetName()] = nil
+	}
+	for _, use := range uses(answer) {
+		name := use.Namespace + "/" + use.Pod
+		pods[name] = append(pods[name], use.Device)
+	}
+	for name, devices := range pods {
+		slices.Sort(devices)
+		pods[name] = slices.Compact(devices)
+	}
+	return pods
+}
+
+// Use is a device that kubelet lists for a container: of a limit by its ID, of a claim by its name.
+type Use struct {
+	Namespace, Pod, Container string
+	Claim                     bool
+	Device                    string
+}
+
+// Uses asks what kubelet believes to have given to each container. What Granted says about asking applies here too.
+func Uses(ctx context.Context, node *cluster.Node) ([]Use, error) {
+	kubelet, err := AskKubelet(node)
+	if err != nil {
+		return nil, err
+	}
+	defer kubelet.Close()
+	answer, err := podresources.NewPodResourcesListerClient(kubelet.connection).List(ctx, &podresources.ListPodResourcesRequest{})
+	if err != nil {
+		return nil, fmt.Errorf("ask kubelet of %s for its pods' resources: %w", node.Name(), err)
+	}
+	return uses(answer), nil
+}
+
+func uses(answer *podresources.ListPodResourcesResponse) (all []Use) {
+	for _, pod := range answer.GetPodResources() {
 		for _, container := range pod.GetContainers() {
+			use := Use{Namespace: pod.GetNamespace(), Pod: pod.GetName(), Container: container.GetName()}
 			for _, devices := range container.GetDevices() {
-				if ofLimits(devices.GetResourceName()) {
-					pods[name] = append(pods[name], devices.GetDeviceIds()...)
+				if !ofLimits(devices.GetResourceName()) {
+					continue
+				}
+				for _, use.Device = range devices.GetDeviceIds() {
+					all = append(all, use)
 				}
 			}
+			use.Claim = true
 			for _, claim := range container.GetDynamicResources() {
 				for _, device := range claim.GetClaimResources() {
 					if device.GetDriverName() == driverName {
-						pods[name] = append(pods[name], device.GetDeviceName())
+						use.Device = device.GetDeviceName()
+						all = append(all, use)
 					}
 				}
 			}
 		}
-		slices.Sort(pods[name])
-		pods[name] = slices.Compact(pods[name])
 	}
-	return pods
+	return all
 }
 
 // ofLimits reports whether a resource is a GPU, a replica of one, or a partition.
