@@ -28,7 +28,11 @@ func newMetrics(registerer prometheus.Registerer) *metrics {
 	calls := func(name, help string) *prometheus.HistogramVec {
 		// Seconds, from 0.5 ms to kubelet's timeout of 45 s and beyond; kubelet's own start at 100 ms.
 		buckets := []float64{.0005, .001, .002, .004, .008, .016, .032, .064, .125, .25, .5, 1, 2, 4, 8, 15, 30, 45, 60}
-		return factory.NewHistogramVec(prometheus.HistogramOpts{Name: name, Help: help, Buckets: buckets}, []string{"result"})
+		h := factory.NewHistogramVec(prometheus.HistogramOpts{Name: name, Help: help, Buckets: buckets}, []string{"result"})
+		for _, result := range []string{"ok", "error"} {
+			h.WithLabelValues(result) // starts at zero, so that the first call is an increase
+		}
+		return h
 	}
 	return &metrics{
 		prepare: calls("tandem_prepare_duration_seconds",

@@ -41,7 +41,7 @@ const none = "-"
 
 func newMetrics(registerer prometheus.Registerer) *metrics {
 	factory := promauto.With(registerer)
-	return &metrics{
+	m := &metrics{
 		unusable: factory.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "tandem_unusable_devices",
 			Help: "Devices that work and are not offered, by reason: NotInjectable (their CDI device or the hook cannot be written), " +
@@ -64,6 +64,10 @@ func newMetrics(registerer prometheus.Registerer) *metrics {
 			Help: "Resets of GPUs because of a fault, by result.",
 		}, []string{"result"}),
 	}
+	for _, result := range []string{"done", "failed"} {
+		m.resets.WithLabelValues(result) // starts at zero, so that the first reset is an increase
+	}
+	return m
 }
 
 // set sets the gauges of the devices.

@@ -91,7 +91,7 @@ type freed struct {
 
 func newMetrics(c Config) *freed {
 	c.Registerer.MustRegister(book{c.Ledger}, holders{c})
-	return &freed{
+	f := &freed{
 		pods: c.Pods,
 		times: promauto.With(c.Registerer).NewHistogramVec(prometheus.HistogramOpts{
 			Name:    "tandem_time_to_free_seconds",
@@ -100,6 +100,10 @@ func newMetrics(c Config) *freed {
 		}, []string{"kind"}),
 		seen: map[holdKey]ledger.Hold{},
 	}
+	for _, kind := range []ledger.Kind{ledger.KindClaim, ledger.KindPod} {
+		f.times.WithLabelValues(string(kind)) // starts at zero, so that the first release is an increase
+	}
+	return f
 }
 
 // look finds the holds that were released since the last call, by a later Allocate or by Unprepare.

@@ -16,6 +16,17 @@ func TestMetrics(t *testing.T) {
 		g.addPod(p)
 		g.group(p.Name, true)
 	}
+	families, err := g.counts.Gather()
+	must(t, err)
+	begun := 0
+	for _, family := range families {
+		if family.GetName() == "tandem_time_to_free_seconds" {
+			begun = len(family.GetMetric())
+		}
+	}
+	if begun != 2 {
+		t.Errorf("tandem_time_to_free_seconds begins with %d series, want 2: a rate does not see the first release otherwise", begun)
+	}
 	// Older than what must settle first.
 	g.checkpoint("p1", "GPU-1")
 	must(t, g.r.Restore(t.Context()))
