@@ -38,3 +38,14 @@ func TestAMethodThatIsGoneIsNoticed(t *testing.T) {
 		t.Error("nothing was replaced, without an error")
 	}
 }
+
+// Every mutation meets operations: its mix can be planned.
+func TestMixesOfMutations(t *testing.T) {
+	for _, m := range Mutations() {
+		for seed := range uint64(20) {
+			if round := PlanRound(seed, 0, 100, m.Mix); len(round.Ops) != 100 {
+				t.Errorf("%s: %d operations", m.Name, len(round.Ops))
+			}
+		}
+	}
+}

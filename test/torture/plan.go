@@ -359,7 +359,7 @@ const (
 func PlanRound(seed uint64, number, size int, mix Mix) Round {
 	p := planner{rng: rand.New(rand.NewPCG(seed, uint64(number))), mix: mix}
 	p.newer = p.chance(50)
-	p.fault, p.freeze, p.burst = p.between(5, mix.FaultEvery[1]), p.between(3, mix.FreezeEvery[1]), p.between(1, mix.BurstEvery[1])
+	p.fault, p.freeze, p.burst = p.first(5, mix.FaultEvery), p.first(3, mix.FreezeEvery), p.first(1, mix.BurstEvery)
 	if mix.MIG {
 		p.hardware = p.among(mix.HardwareEvery)
 	}
@@ -611,7 +611,10 @@ func (p *planner) weighted(weights ...int) int {
 
 func (p *planner) chance(percent int) bool   { return p.rng.IntN(100) < percent }
 func (p *planner) between(low, high int) int { return low + p.rng.IntN(high-low+1) }
-func (p *planner) among(bounds [2]int) int   { return p.between(bounds[0], bounds[1]) }
+
+// first is when something comes first that then comes every so often: not before low, where that is often enough.
+func (p *planner) first(low int, every [2]int) int { return p.between(min(low, every[1]), every[1]) }
+func (p *planner) among(bounds [2]int) int         { return p.between(bounds[0], bounds[1]) }
 func (p *planner) upTo(d time.Duration) time.Duration {
 	return time.Duration(p.rng.Int64N(int64(d/time.Millisecond))) * time.Millisecond
 }
