@@ -145,7 +145,8 @@ func (s *story) holderMetric() []string {
 const prometheusVariable = "PROMETHEUS"
 
 // TestMonitoring: a real Prometheus, configured as the user page says, scrapes agents and controller. Each query of the dashboard returns
-// data. Alerts fire when their fault is there, and stop after it. Only their times are shorter. Test/monitoring tests the others.
+// data. Alerts fire when their fault is there, and stop after it. Only their times are shorter. Package
+// monitoring tests the others.
 func TestMonitoring(t *testing.T) {
 	if os.Getenv(prometheusVariable) == "" {
 		t.Skipf("compiling Prometheus takes minutes the first time; to play the story, run %s=1 make e2e RUN=TestMonitoring", prometheusVariable)
@@ -216,7 +217,38 @@ func TestMonitoring(t *testing.T) {
 
 	s.withoutGPUNodes(func() { s.fires("TandemWithoutGPUNodes") })
 	s.stops("TandemWithoutGPUNodes")
+	s.ready()
+
+	s.loseToPod(func() { s.manifest(lastTry) })
+	s.fires("TandemClaimNotMoved")
+	s.kubectl("delete", "job", "-n", s.namespace, "last-try", "--cascade=foreground")
+	s.stops("TandemClaimNotMoved")
+
+	s.installed("mps-sharing.values.yaml", "mps.resources.requests.cpu=1000")
+	s.fires("TandemMPSDaemonNotRunning")
+	s.values()
+	s.stops("TandemMPSDaemonNotRunning")
 }
+
+// lastTry is a Job that an eviction would make fail, so its pod is not evicted.
+const lastTry = `
+apiVersion: batch/v1
+kind: Job
+metadata: {name: last-try}
+spec:
+  backoffLimit: 0
+  template:
+    spec:
+      restartPolicy: Never
+      terminationGracePeriodSeconds: 1
+      resourceClaims: [{name: gpu, resourceClaimTemplateName: preferring}]
+      containers:
+      - name: work
+        image: docker.io/library/busybox:1.37
+        imagePullPolicy: Never
+        command: [sleep, infinity]
+        resources: {claims: [{name: gpu}]}
+`
 
 func (s *story) scaleController(replicas int) error {
 	_, err := theCluster.Kubectl(s.ctx, "scale", "deployment", "-n", install.Namespace, install.Release+"-controller", fmt.Sprintf("--replicas=%d", replicas))
