@@ -126,6 +126,9 @@ func WriteTable(w io.Writer, figures []Figure) error {
 func WriteJSON(w io.Writer, figures []Figure) error {
 	encoder := json.NewEncoder(w)
 	for _, f := range figures {
+		if math.IsNaN(f.Value) {
+			continue // nothing was measured
+		}
 		f.Value = math.Round(f.Value*1000) / 1000
 		if err := encoder.Encode(f); err != nil {
 			return fmt.Errorf("write figure %s: %w", f.Name, err)

@@ -3,6 +3,7 @@
 package scale
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"errors"
@@ -20,10 +21,7 @@ import (
 
 // chart is what the chart says of the controller.
 type chart struct {
-	args []string
-	env  []string
-	// memory is the limit in MiB.
-	memory float64
+	args, env []string
 }
 
 // workloads are the kinds that the harness plays or leaves out.
@@ -38,11 +36,9 @@ func (r *run) install(ctx context.Context) (chart, error) {
 	}
 	var applied bytes.Buffer
 	var controller *appsv1.Deployment
-	documents := yaml.NewDocumentDecoder(io.NopCloser(bytes.NewReader(manifest)))
-	defer documents.Close()
-	document := make([]byte, len(manifest)+1)
+	documents := yaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(manifest)))
 	for {
-		n, err := documents.Read(document)
+		document, err := documents.Read()
 		if errors.Is(err, io.EOF) {
 			break
 		}
@@ -50,17 +46,17 @@ func (r *run) install(ctx context.Context) (chart, error) {
 			return chart{}, fmt.Errorf("read manifest of the chart: %w", err)
 		}
 		var object struct{ Kind string }
-		if err := sigsyaml.Unmarshal(document[:n], &object); err != nil {
+		if err := sigsyaml.Unmarshal(document, &object); err != nil {
 			return chart{}, fmt.Errorf("decode manifest of the chart: %w", err)
 		}
 		if object.Kind == "Deployment" {
 			controller = &appsv1.Deployment{}
-			if err := sigsyaml.Unmarshal(document[:n], controller); err != nil {
+			if err := sigsyaml.Unmarshal(document, controller); err != nil {
 				return chart{}, fmt.Errorf("decode Deployment of the chart: %w", err)
 			}
 		}
 		if object.Kind != "" && !slices.Contains(workloads, object.Kind) {
-			applied.Write(document[:n])
+			applied.Write(document)
 			applied.WriteString("\n---\n")
 		}
 	}
@@ -85,7 +81,7 @@ func (r *run) install(ctx context.Context) (chart, error) {
 }
 
 func ofContainer(c corev1.Container) chart {
-	described := chart{args: c.Args, memory: float64(c.Resources.Limits.Memory().Value()) / (1 << 20)}
+	described := chart{args: c.Args}
 	for _, e := range c.Env {
 		if e.ValueFrom == nil {
 			described.env = append(described.env, e.Name+"="+e.Value)

@@ -32,7 +32,7 @@ type controller struct {
 	cmd     *exec.Cmd
 	started time.Time
 	ended   chan struct{}
-	log     *bytes.Buffer
+	log     *os.File
 	address string
 	client  *http.Client
 }
@@ -47,7 +47,7 @@ func (r *run) startController(ctx context.Context, name string, port int) (*cont
 		return nil, err
 	}
 	c := &controller{
-		name: name, ended: make(chan struct{}), log: &bytes.Buffer{}, address: fmt.Sprintf("127.0.0.1:%d", port),
+		name: name, ended: make(chan struct{}), address: fmt.Sprintf("127.0.0.1:%d", port),
 		client: &http.Client{Timeout: 5 * time.Second, Transport: &http.Transport{DialContext: r.cluster.DialContext}},
 	}
 	args := append(append([]string{}, r.chart.args...), "--kubeconfig="+kubeconfig, "--http-endpoint="+c.address, "--webhook-port="+strconv.Itoa(port+1000))
@@ -55,12 +55,15 @@ func (r *run) startController(ctx context.Context, name string, port int) (*cont
 		return nil, err
 	}
 	c.cmd.Env = append(append(os.Environ(), r.chart.env...), "NAMESPACE="+install.Namespace, "POD_NAME="+name)
+	if c.log, err = os.Create(filepath.Join(r.dir, fmt.Sprintf("%s-%d.log", name, port))); err != nil {
+		return nil, fmt.Errorf("write log of the controller: %w", err)
+	}
 	c.cmd.Stdout, c.cmd.Stderr = c.log, c.log
 	c.started = time.Now()
 	if err := c.cmd.Start(); err != nil {
-		return nil, fmt.Errorf("start controller: %w", err)
+		return nil, errors.Join(fmt.Errorf("start controller: %w", err), c.log.Close())
 	}
-	go func() { _ = c.cmd.Wait(); close(c.ended) }() // how it ends is in its log
+	go func() { _, _ = c.cmd.Wait(), c.log.Close(); close(c.ended) }() // how it ends is in its log
 	return c, nil
 }
 
@@ -85,20 +88,28 @@ func impersonate(user *clientcmdapi.AuthInfo, account string) {
 	user.ImpersonateGroups = []string{"system:serviceaccounts", "system:serviceaccounts:" + install.Namespace, "system:authenticated"}
 }
 
+// stopPatience is how long a controller may take to end.
+const stopPatience = 30 * time.Second
+
 // signal ends the process and waits for that.
 func (c *controller) signal(s syscall.Signal) {
 	_ = c.cmd.Process.Signal(s) // it may have ended
-	<-c.ended
+	select {
+	case <-c.ended:
+	case <-time.After(stopPatience):
+		_ = c.cmd.Process.Kill()
+		<-c.ended
+	}
 }
 
 // kill ends it as a lost node does.
 func (c *controller) kill() { c.signal(syscall.SIGKILL) }
 
 // memory reads VmRSS and VmHWM, in MiB (proc(5), status).
-func (c *controller) memory() (resident, peak float64) {
+func (c *controller) memory() (resident, peak float64, err error) {
 	data, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(c.cmd.Process.Pid), "status"))
-	if err != nil {
-		return 0, 0 // it has ended
+	if err != nil || closed(c.ended) {
+		return 0, 0, fmt.Errorf("read memory of controller %s: it has ended: %w\n%s", c.name, err, c.logTail())
 	}
 	for line := range strings.Lines(string(data)) {
 		name, value, _ := strings.Cut(line, ":")
@@ -110,13 +121,15 @@ func (c *controller) memory() (resident, peak float64) {
 			peak = kilobytes / 1024
 		}
 	}
-	return resident, peak
+	return resident, peak, nil
 }
 
 // state is what the controller's endpoints say.
 type state struct {
 	// leads means that it has the Lease, ready that its caches are filled, idle that no queue has an item and no worker works.
 	leads, ready, idle bool
+	// relayed is how many nodes the reconciler of claims has looked at.
+	relayed int
 }
 
 func (c *controller) state(ctx context.Context) (state, error) {
@@ -135,13 +148,26 @@ func (c *controller) state(ctx context.Context) (state, error) {
 	}
 	return state{
 		leads: sum(families["leader_election_master_status"]) == 1, ready: ready == http.StatusOK,
-		idle: sum(families["workqueue_depth"])+sum(families["controller_runtime_active_workers"]) == 0,
+		idle:    sum(families["workqueue_depth"])+sum(families["controller_runtime_active_workers"]) == 0,
+		relayed: reconciled(families["controller_runtime_reconcile_total"], "relay"),
 	}, nil
 }
 
 func sum(family *dto.MetricFamily) (total float64) {
 	for _, m := range family.GetMetric() {
 		total += m.GetGauge().GetValue()
+	}
+	return total
+}
+
+// reconciled is how often a reconciler has run.
+func reconciled(family *dto.MetricFamily, name string) (total int) {
+	for _, m := range family.GetMetric() {
+		for _, label := range m.GetLabel() {
+			if label.GetName() == "controller" && label.GetValue() == name {
+				total += int(m.GetCounter().GetValue())
+			}
+		}
 	}
 	return total
 }
@@ -163,30 +189,47 @@ func (c *controller) get(ctx context.Context, path string) (status int, body []b
 	return response.StatusCode, read.Bytes(), nil
 }
 
-// caughtUp waits until a controller leads with filled caches and has nothing to do, twice in a row.
-func (r *run) caughtUp(ctx context.Context, c *controller) error {
-	good := 0
-	err := r.await(ctx, "controller "+c.name+" to catch up", func() (int, int) {
+// awaitOf is await, and ends with the controller.
+func (r *run) awaitOf(ctx context.Context, c *controller, what string, count func() (have, want int)) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	done := make(chan struct{})
+	defer close(done)
+	go func() {
 		select {
 		case <-c.ended:
-			return -1, 2
-		default:
+			cancel(fmt.Errorf("controller %s has ended\n%s", c.name, c.logTail()))
+		case <-done:
 		}
+	}()
+	if err := r.await(ctx, what, count); err != nil {
+		return fmt.Errorf("%w\n%s", err, c.logTail())
+	}
+	return nil
+}
+
+// caughtUp waits until a controller leads, has looked at every node, and has nothing to do, twice in a row.
+func (r *run) caughtUp(ctx context.Context, c *controller) error {
+	good := 0
+	return r.awaitOf(ctx, c, "controller "+c.name+" to catch up", func() (int, int) {
 		now, err := c.state(ctx)
-		if err == nil && now.leads && now.ready && now.idle {
+		if err == nil && now.leads && now.ready && now.idle && now.relayed >= r.Nodes {
 			good++
 		} else {
 			good = 0
 		}
 		return good, 2
 	})
-	if err != nil {
-		return fmt.Errorf("%w\n%s", err, tail(c.log.String()))
-	}
-	return nil
 }
 
-func tail(log string) string { return log[max(0, len(log)-4000):] }
+// logTail is the end of what the controller has logged.
+func (c *controller) logTail() string {
+	log, err := os.ReadFile(c.log.Name())
+	if err != nil {
+		return err.Error()
+	}
+	return string(log[max(0, len(log)-4000):])
+}
 
 // firstStart starts the controller of a new installation: it copies the claims of all nodes.
 func (r *run) firstStart(ctx context.Context) (*controller, error) {
@@ -195,14 +238,14 @@ func (r *run) firstStart(ctx context.Context) (*controller, error) {
 	if err != nil {
 		return nil, err
 	}
-	err = r.await(ctx, "all claims to be in GPUNodes", func() (int, int) { return r.fleet.watched.relays(), r.Nodes * occupied })
+	err = r.awaitOf(ctx, c, "all claims to be in GPUNodes", func() (int, int) { return r.fleet.watched.relays(), r.Nodes * occupied })
 	r.add(figure.Figure{Name: "controller_first_start", Value: time.Since(c.started).Seconds(), Unit: "s", N: r.Nodes * occupied})
 	if err == nil {
 		err = r.caughtUp(ctx, c)
 	}
 	if err != nil {
 		c.kill()
-		return nil, errors.Join(err, errors.New(tail(c.log.String())))
+		return nil, err
 	}
 	return c, nil
 }
@@ -211,15 +254,19 @@ func (r *run) firstStart(ctx context.Context) (*controller, error) {
 func (r *run) handOver(ctx context.Context, leader *controller) (*controller, error) {
 	r.say("restarting the controller's container")
 	leader.kill()
-	leader, err := r.startController(ctx, leader.name, 8081)
+	restarted, err := r.startController(ctx, leader.name, 8081)
 	if err != nil {
 		return leader, err
 	}
+	leader = restarted
 	if err := r.caughtUp(ctx, leader); err != nil {
 		return leader, err
 	}
 	r.add(figure.Figure{Name: "controller_catch_up", Value: time.Since(leader.started).Seconds(), Unit: "s", N: 1}.Within(15))
-	_, peak := leader.memory()
+	_, peak, err := leader.memory()
+	if err != nil {
+		return leader, err
+	}
 	r.add(figure.Figure{Name: "controller_rss_catch_up", Value: peak, Unit: "MiB", N: 1}.Within(300))
 	for i, how := range []struct {
 		name   string
@@ -231,7 +278,7 @@ func (r *run) handOver(ctx context.Context, leader *controller) (*controller, er
 		if err != nil {
 			return leader, err
 		}
-		if err := r.await(ctx, "the standby to be ready", func() (int, int) {
+		if err := r.awaitOf(ctx, standby, "the standby to be ready", func() (int, int) {
 			if now, err := standby.state(ctx); err == nil && now.ready {
 				return 1, 1
 			}

@@ -29,6 +29,15 @@ type fleet struct {
 	watched  *watched
 }
 
+// close closes the ledgers of machines that have not run.
+func (f *fleet) close() error {
+	var errs []error
+	for _, m := range f.machines {
+		errs = append(errs, m.book.Close())
+	}
+	return errors.Join(errs...)
+}
+
 // startFleet creates the nodes and runs their agents and kubelets in group, until ctx is done. It returns when all agents have
 // published.
 func (r *run) startFleet(ctx context.Context, group *errgroup.Group) error {
@@ -52,11 +61,11 @@ func (r *run) startFleet(ctx context.Context, group *errgroup.Group) error {
 		}
 		m, err := newMachine(ctx, name, filepath.Join(r.dir, name), gpus, r.api)
 		if err != nil {
-			return err
+			return errors.Join(err, r.fleet.close())
 		}
 		r.fleet.machines[name] = m
 	}
-	r.fleet.kubelets = &kubelets{client: r.client, machines: r.fleet.machines, lives: map[types.UID]chan struct{}{}}
+	r.fleet.kubelets = &kubelets{client: r.client, machines: r.fleet.machines, lives: map[types.UID]*life{}}
 	group.Go(func() error { return r.fleet.kubelets.run(ctx) })
 	began := time.Now()
 	for _, m := range r.fleet.machines {

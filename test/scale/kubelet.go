@@ -21,10 +21,12 @@ import (
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 	"k8s.io/dynamic-resource-allocation/resourceclaim"
+	"k8s.io/klog/v2"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/hack/install"
+	pkgcontroller "github.com/tandem-gpu/tandem/pkg/controller"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
@@ -36,11 +38,24 @@ type kubelets struct {
 	group    *errgroup.Group
 
 	mu sync.Mutex
-	// lives has a channel for each pod that was bound to a machine; it is closed when the pod is to end, and then nil.
-	lives map[types.UID]chan struct{}
+	// lives are the pods that were bound to a machine.
+	lives map[types.UID]*life
+
+	// retried counts the calls of Prepare for a pod after its first.
+	retried atomic.Int64
 
 	// failed counts the pods that could not be admitted.
 	failed atomic.Int64
+}
+
+// life is a pod on a machine. kubelets.mu guards its annotation.
+type life struct {
+	// end is closed when the pod is to end.
+	end chan struct{}
+	// changed gets an item when the controller asks for another try.
+	changed chan struct{}
+	// annotation is the controller's last.
+	annotation string
 }
 
 // run plays until ctx is done.
@@ -58,8 +73,8 @@ func (k *kubelets) run(ctx context.Context) error {
 		return fmt.Errorf("watch pods: %w", err)
 	}
 	factory.StartWithContext(ctx)
-	defer factory.Shutdown()
-	k.group.Go(func() error { <-ctx.Done(); return nil })
+	// Until the handlers have ended, they may start more lives.
+	k.group.Go(func() error { <-ctx.Done(); factory.Shutdown(); return nil })
 	return k.group.Wait()
 }
 
@@ -70,22 +85,28 @@ func (k *kubelets) observe(ctx context.Context, pod *corev1.Pod) {
 	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	end, known := k.lives[pod.UID]
-	if !known {
-		end = make(chan struct{})
-		k.lives[pod.UID] = end
-		k.group.Go(func() error { return k.live(ctx, m, pod, end) })
+	l := k.lives[pod.UID]
+	if l == nil {
+		l = &life{end: make(chan struct{}), changed: make(chan struct{}, 1), annotation: pod.Annotations[pkgcontroller.RetryAnnotation]}
+		k.lives[pod.UID] = l
+		k.group.Go(func() error { return k.live(ctx, m, pod, l) })
+	}
+	if annotation := pod.Annotations[pkgcontroller.RetryAnnotation]; annotation != l.annotation {
+		l.annotation = annotation
+		select {
+		case l.changed <- struct{}{}:
+		default:
+		}
 	}
 	if pod.DeletionTimestamp != nil {
-		k.end(pod.UID)
+		l.stop()
 	}
 }
 
-// end tells a pod's life to end. k.mu is held.
-func (k *kubelets) end(uid types.UID) {
-	if end := k.lives[uid]; end != nil {
-		close(end)
-		k.lives[uid] = nil // it was bound here, and comes no more
+// stop tells the pod to end. kubelets.mu is held.
+func (l *life) stop() {
+	if !closed(l.end) {
+		close(l.end)
 	}
 }
 
@@ -97,19 +118,21 @@ func (k *kubelets) forget(o any) {
 	if pod, ok := o.(*corev1.Pod); ok {
 		k.mu.Lock()
 		defer k.mu.Unlock()
-		k.end(pod.UID)
+		if l := k.lives[pod.UID]; l != nil {
+			l.stop()
+		}
 		delete(k.lives, pod.UID)
 	}
 }
 
 // live takes a pod from its binding to its end.
-func (k *kubelets) live(ctx context.Context, m *machine, pod *corev1.Pod, end <-chan struct{}) error {
+func (k *kubelets) live(ctx context.Context, m *machine, pod *corev1.Pod, l *life) error {
 	var prepared []kubeletplugin.NamespacedObject
 	var err error
 	if refused := m.admit(ctx, pod); refused != nil {
 		k.failed.Add(1)
 		err = k.report(ctx, pod, corev1.PodFailed, refused.Error())
-	} else if prepared = k.prepare(ctx, m, pod, end); prepared != nil {
+	} else if prepared = k.prepare(ctx, m, pod, l); prepared != nil {
 		err = k.report(ctx, pod, corev1.PodRunning, "")
 	}
 	if err != nil {
@@ -118,7 +141,7 @@ func (k *kubelets) live(ctx context.Context, m *machine, pod *corev1.Pod, end <-
 	select {
 	case <-ctx.Done():
 		return nil
-	case <-end:
+	case <-l.end:
 	}
 	if err := m.unprepare(ctx, prepared); err != nil {
 		return quiet(ctx, err)
@@ -157,22 +180,28 @@ func (k *kubelets) report(ctx context.Context, pod *corev1.Pod, phase corev1.Pod
 	return nil
 }
 
-// retryPrepare is how soon claims are prepared again; kubelet itself takes a minute, or less after a change of the pod.
-const retryPrepare = time.Second
+// retryPrepare is after how long kubelet prepares claims again by itself. It takes 60 to 90 s (k8s.io/kubernetes pkg/kubelet, the resync
+// interval with its jitter).
+const retryPrepare = 75 * time.Second
 
-// prepare prepares the pod's claims until that succeeds. It returns them, or nil if the pod is to end.
-func (k *kubelets) prepare(ctx context.Context, m *machine, pod *corev1.Pod, end <-chan struct{}) []kubeletplugin.NamespacedObject {
+// prepare prepares the pod's claims until that succeeds: again when the pod changes, or after a while. It returns them, or nil if the pod is
+// to end.
+func (k *kubelets) prepare(ctx context.Context, m *machine, pod *corev1.Pod, l *life) []kubeletplugin.NamespacedObject {
 	for {
-		if prepared, err := m.prepare(ctx, pod); err == nil {
+		prepared, err := m.prepare(ctx, pod)
+		if err == nil {
 			return prepared
 		}
+		klog.FromContext(ctx).Info("A pod is not prepared", "pod", klog.KObj(pod), "reason", err.Error())
 		select {
 		case <-ctx.Done():
 			return nil
-		case <-end:
+		case <-l.end:
 			return nil
+		case <-l.changed:
 		case <-time.After(retryPrepare):
 		}
+		k.retried.Add(1)
 	}
 }
 

@@ -36,28 +36,27 @@ var layouts = []struct {
 	{"nvidia", onePool},
 }
 
-// devicesASlice is how many devices with counters a slice may have (k8s.io/api/resource/v1, ResourceSliceMaxDevicesWithAdvancedFeatures).
-const devicesASlice = resourceapi.ResourceSliceMaxDevicesWithAdvancedFeatures
-
-// onePool is the layout of NVIDIA's driver: all devices of a node in one pool, the counters in slices of their own
-// (kubernetes-sigs/dra-driver-nvidia-gpu, cmd/gpu-kubelet-plugin/driver.go).
+// onePool is the layout of NVIDIA's driver: one pool a node, with a slice of all counters and a slice of the devices of each GPU
+// (kubernetes-sigs/dra-driver-nvidia-gpu, cmd/gpu-kubelet-plugin/driver.go, generateSplitResourceSlices). Whole GPUs without counters are
+// in one slice, as ours are.
 func onePool(published []resourceapi.ResourceSlice) []resourceapi.ResourceSlice {
-	var devices []resourceapi.Device
-	var counters []resourceapi.CounterSet
-	for _, s := range published {
-		devices, counters = append(devices, s.Spec.Devices...), append(counters, s.Spec.SharedCounters...)
-	}
 	var merged []resourceapi.ResourceSlice
 	add := func(devices []resourceapi.Device, counters []resourceapi.CounterSet) {
 		s := published[0].DeepCopy()
 		s.Spec.Devices, s.Spec.SharedCounters, s.Spec.Pool.Name = devices, counters, *s.Spec.NodeName
 		merged = append(merged, *s)
 	}
+	var counters []resourceapi.CounterSet
+	for _, s := range published {
+		counters = append(counters, s.Spec.SharedCounters...)
+	}
 	for set := range slices.Chunk(counters, resourceapi.ResourceSliceMaxCounterSets) {
 		add(nil, set)
 	}
-	for part := range slices.Chunk(devices, devicesASlice) {
-		add(part, nil)
+	for _, s := range published {
+		if len(s.Spec.Devices) > 0 {
+			add(s.Spec.Devices, nil)
+		}
 	}
 	for i := range merged {
 		merged[i].GenerateName = fmt.Sprintf("%05x-%s-", i, *merged[i].Spec.NodeName)
@@ -66,8 +65,11 @@ func onePool(published []resourceapi.ResourceSlice) []resourceapi.ResourceSlice 
 	return merged
 }
 
-// compareLayouts measures how many pods with a claim the scheduler binds in a second, with Tandem's slices and with the same devices in
-// NVIDIA's layout, in turns.
+// rounds is how often each layout is measured.
+const rounds = 3
+
+// compareLayouts measures how many pods with a claim the scheduler binds in a second: for whole GPUs, and for partitions on demand with
+// Tandem's slices and with the same devices in NVIDIA's layout, in turns. The layouts of whole GPUs are the same.
 func (r *run) compareLayouts(ctx context.Context) error {
 	if err := r.client.ResourceV1().ResourceSlices().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{}); err != nil {
 		return fmt.Errorf("delete slices: %w", err)
@@ -79,34 +81,32 @@ func (r *run) compareLayouts(ctx context.Context) error {
 	if _, err := r.client.ResourceV1().DeviceClasses().Create(ctx, class, metav1.CreateOptions{}); err != nil {
 		return fmt.Errorf("create device class: %w", err)
 	}
-	for _, hardware := range []struct {
-		name      string
-		dynamic   bool
-		selectors []resourceapi.DeviceSelector
-		pods      int
-		rounds    int
-	}{
-		{"scheduler", false, nil, min(3*r.Nodes, 1500), 3},
-		{"scheduler_mig", true, cel("device.attributes['" + layoutDriver + "'].type == 'mig' && device.attributes['" + layoutDriver + "'].profile == '1g.10gb'"), min(r.Nodes, 500), 2},
-	} {
-		rates := map[string][]float64{}
-		for round := range hardware.rounds {
-			for _, l := range layouts {
-				r.say("%s: layout %s, round %d of %d", hardware.name, l.name, round+1, hardware.rounds)
-				rate, err := r.schedule(ctx, hardware.dynamic, l.change, hardware.selectors, hardware.pods)
-				if err != nil {
-					return fmt.Errorf("schedule with layout %s: %w", l.name, err)
-				}
-				r.say("%.1f pods a second", rate)
-				rates[l.name] = append(rates[l.name], rate)
-			}
-		}
-		ours, theirs := median(rates["ours"]), median(rates["nvidia"])
-		r.add(
-			figure.Figure{Name: hardware.name + "_pods_per_second", Value: ours, Unit: "1/s", N: hardware.pods},
-			figure.Figure{Name: hardware.name + "_ratio", Value: ours / theirs, Unit: "ratio", N: hardware.rounds}.AtLeast(0.95),
-		)
+	ours, nvidia := layouts[0], layouts[1]
+	pods := min(3*r.Nodes, 1500)
+	whole, err := r.schedule(ctx, false, ours.change, nil, pods)
+	if err != nil {
+		return fmt.Errorf("schedule whole GPUs: %w", err)
 	}
+	r.add(figure.Figure{Name: "scheduler_pods_per_second", Value: whole, Unit: "1/s", N: pods})
+	attributes := "device.attributes['" + layoutDriver + "']"
+	partition := cel(attributes + ".type == 'mig' && " + attributes + ".profile == '1g.10gb'")
+	pods = min(r.Nodes, 500)
+	rates := map[string][]float64{}
+	for round := range rounds {
+		for i := range layouts {
+			l := layouts[(round+i)%len(layouts)]
+			rate, err := r.schedule(ctx, true, l.change, partition, pods)
+			if err != nil {
+				return fmt.Errorf("schedule partitions with layout %s: %w", l.name, err)
+			}
+			r.say("partitions, layout %s, round %d of %d: %.1f pods a second", l.name, round+1, rounds, rate)
+			rates[l.name] = append(rates[l.name], rate)
+		}
+	}
+	r.add(
+		figure.Figure{Name: "scheduler_mig_pods_per_second", Value: median(rates[ours.name]), Unit: "1/s", N: rounds},
+		figure.Figure{Name: "scheduler_ratio", Value: median(rates[ours.name]) / median(rates[nvidia.name]), Unit: "ratio", N: rounds}.AtLeast(0.95),
+	)
 	return nil
 }
 

@@ -55,7 +55,7 @@ var limits = device.Resources{GPU: install.ResourceName}
 const agentAccount = "system:serviceaccount:" + install.Namespace + ":" + install.Release
 
 // newMachine makes the components as cmd/kubelet-plugin does. Nothing runs yet. dir is the machine's own.
-func newMachine(ctx context.Context, name, dir string, gpus device.Inventory, api *rest.Config) (*machine, error) {
+func newMachine(ctx context.Context, name, dir string, gpus device.Inventory, api *rest.Config) (_ *machine, err error) {
 	kubeletDir, runDir, cgroups := filepath.Join(dir, "k"), filepath.Join(dir, "run"), filepath.Join(dir, "cgroup")
 	for _, d := range []string{filepath.Join(kubeletDir, "device-plugins"), runDir, filepath.Join(cgroups, "kubepods")} {
 		if err := os.MkdirAll(d, 0o755); err != nil {
@@ -63,6 +63,11 @@ func newMachine(ctx context.Context, name, dir string, gpus device.Inventory, ap
 		}
 	}
 	m := &machine{name: name, owner: map[string]types.UID{}}
+	defer func() {
+		if err != nil && m.book != nil {
+			err = errors.Join(err, m.book.Close())
+		}
+	}()
 	own, err := agentAPI(api, name)
 	if err != nil {
 		return nil, err

@@ -73,9 +73,12 @@ type run struct {
 	figures  []figure.Figure
 }
 
-// Run measures everything and returns the figures. It needs root, and leaves nothing behind but the curves.
+// Run measures everything and returns the figures, those before an error as well. It needs root, and leaves nothing behind but the curves.
 func Run(ctx context.Context, o Options) (figures []figure.Figure, err error) {
 	o.Nodes, o.Rate, o.Traffic = cmp.Or(o.Nodes, 100), cmp.Or(o.Rate, 20), cmp.Or(o.Traffic, 20*time.Second)
+	if o.Nodes < 1 || o.Rate < 1 || o.Rate > 1000 || o.Traffic < time.Second {
+		return nil, fmt.Errorf("measure %d nodes with %d pods a second for %s: want at least 1, 1 to 1000, and 1s", o.Nodes, o.Rate, o.Traffic)
+	}
 	r := &run{Options: o, progress: progress.New(o.Progress), curves: newCurves()}
 	if r.dir, err = os.MkdirTemp("", "tandem-scale-"); err != nil {
 		return nil, fmt.Errorf("make directory of the measurement: %w", err)
@@ -88,6 +91,7 @@ func Run(ctx context.Context, o Options) (figures []figure.Figure, err error) {
 		Dir: filepath.Join(r.dir, "cluster"), NoNodes: true, AuditPolicy: auditPolicy, Progress: o.Progress,
 		// The scheduler's default of 50 requests a second is less than what is measured.
 		SchedulerArgs: []string{"--kube-api-qps=5000", "--kube-api-burst=10000"},
+		APIServerArgs: []string{"--audit-log-maxsize=0"}, // one file: readWrites reads no rotated one
 		// No kubelet renews a Lease.
 		ControllerManagerArgs: []string{"--controllers=*,-node-lifecycle-controller"},
 	})
@@ -109,12 +113,9 @@ func Run(ctx context.Context, o Options) (figures []figure.Figure, err error) {
 		return nil, err
 	}
 	if err := r.measure(ctx); err != nil {
-		return nil, err
+		return r.figures, err
 	}
-	if err := r.compareLayouts(ctx); err != nil {
-		return nil, err
-	}
-	return r.figures, r.curves.write(o.Curves)
+	return r.figures, errors.Join(r.compareLayouts(ctx), r.curves.write(o.Curves))
 }
 
 func (r *run) say(format string, args ...any) { r.progress.Say(format, args...) }
@@ -145,7 +146,8 @@ func (r *run) measure(ctx context.Context) error {
 	defer stop()
 	group, ctx := errgroup.WithContext(klog.NewContext(ctx, textlogger.NewLogger(textlogger.NewConfig(textlogger.Output(cmp.Or(r.Log, io.Discard))))))
 	if err := r.startFleet(ctx, group); err != nil {
-		return errors.Join(err, context.Cause(ctx))
+		stop()
+		return errors.Join(err, group.Wait())
 	}
 	group.Go(func() error {
 		defer stop()

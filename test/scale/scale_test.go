@@ -26,11 +26,14 @@ func TestOnePool(t *testing.T) {
 	if have, want := count(merged), count(published); have != want || want.devices == 0 || want.counters != gpusANode {
 		t.Errorf("merged are %+v of %+v", have, want)
 	}
+	if want := 1 + gpusANode; len(merged) != want {
+		t.Errorf("%d slices, not %d", len(merged), want)
+	}
 	for i, s := range merged {
 		if s.Spec.Pool.Name != "n0001" || s.Spec.Pool.ResourceSliceCount != int64(len(merged)) {
 			t.Errorf("slice %d is in pool %+v", i, s.Spec.Pool)
 		}
-		if len(s.Spec.Devices) > devicesASlice || len(s.Spec.SharedCounters) > resourceapi.ResourceSliceMaxCounterSets || len(s.Spec.Devices)*len(s.Spec.SharedCounters) > 0 {
+		if len(s.Spec.Devices) > resourceapi.ResourceSliceMaxDevicesWithAdvancedFeatures || len(s.Spec.SharedCounters) > resourceapi.ResourceSliceMaxCounterSets || len(s.Spec.Devices)*len(s.Spec.SharedCounters) > 0 {
 			t.Errorf("slice %d has %d devices and %d counter sets", i, len(s.Spec.Devices), len(s.Spec.SharedCounters))
 		}
 	}

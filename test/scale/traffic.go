@@ -36,7 +36,10 @@ func (r *run) idle(ctx context.Context, leader *controller) error {
 		return err
 	}
 	r.say("writes while idle: %v", writes)
-	resident, _ := leader.memory()
+	resident, _, err := leader.memory()
+	if err != nil {
+		return err
+	}
 	r.add(
 		figure.Figure{Name: "writes_idle", Value: float64(writes.total()) / idleWindow.Seconds(), Unit: "1/s", N: r.Nodes}.Within(0),
 		figure.Figure{Name: "controller_rss_steady", Value: resident, Unit: "MiB", N: 1}.Within(200),
@@ -56,8 +59,8 @@ func pause(ctx context.Context, length time.Duration) error {
 	}
 }
 
-// life is how long a pod of the traffic runs.
-const life = 3 * time.Second
+// stay is how long a pod of the traffic runs.
+const stay = 3 * time.Second
 
 // traffic creates pods at a steady rate, one by a claim and one by a limit in turns, and deletes each after a while.
 func (r *run) traffic(ctx context.Context, leader *controller) error {
@@ -100,13 +103,22 @@ func (r *run) traffic(ctx context.Context, leader *controller) error {
 		return err
 	}
 	r.say("writes of the traffic: %v", writes)
-	resident, peak := leader.memory()
+	resident, peak, err := leader.memory()
+	if err != nil {
+		return err
+	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	var relayed, started figure.Samples
-	for uid, at := range w.relayed {
-		if since, known := w.allocated[uid]; known && since.After(began) {
-			took := max(0, at.Sub(since))
+	missed := 0
+	for uid, since := range w.allocated {
+		at, copied := w.relayed[uid]
+		switch {
+		case !since.After(began):
+		case !copied:
+			missed++ // its pod has ended before
+		default:
+			took := max(0, at.Sub(since)) // this program may see the copy first
 			relayed = append(relayed, took)
 			r.curves.latency(since, took)
 		}
@@ -119,8 +131,10 @@ func (r *run) traffic(ctx context.Context, leader *controller) error {
 	r.say("%d claims were copied before, %d since; the pods came and went in %.1f s", before, len(relayed), ended.Sub(began).Seconds())
 	r.add(
 		relayed.Figure("claim_to_node_p50", 50), relayed.Figure("claim_to_node_p99", 99).Within(1000),
+		figure.Figure{Name: "claims_not_copied", Value: float64(missed), Unit: "claims", N: len(relayed) + missed}.Within(0),
 		started.Figure("pod_start_p50", 50), started.Figure("pod_start_p99", 99),
 		figure.Figure{Name: "writes_per_pod", Value: float64(writes.total()) / float64(n), Unit: "writes", N: n}.Within(7),
+		figure.Figure{Name: "prepares_repeated", Value: float64(r.fleet.kubelets.retried.Load()), Unit: "calls", N: n},
 		figure.Figure{Name: "failed_admissions", Value: float64(r.fleet.kubelets.failed.Load()), Unit: "pods", N: n},
 		figure.Figure{Name: "controller_rss_traffic", Value: resident, Unit: "MiB", N: 1},
 		figure.Figure{Name: "controller_rss_peak", Value: peak, Unit: "MiB", N: 1}.Within(300),
@@ -144,7 +158,7 @@ func (r *run) visit(ctx context.Context, i int) error {
 	if err := happens(ctx, v.started, "pod "+name+" to run"); err != nil {
 		return err
 	}
-	if err := pause(ctx, life); err != nil {
+	if err := pause(ctx, stay); err != nil {
 		return err
 	}
 	if err := r.client.CoreV1().Pods(namespace).Delete(ctx, name, metav1.DeleteOptions{}); err != nil {
@@ -168,7 +182,10 @@ func happens(ctx context.Context, event <-chan struct{}, what string) error {
 // sample records the controller's memory and the running pods for the curves.
 func (r *run) sample(ctx context.Context, leader *controller) {
 	for pause(ctx, 250*time.Millisecond) == nil {
-		resident, _ := leader.memory()
+		resident, _, err := leader.memory()
+		if err != nil {
+			return // traffic reports it
+		}
 		r.curves.sample(time.Now(), resident, r.fleet.watched.count(corev1.PodRunning)-r.Nodes*occupied)
 	}
 }

@@ -52,12 +52,10 @@ func run(ctx context.Context, args []string) error {
 		o.Log = file
 	}
 	figures, err := scale.Run(ctx, o)
-	if err != nil {
-		return err
+	if len(figures) > 0 {
+		err = errors.Join(err, figure.WriteTable(os.Stdout, figures))
+		fmt.Println()
+		err = errors.Join(err, figure.WriteJSON(os.Stdout, figures))
 	}
-	if err := figure.WriteTable(os.Stdout, figures); err != nil {
-		return err
-	}
-	fmt.Println()
-	return figure.WriteJSON(os.Stdout, figures)
+	return err
 }
