@@ -49,6 +49,9 @@ func buildStatic(ctx context.Context, o Options, name string) (string, error) {
 	return build(ctx, o, name, ownModule+"/cmd/"+name, []string{"CGO_ENABLED=0", "GOOS=linux", "GOARCH=" + o.Arch})
 }
 
+// fixedEnv are the settings of a machine that change the programs, with Go's defaults.
+var fixedEnv = []string{"GOAMD64=v1", "GOARM64=v8.0", "GOEXPERIMENT=", "CGO_CFLAGS=-O2 -g", "CGO_CXXFLAGS=-O2 -g", "CGO_LDFLAGS=-O2 -g"}
+
 func build(ctx context.Context, o Options, name, pkg string, env []string, link ...string) (string, error) {
 	out := filepath.Join(o.Out, name+"-"+o.Arch)
 	ldflags := strings.Join(append([]string{"-s", "-w"}, append(link,
@@ -62,7 +65,7 @@ func build(ctx context.Context, o Options, name, pkg string, env []string, link 
 		return "", fmt.Errorf("make build directory: %w", err)
 	}
 	defer os.RemoveAll(tmp)
-	cmd := gotool.Command(ctx, tmp, env, args...)
+	cmd := gotool.Command(ctx, tmp, append(env, fixedEnv...), args...)
 	cmd.Dir = o.Root
 	start := time.Now()
 	stop := progress.Every(progress.Heartbeat, func() {

@@ -249,8 +249,11 @@ func dpkgDeb(ctx context.Context, args ...string) ([]byte, error) {
 // bundleCertificates does what update-ca-certificates does when the package is installed: one file of all authorities.
 func bundleCertificates(root string) error {
 	found, err := filepath.Glob(filepath.Join(root, "usr/share/ca-certificates/mozilla/*.crt"))
-	if err != nil || len(found) == 0 {
-		return fmt.Errorf("list certificates: %d found: %w", len(found), err)
+	if err != nil {
+		return fmt.Errorf("list certificates: %w", err)
+	}
+	if len(found) == 0 {
+		return errors.New("list certificates: the package has none")
 	}
 	slices.Sort(found)
 	var bundle strings.Builder

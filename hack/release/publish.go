@@ -4,6 +4,7 @@ package release
 
 import (
 	"context"
+	"crypto/sha256"
 	"errors"
 	"fmt"
 	"io"
@@ -56,7 +57,7 @@ func publish(ctx context.Context, dir string, d Description, progress io.Writer)
 	if err := remote.WriteIndex(tag, index, options...); err != nil {
 		return Published{}, fmt.Errorf("push %s: %w", tag, err)
 	}
-	chart, err := name.NewTag(d.Chart+":"+chartTag(d.Version), name.StrictValidation)
+	chart, err := name.NewTag(d.Chart+":"+d.Version, name.StrictValidation)
 	if err != nil {
 		return Published{}, fmt.Errorf("name chart: %w", err)
 	}
@@ -73,7 +74,7 @@ func publish(ctx context.Context, dir string, d Description, progress io.Writer)
 	if _, err := helm(ctx, "", args...); err != nil {
 		return Published{}, fmt.Errorf("push %s: %w", chart, err)
 	}
-	digest, err := head(chart, options)
+	digest, err := pushedChart(chart, file, options)
 	if err != nil {
 		return Published{}, err
 	}
@@ -93,8 +94,32 @@ func head(tag name.Tag, options []remote.Option) (string, error) {
 	return descriptor.Digest.String(), nil
 }
 
-// chartTag is how Helm spells a version in a registry: tags have no plus sign.
-func chartTag(version string) string { return strings.ReplaceAll(version, "+", "_") }
+// chartLayer is the media type of a chart's archive (helm.sh/helm, pkg/registry, ChartLayerMediaType).
+const chartLayer = "application/vnd.cncf.helm.chart.content.v1.tar+gzip"
+
+// pushedChart returns the digest of the chart that a registry has under a tag. What it has must contain the file: its digest is signed.
+func pushedChart(tag name.Tag, file string, options []remote.Option) (string, error) {
+	archive, err := os.ReadFile(file)
+	if err != nil {
+		return "", fmt.Errorf("read chart: %w", err)
+	}
+	want := fmt.Sprintf("sha256:%x", sha256.Sum256(archive))
+	image, err := remote.Image(tag, options...)
+	if err != nil {
+		return "", fmt.Errorf("read what was pushed as %s: %w", tag, err)
+	}
+	manifest, err := image.Manifest()
+	if err != nil {
+		return "", fmt.Errorf("read manifest of %s: %w", tag, err)
+	}
+	for _, layer := range manifest.Layers {
+		if layer.MediaType == chartLayer && layer.Digest.String() == want {
+			digest, err := image.Digest()
+			return digest.String(), err
+		}
+	}
+	return "", fmt.Errorf("read what was pushed as %s: it does not contain %s (%s)", tag, filepath.Base(file), want)
+}
 
 func loopback(registry string) bool {
 	host := registry
