@@ -99,7 +99,7 @@ dropin-end:
 	@hack/dropin.sh
 
 .PHONY: scale
-scale: ## figures of a fleet with played nodes, as a table and as JSON (N=1000 nodes, RATE=100 pods a second, CURVES=DIRECTORY for drawings)
+scale: ## figures of a fleet with simulated nodes, as a table and as JSON (N=1000 nodes, RATE=100 pods a second, CURVES=DIRECTORY for drawings)
 	$(call run,scale) $(if $(N),-nodes $(N)) $(if $(RATE),-rate $(RATE)) $(if $(CURVES),-curves $(CURVES))
 
 .PHONY: bench

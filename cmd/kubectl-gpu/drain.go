@@ -27,7 +27,7 @@ func (p *plugin) drain() *cobra.Command {
 				return errors.New("--evict and --timeout need --wait")
 			}
 			if o.Force && !o.Evict {
-				return errors.New("--force says whom --evict evicts: it needs --evict")
+				return errors.New("--force needs --evict")
 			}
 			d, node, gpu, err := p.drainer(args[0])
 			if err != nil {
@@ -37,9 +37,9 @@ func (p *plugin) drain() *cobra.Command {
 		},
 		ValidArgsFunction: p.completeNodes(1),
 	}
-	cmd.Flags().StringVar(&o.Reason, "reason", "", "why, for everyone who looks at the GPU")
+	cmd.Flags().StringVar(&o.Reason, "reason", "", "why the GPU is out of service, shown wherever the GPU is shown")
 	cmd.Flags().BoolVar(&o.Wait, "wait", true, "wait until no holder is left")
-	cmd.Flags().DurationVar(&o.Timeout, "timeout", 0, "how long to wait; zero is without end")
+	cmd.Flags().DurationVar(&o.Timeout, "timeout", 0, "how long to wait; zero means no limit")
 	cmd.Flags().BoolVar(&o.Evict, "evict", false, "evict the pods that hold the GPUs, with your own rights")
 	cmd.Flags().BoolVar(&o.Force, "force", false, "with --evict, also pods of DaemonSets and pods that declare no controller")
 	return cmd
@@ -49,7 +49,7 @@ func (p *plugin) undrain() *cobra.Command {
 	return &cobra.Command{
 		Use:     "undrain NODE[/GPU]",
 		Short:   "Put GPUs into service again",
-		Long:    "Put a GPU into service again, or all GPUs of a node: what kubectl gpu drain did ends.",
+		Long:    "Put a GPU into service again, or all GPUs of a node. It undoes kubectl gpu drain.",
 		Example: "  kubectl gpu undrain node-1/3",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {

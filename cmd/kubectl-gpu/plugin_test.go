@@ -48,7 +48,7 @@ func TestWrongFlags(t *testing.T) {
 		"doctor x":                          `unknown command "x"`,
 		"doctor -o wide":                    `--output: "wide" is not json`,
 		"undrain a b":                       "accepts 1 arg(s), received 2",
-		"drain node-1 --force":              "it needs --evict",
+		"drain node-1 --force":              "--force needs --evict",
 		"drain node-1 --wait=false --evict": "--evict and --timeout need --wait",
 		"drain node-1 --reason " + strings.Repeat("x", 257): "the reason has 257 bytes",
 		"top":             `unknown command "top"`,

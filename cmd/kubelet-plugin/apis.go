@@ -109,7 +109,7 @@ func (a *agent) awaitMaintenance(ctx context.Context, object *gpunode.Object) bo
 	defer cancel()
 	known := object.AwaitSpec(limited)
 	if !known && ctx.Err() == nil {
-		klog.FromContext(ctx).Info("Offering GPUs before the node's GPUNode is known: one that is under maintenance is withdrawn once it is",
+		klog.FromContext(ctx).Info("Offering GPUs before the node's GPUNode is known: a GPU under maintenance is withdrawn when the GPUNode is known",
 			"waited", a.times.maintenanceWait)
 	}
 	return ctx.Err() == nil

@@ -15,7 +15,7 @@ import (
 	"strings"
 )
 
-// base is where the image's files come from that are not programs.
+// base is the source of the image's files other than programs.
 type base struct {
 	// pinned says that the files are the same wherever the image is built.
 	pinned bool

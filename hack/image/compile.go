@@ -49,7 +49,7 @@ func buildStatic(ctx context.Context, o Options, name string) (string, error) {
 	return build(ctx, o, name, ownModule+"/cmd/"+name, []string{"CGO_ENABLED=0", "GOOS=linux", "GOARCH=" + o.Arch})
 }
 
-// fixedEnv are the settings of a machine that change the programs, with Go's defaults.
+// fixedEnv has Go's defaults for the settings by which a machine's environment would change the programs.
 var fixedEnv = []string{"GOAMD64=v1", "GOARM64=v8.0", "GOEXPERIMENT=", "CGO_CFLAGS=-O2 -g", "CGO_CXXFLAGS=-O2 -g", "CGO_LDFLAGS=-O2 -g"}
 
 func build(ctx context.Context, o Options, name, pkg string, env []string, link ...string) (string, error) {

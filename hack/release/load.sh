@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Brings the image and the chart of this release to a cluster that reaches no registry of the internet.
+# Brings the image and the chart of this release to a cluster that cannot reach a registry on the internet.
 set -euo pipefail
 cd "$(dirname "$0")"
 

@@ -25,7 +25,7 @@ type Published struct{ Image, Chart string }
 
 // Publish pushes the image and the chart of a release that Build made in dir, with the credentials of Docker's configuration. It is
 // idempotent, and refuses to replace an image of that version with another digest. A registry on the loopback interface is
-// spoken to in plain HTTP.
+// used over plain HTTP.
 func Publish(ctx context.Context, dir string, progress io.Writer) (Published, error) {
 	d, err := Read(dir)
 	if err != nil {

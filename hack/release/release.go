@@ -19,8 +19,8 @@ import (
 	"github.com/tandem-gpu/tandem/hack/image"
 )
 
-// DefaultRegistry is where a release says it is when Options.Registry is empty. It does not exist: such a release is for
-// tests and rehearsals.
+// DefaultRegistry is the registry that a release names when Options.Registry is empty. It does not exist: such a release is
+// for tests and rehearsals.
 const DefaultRegistry = "registry.example.com/gpu"
 
 // Options says what to release.
@@ -57,7 +57,7 @@ const (
 
 // Description is what release.json says, for Publish and for scripts.
 type Description struct {
-	// Version is the release without v. Commit is the commit it is made of.
+	// Version is the release without v. Commit is the commit it is made from.
 	Version string `json:"version"`
 	Commit  string `json:"commit"`
 	// Time is when the commit was made.

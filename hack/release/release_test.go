@@ -48,7 +48,7 @@ func checkout(t *testing.T) string {
 		t.Fatal(err)
 	}
 	if _, err := os.Stat(filepath.Join(root, ".git")); err != nil {
-		t.Skip("no git history here: a release is made of a commit")
+		t.Skip("no git history here: a release is made from a commit")
 	}
 	dir := filepath.Join(t.TempDir(), "checkout")
 	if err := Rehearse(t.Context(), root, testVersion, dir); err != nil {

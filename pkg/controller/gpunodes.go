@@ -12,7 +12,7 @@ import (
 )
 
 var gpuNodeDescription = prometheus.NewDesc("tandem_controller_gpunode",
-	"1 for each node whose GPUNode lists a GPU. A node without tandem_config_rejected beside it has no agent that answers.", []string{"node"}, nil)
+	"1 for each node whose GPUNode lists a GPU. If such a node has no metric tandem_config_rejected, its agent does not answer.", []string{"node"}, nil)
 
 // gpuNodes reports the nodes with GPUs when metrics are collected: an alert compares them with the agents that answer. GPUNodes stay when
 // an agent ends. It reports none until the caches are filled.

@@ -170,7 +170,7 @@ func (e *examination) versions() {
 	if parsed, err := version.ParseGeneric(e.Kubernetes); err == nil && parsed.LessThan(oldest) {
 		e.add(Error, "cluster", pageInstall, "upgrade Kubernetes to 1.34 or newer", "Kubernetes %s is too old: Tandem needs 1.34", e.Kubernetes)
 	} else if !e.ServesClaims {
-		e.add(Error, "cluster", pageInstallation, "remove it from kube-apiserver's --runtime-config, or set mode: DevicePluginOnly",
+		e.add(Error, "cluster", pageInstallation, "enable it by kube-apiserver's --runtime-config, or set mode: DevicePluginOnly",
 			"the API server does not serve resource.k8s.io/v1, so no ResourceClaim gets a GPU")
 	}
 	versions := map[string]bool{}
@@ -180,13 +180,13 @@ func (e *examination) versions() {
 	for _, d := range e.DaemonSets {
 		of := d.Labels[versionLabel]
 		if e.Client != "dev" && of != "" && of != e.Client {
-			e.add(Warning, name("daemonset", d.Namespace, d.Name), pageInstall, "use the plugin of the release "+of, "it has version %s, and this plugin %s", of, e.Client)
+			e.add(Warning, name("daemonset", d.Namespace, d.Name), pageInstall, "use the plugin of the release "+of, "it has version %s, and this plugin has %s", of, e.Client)
 		}
 	}
 	for _, d := range e.Deployments {
 		if of := d.Labels[versionLabel]; len(versions) > 0 && !versions[of] {
 			e.add(Warning, name("deployment", d.Namespace, d.Name), pageInstall, "run helm upgrade with one chart for all",
-				"the controller has version %s, and no agent has", cmp.Or(of, "unknown"))
+				"the controller has version %s, which no agent has", cmp.Or(of, "unknown"))
 		}
 	}
 	switch d := e.Definition; {
@@ -223,7 +223,7 @@ func (e *examination) agents() {
 			why = event.Reason + ": " + event.Message
 		}
 		e.add(Error, "node "+pod.Spec.NodeName, pageInstallation, "read the agent's log: kubectl logs -n "+pod.Namespace+" "+pod.Name,
-			"its agent is not ready since %s: %s", since.UTC().Format(time.RFC3339), cmp.Or(why, "no reason is known"))
+			"its agent has not been ready since %s: %s", since.UTC().Format(time.RFC3339), cmp.Or(why, "no reason is known"))
 	}
 }
 
@@ -260,7 +260,7 @@ func (e *examination) nodes() {
 		node := e.Agents[i].Spec.NodeName
 		ready, since := readiness(&e.Agents[i])
 		if event, found := e.lastEvent(node, since); ready && found && !e.Withheld[node] {
-			e.add(Warning, "node "+node, pageInstallation, "see the table for the event "+event.Reason, "its agent reported %s: %s", event.Reason, event.Message)
+			e.add(Warning, "node "+node, pageInstallation, "look up this event in the table: "+event.Reason, "its agent reported %s: %s", event.Reason, event.Message)
 		}
 	}
 }
@@ -276,7 +276,7 @@ func (e *examination) devices() {
 		for _, c := range n.Status.Conflicts {
 			if e.Now.Sub(c.Since.Time) > healing {
 				e.add(Warning, fmt.Sprintf("claim %s/%s", c.Namespace, c.Name), pagePods, "see the events of the claim: kubectl describe resourceclaim -n "+c.Namespace+" "+c.Name,
-					"it waits on node %s since %s: %s", n.Name, c.Since.UTC().Format(time.RFC3339), c.Message)
+					"it has waited on node %s since %s: %s", n.Name, c.Since.UTC().Format(time.RFC3339), c.Message)
 			}
 		}
 	}

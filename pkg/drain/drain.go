@@ -195,9 +195,9 @@ func timedOut(node string, gpus []GPU, said map[string]string, after time.Durati
 		}
 	}
 	if len(left) == 0 {
-		return fmt.Errorf("the GPUs of %s were not free for long enough within %s. Their maintenance goes on", node, after)
+		return fmt.Errorf("the GPUs of %s were not free for long enough within %s. They stay under maintenance", node, after)
 	}
-	return fmt.Errorf("not free after %s: %s. The maintenance goes on", after, strings.Join(left, "; "))
+	return fmt.Errorf("not free after %s: %s. The GPUs stay under maintenance", after, strings.Join(left, "; "))
 }
 
 // look returns how many GPUs are not free, and evicts their holders if the user wants that.

@@ -276,7 +276,7 @@ func TestRun(t *testing.T) {
 		},
 		"held for too long": {
 			holders: []v1alpha1.DeviceHolder{byPod("infer")}, options: Options{Timeout: time.Minute}, said: []string{"gpu-0 of node-1 is held by ml/infer (limits)"},
-			err: "not free after 1m0s: gpu-0 is held by ml/infer (limits). The maintenance goes on", took: time.Minute,
+			err: "not free after 1m0s: gpu-0 is held by ml/infer (limits). The GPUs stay under maintenance", took: time.Minute,
 		},
 		"eviction": {
 			holders: []v1alpha1.DeviceHolder{byPod("infer"), byClaim("train")}, pods: []*corev1.Pod{pod("infer", "ReplicaSet"), pod("train", "Job")},

@@ -18,8 +18,8 @@ const maxHolderSeries = 64
 
 var (
 	holderDescription = prometheus.NewDesc("tandem_device_holder",
-		"1 for each container that uses a device, as kubelet's pod resources have it. api is claim or limit. "+
-			"container is empty if only the pod is known. A device names at most 64 of its containers.",
+		"1 for each container that uses a device, as in kubelet's pod resources. api is claim or limit. "+
+			"container is empty if only the pod is known. A device has at most 64 series.",
 		[]string{"uuid", "device", "pod", "namespace", "container", "api"}, nil)
 	omittedDescription = prometheus.NewDesc("tandem_device_holders_omitted",
 		"Containers that use a device and that tandem_device_holder omits because the device has too many.", nil, nil)

@@ -62,8 +62,8 @@ func TestWhoMayWriteWhat(t *testing.T) {
 	}{
 		"agent: its status":            {s.patchGPUNode(own, gpuNode+"/status", status), ""},
 		"agent: its metadata":          {s.patchGPUNode(own, gpuNode, labels), ""},
-		"agent: its spec":              {s.patchGPUNode(own, gpuNode, spec), "which is the controller's"},
-		"agent: a maintenance":         {s.patchGPUNode(own, gpuNode, maintenance), "which is the controller's"},
+		"agent: its spec":              {s.patchGPUNode(own, gpuNode, spec), "only the controller and administrators may"},
+		"agent: a maintenance":         {s.patchGPUNode(own, gpuNode, maintenance), "only the controller and administrators may"},
 		"controller: a maintenance":    {s.patchGPUNode(control, gpuNode, maintenance), "may not write spec.maintenance"},
 		"agent: another's status":      {s.patchGPUNode(own, numaNode+"/status", status), ofNode},
 		"agent: another's spec":        {s.patchGPUNode(own, numaNode, spec), ofNode},

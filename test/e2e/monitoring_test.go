@@ -145,8 +145,8 @@ func (s *story) holderMetric() []string {
 const prometheusVariable = "PROMETHEUS"
 
 // TestMonitoring: a real Prometheus, configured as the user page says, scrapes agents and controller. Each query of the dashboard returns
-// data. Alerts fire when their fault is there, and stop after it. Only their times are shorter. Package
-// monitoring tests the others.
+// data. Alerts fire while their fault is there, and stop after it. Their times are shortened, and TandemPrepareSlow has the threshold zero.
+// Package monitoring tests the alerts that this story does not cause.
 func TestMonitoring(t *testing.T) {
 	if os.Getenv(prometheusVariable) == "" {
 		t.Skipf("compiling Prometheus takes minutes the first time; to play the story, run %s=1 make e2e RUN=TestMonitoring", prometheusVariable)

@@ -31,7 +31,7 @@ import (
 )
 
 // machine is one node with the front-ends of an agent: its ledger, DRA driver, device plugin, GPUNode and watches are the agent's
-// own. GPUs, reconciler and kubelet are played (kubelet.go).
+// own. GPUs, reconciler and kubelet are simulated (kubelet.go).
 type machine struct {
 	name   string
 	client kubernetes.Interface

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package scale measures Tandem on a fleet: real etcd, kube-apiserver, kube-controller-manager and kube-scheduler, the shipped
-// controller as a process, and in this process the front-ends of an agent for each node (machine.go). Kubelets are played (kubelet.go).
+// controller as a process, and in this process the front-ends of an agent for each node (machine.go). Kubelets are simulated (kubelet.go).
 // docs/dev/scale.md says what the figures mean and what was scaled down.
 package scale
 

@@ -321,11 +321,11 @@ func (t counts) met(least int) bool {
 	return !slices.ContainsFunc(allRows, func(r row) bool { return t.total(r) < least })
 }
 
-// madeFor is how often a profile counts as having shown a row that it is made for, besides what it has shown.
+// madeFor is added to the count of a row in the profiles that are made for that row, so that next prefers them before any world showed it.
 const madeFor = 10
 
-// next is the seed of the world after one. Once each profile has had its turn, four worlds of five have the profile that has shown
-// most of the row that is rarest, or that is made for it.
+// next is the seed of the world after one. Once each profile has had its turn, four worlds of five have the profile that shows
+// the rarest row most often per step. A profile that is made for that row counts madeFor more.
 func (t counts) next(seed uint64, worlds int) uint64 {
 	seed++
 	if worlds < len(profiles) || worlds%5 == 0 {

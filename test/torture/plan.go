@@ -612,7 +612,7 @@ func (p *planner) weighted(weights ...int) int {
 func (p *planner) chance(percent int) bool   { return p.rng.IntN(100) < percent }
 func (p *planner) between(low, high int) int { return low + p.rng.IntN(high-low+1) }
 
-// first is when something comes first that then comes every so often: not before low, where that is often enough.
+// first chooses when a recurring fault comes for the first time: not before low, or every[1] if that is less, and not after every[1].
 func (p *planner) first(low int, every [2]int) int { return p.between(min(low, every[1]), every[1]) }
 func (p *planner) among(bounds [2]int) int         { return p.between(bounds[0], bounds[1]) }
 func (p *planner) upTo(d time.Duration) time.Duration {

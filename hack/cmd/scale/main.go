@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command scale measures Tandem on a fleet of played nodes (test/scale) and prints a table and one line of JSON a figure. It needs root.
+// Command scale measures Tandem on a fleet of simulated nodes (test/scale) and prints a table and one line of JSON per figure. It needs root.
 package main
 
 import (
