@@ -89,14 +89,43 @@ func controllerMissing(ctx context.Context, client kubernetes.Interface) (string
 	if len(deployments.Items) == 0 {
 		return "no Deployment", nil
 	}
+	leads := false
 	for _, d := range deployments.Items {
 		want, status := ptr.Deref(d.Spec.Replicas, 1), d.Status
+		leads = leads || want > 0
 		if status.ObservedGeneration < d.Generation || status.UpdatedReplicas != want || status.Replicas != want || status.ReadyReplicas != want {
 			return describePods(ctx, client, fmt.Sprintf("%d of %d controllers ready, %d of them new", status.ReadyReplicas, want, status.UpdatedReplicas))
 		}
 	}
+	if !leads {
+		return "", nil
+	}
+	return leaderMissing(ctx, client)
+}
+
+// leaderMissing wants a pod that exists to have the Lease. One that was ended in the moment it got the Lease keeps it for half a minute, in
+// which no controller works.
+func leaderMissing(ctx context.Context, client kubernetes.Interface) (string, error) {
+	lease, err := client.CoordinationV1().Leases(Namespace).Get(ctx, leaseName, metav1.GetOptions{})
+	if apierrors.IsNotFound(err) {
+		return "no controller leads", nil
+	}
+	if err != nil {
+		return "", fmt.Errorf("get Lease of the controller: %w", err)
+	}
+	holder := ptr.Deref(lease.Spec.HolderIdentity, "")
+	pod, err := client.CoreV1().Pods(Namespace).Get(ctx, holder, metav1.GetOptions{})
+	switch {
+	case holder == "" || apierrors.IsNotFound(err) || err == nil && pod.DeletionTimestamp != nil:
+		return fmt.Sprintf("the controller that leads (%q) is gone", holder), nil
+	case err != nil:
+		return "", fmt.Errorf("get pod %s: %w", holder, err)
+	}
 	return "", nil
 }
+
+// leaseName is that of the chart's controller.
+const leaseName = Release + "-controller"
 
 func agentsMissing(ctx context.Context, client kubernetes.Interface) (string, error) {
 	sets, err := client.AppsV1().DaemonSets(Namespace).List(ctx, byRelease())

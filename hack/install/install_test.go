@@ -12,10 +12,12 @@ import (
 	"testing"
 
 	appsv1 "k8s.io/api/apps/v1"
+	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes/fake"
+	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/hack/progress"
 )
@@ -58,14 +60,20 @@ func TestRolledOut(t *testing.T) {
 func TestControllerMissing(t *testing.T) {
 	for name, test := range map[string]struct {
 		change func(*appsv1.Deployment)
+		leader string
 		want   string // "" for none
 	}{
-		"ready":         {func(*appsv1.Deployment) {}, ""},
-		"not ready":     {func(d *appsv1.Deployment) { d.Status.ReadyReplicas = 0 }, "0 of 1 controllers ready, 1 of them new"},
-		"an old one":    {func(d *appsv1.Deployment) { d.Status.Replicas = 2 }, "1 of 1 controllers ready"},
-		"none is new":   {func(d *appsv1.Deployment) { d.Status.UpdatedReplicas = 0 }, "0 of them new"},
-		"not looked at": {func(d *appsv1.Deployment) { d.Generation++ }, "1 of 1 controllers ready"},
-		"not there":     {func(d *appsv1.Deployment) { d.Labels = nil }, "no Deployment"},
+		"ready":          {func(*appsv1.Deployment) {}, "c-1", ""},
+		"not ready":      {func(d *appsv1.Deployment) { d.Status.ReadyReplicas = 0 }, "c-1", "0 of 1 controllers ready, 1 of them new"},
+		"an old one":     {func(d *appsv1.Deployment) { d.Status.Replicas = 2 }, "c-1", "1 of 1 controllers ready"},
+		"none is new":    {func(d *appsv1.Deployment) { d.Status.UpdatedReplicas = 0 }, "c-1", "0 of them new"},
+		"not looked at":  {func(d *appsv1.Deployment) { d.Generation++ }, "c-1", "1 of 1 controllers ready"},
+		"not there":      {func(d *appsv1.Deployment) { d.Labels = nil }, "c-1", "no Deployment"},
+		"none leads yet": {func(*appsv1.Deployment) {}, "", "is gone"},
+		"leader is gone": {func(*appsv1.Deployment) {}, "c-0", `the controller that leads ("c-0") is gone`},
+		"none is wanted": {func(d *appsv1.Deployment) {
+			d.Spec.Replicas, d.Status = ptr.To[int32](0), appsv1.DeploymentStatus{ObservedGeneration: 2}
+		}, "c-0", ""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			deployment := &appsv1.Deployment{
@@ -73,7 +81,11 @@ func TestControllerMissing(t *testing.T) {
 				Status:     appsv1.DeploymentStatus{ObservedGeneration: 2, Replicas: 1, UpdatedReplicas: 1, ReadyReplicas: 1},
 			}
 			test.change(deployment)
-			missing, err := controllerMissing(t.Context(), fake.NewClientset(deployment))
+			pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: "c-1", Namespace: Namespace}}
+			lease := &coordinationv1.Lease{
+				ObjectMeta: metav1.ObjectMeta{Name: leaseName, Namespace: Namespace}, Spec: coordinationv1.LeaseSpec{HolderIdentity: &test.leader},
+			}
+			missing, err := controllerMissing(t.Context(), fake.NewClientset(deployment, pod, lease))
 			if err != nil || (missing == "") != (test.want == "") || !strings.Contains(missing, test.want) {
 				t.Errorf("missing %q, %v; want %q", missing, err, test.want)
 			}
