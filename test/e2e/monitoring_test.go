@@ -4,6 +4,7 @@ package e2e
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"math"
 	"os"
@@ -94,6 +95,8 @@ func TestHolderMetric(t *testing.T) {
 	s.ready()
 	s.deleteAll()
 	s.holdersEqual(0)
+	// An agent whose configuration is not dynamic leaves MIG mode as it is.
+	s.await(soon, "all GPUs to be whole", func() error { return errors.Join(s.noPartitions(), s.offeredToPods(gpusANode)) })
 }
 
 // holdersEqual waits until the metric is what kubelet says, of so many pods.
