@@ -48,17 +48,31 @@ var pinnedCertificates = debianPackage{
 	"ca-certificates", "20250419~deb12u2", "all", "b9f76b5271a7ac373fd5e7e1b5b826a71ddd702b42a0d104955ecb1acfffc94b",
 }
 
-// sources are the directories of the pool of each package on the mirrors.
+// sources are the directories of the pool of each package in a pool.
 var sources = map[string]string{
 	"libc6": "main/g/glibc", "libgcc-s1": "main/g/gcc-12", "gcc-12-base": "main/g/gcc-12", "ca-certificates": "main/c/ca-certificates",
 }
 
-// mirrors are asked in this order. Debian's mirror drops a version when a newer one is out; the snapshot keeps all of them.
-var mirrors = []string{
-	"https://deb.debian.org/debian/pool/",
-	"https://deb.debian.org/debian-security/pool/updates/",
-	"https://snapshot.debian.org/archive/debian/20261126T000000Z/pool/",
-	"https://snapshot.debian.org/archive/debian-security/20261126T000000Z/pool/updates/",
+// pools returns where to look for packages; tests replace it.
+var pools = aptPools
+
+// aptPools returns the pools of the repositories that apt uses here. They have the packages of every architecture. A repository drops a
+// version when a newer one is out; one of Debian's snapshots keeps it.
+func aptPools(ctx context.Context) ([]string, error) {
+	cmd := exec.CommandContext(ctx, "apt-get", "indextargets", "--no-release-info", "--format", "$(REPO_URI)", "Created-By: Packages")
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	out, err := cmd.Output()
+	if err != nil {
+		return nil, fmt.Errorf("list apt's repositories: %w\n%s", err, stderr.Bytes())
+	}
+	var all []string
+	for _, repository := range slices.Compact(slices.Sorted(strings.FieldsSeq(string(out)))) {
+		repository = strings.TrimSuffix(repository, "/")
+		// Debian keeps its security updates in a directory of their own.
+		all = append(all, repository+"/pool/", repository+"/pool/updates/")
+	}
+	return all, nil
 }
 
 func (p debianPackage) file() string { return p.name + "_" + p.version + "_" + p.arch + ".deb" }
@@ -126,10 +140,14 @@ func unpackPinned(ctx context.Context, packages []debianPackage, cache, dir stri
 	}
 	defer os.RemoveAll(work)
 	root := filepath.Join(work, "root")
+	from, err := pools(ctx)
+	if err != nil {
+		return err
+	}
 	for _, p := range packages {
 		archive := filepath.Join(work, p.file())
 		fmt.Fprintf(progress, "fetching %s\n", p.file())
-		if err := fetch(ctx, p, archive); err != nil {
+		if err := fetch(ctx, p, from, archive); err != nil {
 			return err
 		}
 		if err := unpackPackage(ctx, p, archive, root); err != nil {
@@ -145,17 +163,17 @@ func unpackPinned(ctx context.Context, packages []debianPackage, cache, dir stri
 	return nil
 }
 
-// fetch takes the package from the first mirror whose file has the pinned sum.
-func fetch(ctx context.Context, p debianPackage, to string) error {
+// fetch takes the package from the first pool whose file has the pinned sum.
+func fetch(ctx context.Context, p debianPackage, from []string, to string) error {
 	var failed []error
-	for _, mirror := range mirrors {
-		data, err := get(ctx, mirror+sources[p.name]+"/"+p.file())
+	for _, pool := range from {
+		data, err := get(ctx, pool+sources[p.name]+"/"+p.file())
 		if err != nil {
 			failed = append(failed, err)
 			continue
 		}
 		if sum := sha256.Sum256(data); hex.EncodeToString(sum[:]) != p.sha256 {
-			failed = append(failed, fmt.Errorf("get %s from %s: SHA-256 is %x, not %s", p.file(), mirror, sum, p.sha256))
+			failed = append(failed, fmt.Errorf("get %s from %s: SHA-256 is %x, not %s", p.file(), pool, sum, p.sha256))
 			continue
 		}
 		if err := os.WriteFile(to, data, 0o644); err != nil {
@@ -166,7 +184,7 @@ func fetch(ctx context.Context, p debianPackage, to string) error {
 	return fmt.Errorf("fetch %s: %w", p.file(), errors.Join(failed...))
 }
 
-// largestPackage bounds what a mirror may send.
+// largestPackage bounds what a repository may send.
 const largestPackage = 64 << 20
 
 var client = &http.Client{Timeout: 3 * time.Minute, Transport: &http.Transport{

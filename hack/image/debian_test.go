@@ -3,6 +3,7 @@
 package image
 
 import (
+	"context"
 	"crypto/sha256"
 	"encoding/hex"
 	"io"
@@ -31,17 +32,14 @@ func TestFetchTakesThePinnedBytesOnly(t *testing.T) {
 		}
 	}))
 	defer server.Close()
-	before := mirrors
-	t.Cleanup(func() { mirrors = before })
 	to := filepath.Join(t.TempDir(), "package.deb")
-
-	mirrors = []string{server.URL + "/gone/", server.URL + "/other/"}
-	err := fetch(t.Context(), p, to)
+	from := []string{server.URL + "/gone/", server.URL + "/other/"}
+	err := fetch(t.Context(), p, from, to)
 	if err == nil || !strings.Contains(err.Error(), "404") || !strings.Contains(err.Error(), "SHA-256 is") || exists(to) {
 		t.Errorf("without the package: %v", err)
 	}
-	mirrors = append(mirrors, server.URL+"/right/")
-	if err := fetch(t.Context(), p, to); err != nil {
+	from = append(from, server.URL+"/right/")
+	if err := fetch(t.Context(), p, from, to); err != nil {
 		t.Fatal(err)
 	}
 	if got, err := os.ReadFile(to); err != nil || string(got) != right {
@@ -50,9 +48,9 @@ func TestFetchTakesThePinnedBytesOnly(t *testing.T) {
 }
 
 func TestWithoutThePinnedPackages(t *testing.T) {
-	before := mirrors
-	t.Cleanup(func() { mirrors = before })
-	mirrors = nil
+	before := pools
+	t.Cleanup(func() { pools = before })
+	pools = func(context.Context) ([]string, error) { return nil, nil }
 	t.Setenv("TANDEM_CACHE", t.TempDir())
 	var said strings.Builder
 	o := Options{Arch: "amd64", Progress: &said}
@@ -122,7 +120,7 @@ func TestArchitecturesHaveTheSameReleases(t *testing.T) {
 		for _, p := range pinned[arch] {
 			found[p.name] = p.version
 			if sources[p.name] == "" {
-				t.Errorf("%s: no directory of the mirrors", p.name)
+				t.Errorf("%s: no directory of a pool", p.name)
 			}
 		}
 		return found

@@ -203,7 +203,7 @@ func checkLinks(t *testing.T, root, arch string) {
 func checkPinned(t *testing.T, root, arch string, labels map[string]string) {
 	t.Helper()
 	if labels[pinnedLabel] != "true" {
-		t.Log("Debian's mirrors are out of reach: the image has the files of this machine")
+		t.Log("The pinned packages are out of reach: the image has the files of this machine")
 		return
 	}
 	libc := pinned[arch][0]
