@@ -99,6 +99,15 @@ func (f Figure) AtLeast(bound float64) Figure {
 	return f
 }
 
+// Write writes the figures as a table for people and, after an empty line, as JSON for machines.
+func Write(w io.Writer, figures []Figure) error {
+	if err := WriteTable(w, figures); err != nil {
+		return err
+	}
+	fmt.Fprintln(w)
+	return WriteJSON(w, figures)
+}
+
 // WriteTable writes the figures for people.
 func WriteTable(w io.Writer, figures []Figure) error {
 	table := tabwriter.NewWriter(w, 0, 0, 2, ' ', tabwriter.AlignRight)

@@ -174,7 +174,7 @@ func (r *run) occupyNode(ctx context.Context, node string) error {
 			return err
 		}
 		pod := podWithClaim(name, corev1.PodResourceClaim{Name: "gpu", ResourceClaimName: &name})
-		pod.Spec.NodeName = node
+		pod.Spec.SchedulerName = "scale" // this program
 		made, err := r.client.CoreV1().Pods(namespace).Create(ctx, pod, metav1.CreateOptions{})
 		if err != nil {
 			return fmt.Errorf("create pod %s: %w", name, err)
@@ -187,6 +187,10 @@ func (r *run) occupyNode(ctx context.Context, node string) error {
 		}
 		if _, err := r.client.ResourceV1().ResourceClaims(namespace).UpdateStatus(ctx, claim, metav1.UpdateOptions{}); err != nil {
 			return fmt.Errorf("allocate claim %s: %w", name, err)
+		}
+		binding := &corev1.Binding{ObjectMeta: metav1.ObjectMeta{Name: name}, Target: corev1.ObjectReference{Kind: "Node", Name: node}}
+		if err := r.client.CoreV1().Pods(namespace).Bind(ctx, binding, metav1.CreateOptions{}); err != nil {
+			return fmt.Errorf("bind pod %s: %w", name, err)
 		}
 	}
 	for i := range otherClaims {

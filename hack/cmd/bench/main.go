@@ -46,9 +46,5 @@ func run(ctx context.Context, args []string) error {
 	if err != nil {
 		return err
 	}
-	if err := figure.WriteTable(os.Stdout, figures); err != nil {
-		return err
-	}
-	fmt.Println()
-	return figure.WriteJSON(os.Stdout, figures)
+	return figure.Write(os.Stdout, figures)
 }

@@ -53,9 +53,7 @@ func run(ctx context.Context, args []string) error {
 	}
 	figures, err := scale.Run(ctx, o)
 	if len(figures) > 0 {
-		err = errors.Join(err, figure.WriteTable(os.Stdout, figures))
-		fmt.Println()
-		err = errors.Join(err, figure.WriteJSON(os.Stdout, figures))
+		err = errors.Join(err, figure.Write(os.Stdout, figures))
 	}
 	return err
 }
