@@ -71,6 +71,7 @@ func TestControllerMissing(t *testing.T) {
 		"not there":      {func(d *appsv1.Deployment) { d.Labels = nil }, "c-1", "no Deployment"},
 		"none leads yet": {func(*appsv1.Deployment) {}, "", "is gone"},
 		"leader is gone": {func(*appsv1.Deployment) {}, "c-0", `the controller that leads ("c-0") is gone`},
+		"leader ends":    {func(*appsv1.Deployment) {}, "c-2", `the controller that leads ("c-2") is gone`},
 		"none is wanted": {func(d *appsv1.Deployment) {
 			d.Spec.Replicas, d.Status = ptr.To[int32](0), appsv1.DeploymentStatus{ObservedGeneration: 2}
 		}, "c-0", ""},
@@ -82,10 +83,13 @@ func TestControllerMissing(t *testing.T) {
 			}
 			test.change(deployment)
 			pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: "c-1", Namespace: Namespace}}
+			ending := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{
+				Name: "c-2", Namespace: Namespace, DeletionTimestamp: ptr.To(metav1.Now()), Finalizers: []string{"example.com/f"},
+			}}
 			lease := &coordinationv1.Lease{
 				ObjectMeta: metav1.ObjectMeta{Name: leaseName, Namespace: Namespace}, Spec: coordinationv1.LeaseSpec{HolderIdentity: &test.leader},
 			}
-			missing, err := controllerMissing(t.Context(), fake.NewClientset(deployment, pod, lease))
+			missing, err := controllerMissing(t.Context(), fake.NewClientset(deployment, pod, ending, lease))
 			if err != nil || (missing == "") != (test.want == "") || !strings.Contains(missing, test.want) {
 				t.Errorf("missing %q, %v; want %q", missing, err, test.want)
 			}

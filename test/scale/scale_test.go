@@ -3,6 +3,7 @@
 package scale
 
 import (
+	"bytes"
 	"os"
 	"path/filepath"
 	"strings"
@@ -84,8 +85,12 @@ func TestWritesInAuditLog(t *testing.T) {
 	}
 }
 
+// TestCurves: each drawing shows its points.
 func TestCurves(t *testing.T) {
-	c, dir := newCurves(), t.TempDir()
+	c, dir, without := newCurves(), t.TempDir(), t.TempDir()
+	if err := c.write(without); err != nil {
+		t.Fatal(err)
+	}
 	for i := range 10 {
 		at := c.began.Add(time.Duration(i) * time.Second)
 		c.sample(at, float64(40+i), i)
@@ -98,6 +103,9 @@ func TestCurves(t *testing.T) {
 		data, err := os.ReadFile(filepath.Join(dir, name))
 		if err != nil || !strings.Contains(string(data), "<path") {
 			t.Errorf("%s: %v, %d bytes without a line", name, err, len(data))
+		}
+		if empty, err := os.ReadFile(filepath.Join(without, name)); err != nil || bytes.Equal(data, empty) {
+			t.Errorf("%s is the same without points (%v)", name, err)
 		}
 	}
 }
