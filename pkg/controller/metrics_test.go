@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/testutil"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 
@@ -17,16 +18,10 @@ import (
 func TestMetricsBeginAtZero(t *testing.T) {
 	registry := prometheus.NewRegistry()
 	newMetrics(registry)
-	families, err := registry.Gather()
-	if err != nil {
-		t.Fatal(err)
-	}
-	series := map[string]int{}
-	for _, f := range families {
-		series[f.GetName()] = len(f.GetMetric())
-	}
-	if series["tandem_controller_evictions_total"] != 2 || series["tandem_controller_allocatable_patches_total"] != 3 {
-		t.Errorf("series %v", series)
+	for name, want := range map[string]int{"tandem_controller_evictions_total": 2, "tandem_controller_allocatable_patches_total": 3} {
+		if n, err := testutil.GatherAndCount(registry, name); err != nil || n != want {
+			t.Errorf("%s has %d series, want %d (%v)", name, n, want, err)
+		}
 	}
 }
 

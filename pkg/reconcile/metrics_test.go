@@ -5,6 +5,7 @@ package reconcile
 import (
 	"testing"
 
+	"github.com/prometheus/client_golang/prometheus/testutil"
 	corev1 "k8s.io/api/core/v1"
 )
 
@@ -16,14 +17,8 @@ func TestMetrics(t *testing.T) {
 		g.addPod(p)
 		g.group(p.Name, true)
 	}
-	families, err := g.counts.Gather()
+	begun, err := testutil.GatherAndCount(g.counts, "tandem_time_to_free_seconds")
 	must(t, err)
-	begun := 0
-	for _, family := range families {
-		if family.GetName() == "tandem_time_to_free_seconds" {
-			begun = len(family.GetMetric())
-		}
-	}
 	if begun != 2 {
 		t.Errorf("tandem_time_to_free_seconds begins with %d series, want 2: a rate does not see the first release otherwise", begun)
 	}
