@@ -85,8 +85,8 @@ VERSION_CODENAME=bookworm
 ID=debian
 `
 
-// statusDir has one file for each package, where scanners look in images that dpkg did not install.
-const statusDir = "var/lib/dpkg/status.d"
+// StatusDir has one file for each Debian package of the image, where scanners look in images that dpkg did not install.
+const StatusDir = "var/lib/dpkg/status.d"
 
 // pinnedBase returns the base of the pinned packages, from the cache after the first time. It is safe against other processes.
 func pinnedBase(ctx context.Context, arch string, progress io.Writer) (base, error) {
@@ -128,7 +128,7 @@ func pinnedBase(ctx context.Context, arch string, progress io.Writer) (base, err
 		files:        []file{{path: "etc/os-release", content: osRelease, mode: 0o644}},
 	}
 	for _, p := range packages {
-		b.files = append(b.files, file{path: path.Join(statusDir, p.name), source: filepath.Join(dir, statusDir, p.name), mode: 0o644})
+		b.files = append(b.files, file{path: path.Join(StatusDir, p.name), source: filepath.Join(dir, StatusDir, p.name), mode: 0o644})
 	}
 	return b, nil
 }
@@ -211,13 +211,13 @@ func get(ctx context.Context, url string) ([]byte, error) {
 	return data, nil
 }
 
-// unpackPackage writes the regular files of a package below root, and its description to statusDir.
+// unpackPackage writes the regular files of a package below root, and its description to StatusDir.
 func unpackPackage(ctx context.Context, p debianPackage, archive, root string) error {
 	control, err := dpkgDeb(ctx, "--field", archive)
 	if err != nil {
 		return err
 	}
-	if err := write(filepath.Join(root, statusDir, p.name), control, 0o644); err != nil {
+	if err := write(filepath.Join(root, StatusDir, p.name), control, 0o644); err != nil {
 		return err
 	}
 	data, err := dpkgDeb(ctx, "--fsys-tarfile", archive)

@@ -211,7 +211,7 @@ func checkPinned(t *testing.T, root, arch string, labels map[string]string) {
 		t.Errorf("the C library is %s, pinned is %s", labels[libcLabel], libc.version)
 	}
 	for _, p := range pinned[arch] {
-		status := string(mustRead(t, filepath.Join(root, statusDir, p.name)))
+		status := string(mustRead(t, filepath.Join(root, StatusDir, p.name)))
 		if !strings.Contains(status, "Package: "+p.name+"\n") || !strings.Contains(status, "Version: "+p.version+"\n") {
 			t.Errorf("status of %s is %q", p.name, status)
 		}

@@ -15,6 +15,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"runtime/debug"
 	"slices"
 	"strings"
 )
@@ -43,6 +44,12 @@ func licenceFiles(ctx context.Context, o Options, b base, programs ...string) ([
 			files = append(files, optional)
 		}
 	}
+	found, err := moduleLicences(ctx, programs)
+	return append(files, found...), err
+}
+
+// moduleLicences are those of every Go module that the programs say they were built from.
+func moduleLicences(ctx context.Context, programs []string) ([]file, error) {
 	modules, err := linkedModules(programs)
 	if err != nil {
 		return nil, err
@@ -51,6 +58,7 @@ func licenceFiles(ctx context.Context, o Options, b base, programs ...string) ([
 	if err != nil {
 		return nil, err
 	}
+	var files []file
 	for i, dir := range dirs {
 		found, err := licencesIn(dir, modules[i])
 		if err != nil {
@@ -77,16 +85,26 @@ func linkedModules(programs []string) ([]string, error) {
 		if err != nil {
 			return nil, fmt.Errorf("read build information: %w", err)
 		}
-		for _, m := range append(info.Deps, &info.Main) {
-			m = cmp.Or(m.Replace, m)
-			// Our own module, or one replaced by a directory, has no published version.
-			if m.Path != ownModule && m.Version != "" && m.Version != "(devel)" {
-				modules = append(modules, m.Path+"@"+m.Version)
-			}
+		for _, m := range Modules(info) {
+			modules = append(modules, m.Path+"@"+m.Version)
 		}
 	}
 	slices.Sort(modules)
 	return slices.Compact(modules), nil
+}
+
+// Modules are the published modules that a program was built from, as they were replaced.
+func Modules(info *buildinfo.BuildInfo) []*debug.Module {
+	var modules []*debug.Module
+	// The module of a program of another project is its main module.
+	for _, m := range append(info.Deps, &info.Main) {
+		m = cmp.Or(m.Replace, m)
+		// Our own module, or one replaced by a directory, has no published version.
+		if m.Path != ownModule && m.Version != "" && m.Version != "(devel)" {
+			modules = append(modules, m)
+		}
+	}
+	return modules
 }
 
 // downloadModules returns the directory of each module in the module cache, where nearly all of them are.
@@ -140,27 +158,17 @@ func licencesIn(dir, module string) ([]file, error) {
 
 // Licences returns the licence texts of the Go modules that programs were built from, by path as the image has them below licenses.
 func Licences(ctx context.Context, programs ...string) (map[string][]byte, error) {
-	modules, err := linkedModules(programs)
-	if err != nil {
-		return nil, err
-	}
-	dirs, err := downloadModules(ctx, modules)
+	files, err := moduleLicences(ctx, programs)
 	if err != nil {
 		return nil, err
 	}
 	texts := map[string][]byte{}
-	for i, dir := range dirs {
-		files, err := licencesIn(dir, modules[i])
+	for _, f := range files {
+		data, err := f.read()
 		if err != nil {
 			return nil, err
 		}
-		for _, f := range files {
-			data, err := f.read()
-			if err != nil {
-				return nil, err
-			}
-			texts[strings.TrimPrefix(f.path, "licenses/")] = data
-		}
+		texts[strings.TrimPrefix(f.path, "licenses/")] = data
 	}
 	return texts, nil
 }

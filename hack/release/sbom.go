@@ -20,13 +20,13 @@ import (
 	"github.com/spdx/tools-golang/spdx"
 	"github.com/spdx/tools-golang/spdx/v2/common"
 	"golang.org/x/mod/module"
+
+	"github.com/tandem-gpu/tandem/hack/image"
 )
 
 const (
 	ownModule = "github.com/tandem-gpu/tandem"
 	unknown   = "NOASSERTION"
-	// statusDir is where the image lists its Debian packages.
-	statusDir = "var/lib/dpkg/status.d/"
 )
 
 // writeSBOMs writes an SPDX document for the image of each architecture.
@@ -64,7 +64,7 @@ func sbom(d Description, img archImage, when time.Time) (*spdx.Document, error) 
 	})
 	s.edge("DOCUMENT", "DESCRIBES", root)
 	for _, name := range sortedKeys(img.files) {
-		if p, ok := strings.CutPrefix(name, statusDir); ok {
+		if p, ok := strings.CutPrefix(name, image.StatusDir+"/"); ok {
 			if err := s.debian(root, p, img.files[name]); err != nil {
 				return nil, err
 			}
@@ -143,13 +143,7 @@ func (s *inventory) program(root, name string, data []byte) error {
 	if err := s.module(program, "stdlib", goVersion, "", "pkg:golang/stdlib@"+goVersion); err != nil {
 		return err
 	}
-	// The module of a program of another project is its main module.
-	for _, m := range append(info.Deps, &info.Main) {
-		m = cmp.Or(m.Replace, m)
-		// One replaced by a directory has no published version; ours is the image itself.
-		if m.Path == ownModule || m.Version == "" || m.Version == "(devel)" {
-			continue
-		}
+	for _, m := range image.Modules(info) {
 		if err := s.module(program, m.Path, m.Version, m.Sum, "pkg:golang/"+m.Path+"@"+escape(m.Version)); err != nil {
 			return err
 		}
