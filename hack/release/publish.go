@@ -4,7 +4,6 @@ package release
 
 import (
 	"context"
-	"crypto/sha256"
 	"errors"
 	"fmt"
 	"io"
@@ -103,7 +102,7 @@ func pushedChart(tag name.Tag, file string, options []remote.Option) (string, er
 	if err != nil {
 		return "", fmt.Errorf("read chart: %w", err)
 	}
-	want := fmt.Sprintf("sha256:%x", sha256.Sum256(archive))
+	want := "sha256:" + sha256Of(archive)
 	image, err := remote.Image(tag, options...)
 	if err != nil {
 		return "", fmt.Errorf("read what was pushed as %s: %w", tag, err)
