@@ -43,3 +43,13 @@ func Command(ctx context.Context, tmp string, env []string, args ...string) *exe
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
 	return cmd
 }
+
+// FixedEnv has Go's defaults for the settings by which a machine's environment would change programs that are distributed.
+var FixedEnv = []string{"GOAMD64=v1", "GOARM64=v8.0", "GOEXPERIMENT=", "CGO_CFLAGS=-O2 -g", "CGO_CXXFLAGS=-O2 -g", "CGO_LDFLAGS=-O2 -g"}
+
+// LDFlags are those of a program of this module that is distributed: it has no symbols, and internal/version has version and commit.
+func LDFlags(version, commit string, more ...string) string {
+	const stamp = productModule + "/internal/version."
+	flags := append([]string{"-s", "-w"}, more...)
+	return strings.Join(append(flags, "-X", stamp+"Version="+version, "-X", stamp+"Commit="+commit), " ")
+}

@@ -18,8 +18,7 @@ import (
 )
 
 const (
-	ownModule      = "github.com/tandem-gpu/tandem"
-	versionPackage = ownModule + "/internal/version"
+	ownModule = "github.com/tandem-gpu/tandem"
 
 	hookModule  = "github.com/NVIDIA/nvidia-container-toolkit"
 	hookVersion = "v1.20.1"
@@ -49,15 +48,9 @@ func buildStatic(ctx context.Context, o Options, name string) (string, error) {
 	return build(ctx, o, name, ownModule+"/cmd/"+name, []string{"CGO_ENABLED=0", "GOOS=linux", "GOARCH=" + o.Arch})
 }
 
-// fixedEnv has Go's defaults for the settings by which a machine's environment would change the programs.
-var fixedEnv = []string{"GOAMD64=v1", "GOARM64=v8.0", "GOEXPERIMENT=", "CGO_CFLAGS=-O2 -g", "CGO_CXXFLAGS=-O2 -g", "CGO_LDFLAGS=-O2 -g"}
-
 func build(ctx context.Context, o Options, name, pkg string, env []string, link ...string) (string, error) {
 	out := filepath.Join(o.Out, name+"-"+o.Arch)
-	ldflags := strings.Join(append([]string{"-s", "-w"}, append(link,
-		"-X", versionPackage+".Version="+o.Version,
-		"-X", versionPackage+".Commit="+o.Commit,
-	)...), " ")
+	ldflags := gotool.LDFlags(o.Version, o.Commit, link...)
 	args := []string{"build", "-tags", buildTags, "-trimpath", "-buildvcs=false", "-overlay=" + o.Overlay, "-ldflags", ldflags, "-o", out, pkg}
 	fmt.Fprintf(o.Progress, "compiling %s for %s\n", pkg, o.Arch)
 	tmp, err := os.MkdirTemp(o.Out, ".build-")
@@ -65,7 +58,7 @@ func build(ctx context.Context, o Options, name, pkg string, env []string, link 
 		return "", fmt.Errorf("make build directory: %w", err)
 	}
 	defer os.RemoveAll(tmp)
-	cmd := gotool.Command(ctx, tmp, append(env, fixedEnv...), args...)
+	cmd := gotool.Command(ctx, tmp, append(env, gotool.FixedEnv...), args...)
 	cmd.Dir = o.Root
 	start := time.Now()
 	stop := progress.Every(progress.Heartbeat, func() {

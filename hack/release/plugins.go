@@ -39,11 +39,8 @@ func (b build) makePlugins(ctx context.Context) ([]string, error) {
 			program += ".exe"
 		}
 		fmt.Fprintf(b.Progress, "compiling %s for %s/%s\n", plugin, p.os, p.arch)
-		const version = "github.com/tandem-gpu/tandem/internal/version"
-		cmd := gotool.Command(ctx, b.work, []string{"CGO_ENABLED=0", "GOOS=" + p.os, "GOARCH=" + p.arch},
-			"build", "-trimpath", "-buildvcs=false", "-o", program,
-			"-ldflags", fmt.Sprintf("-s -w -X %[1]s.Version=%[2]s -X %[1]s.Commit=%[3]s", version, b.source.version, b.source.commit),
-			"./cmd/"+plugin)
+		cmd := gotool.Command(ctx, b.work, append([]string{"CGO_ENABLED=0", "GOOS=" + p.os, "GOARCH=" + p.arch}, gotool.FixedEnv...),
+			"build", "-trimpath", "-buildvcs=false", "-o", program, "-ldflags", gotool.LDFlags(b.source.version, b.source.commit), "./cmd/"+plugin)
 		cmd.Dir = b.Root
 		if output, err := cmd.CombinedOutput(); err != nil {
 			return nil, fmt.Errorf("compile %s for %s/%s: %w\n%s", plugin, p.os, p.arch, err, strings.TrimSpace(string(output)))
