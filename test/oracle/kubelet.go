@@ -49,11 +49,19 @@ func (k *Kubelet) Close() error { return k.connection.Close() }
 // a replica, claims by the names of their devices, sorted. Ask only while no pod is being admitted: the question makes kubelet forget
 // devices that it is about to give.
 func (k *Kubelet) Granted(ctx context.Context) (map[string][]string, error) {
+	answer, err := k.list(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return granted(answer), nil
+}
+
+func (k *Kubelet) list(ctx context.Context) (*podresources.ListPodResourcesResponse, error) {
 	answer, err := podresources.NewPodResourcesListerClient(k.connection).List(ctx, &podresources.ListPodResourcesRequest{})
 	if err != nil {
 		return nil, fmt.Errorf("ask kubelet of %s for its pods' resources: %w", k.node.Name(), err)
 	}
-	return granted(answer), nil
+	return answer, nil
 }
 
 // Granted is Kubelet.Granted for one question.
@@ -96,9 +104,9 @@ func Uses(ctx context.Context, node *cluster.Node) ([]Use, error) {
 		return nil, err
 	}
 	defer kubelet.Close()
-	answer, err := podresources.NewPodResourcesListerClient(kubelet.connection).List(ctx, &podresources.ListPodResourcesRequest{})
+	answer, err := kubelet.list(ctx)
 	if err != nil {
-		return nil, fmt.Errorf("ask kubelet of %s for its pods' resources: %w", node.Name(), err)
+		return nil, err
 	}
 	return uses(answer), nil
 }
