@@ -10,7 +10,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"syscall"
 	"time"
@@ -146,37 +145,4 @@ func (a *agent) await(ctx context.Context, step string, done <-chan struct{}, fa
 	case <-ctx.Done():
 		return fmt.Errorf("await %s: %w", step, context.Cause(ctx))
 	}
-}
-
-// memory of a process in MiB (proc(5), status).
-type memory struct{ rss, anon, file float64 }
-
-func (a *agent) memory() (memory, error) {
-	data, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(a.cmd.Process.Pid), "status"))
-	if err != nil {
-		return memory{}, fmt.Errorf("read memory of the agent: %w", err)
-	}
-	return parseMemory(string(data))
-}
-
-func parseMemory(status string) (memory, error) {
-	var m memory
-	found := 0
-	for line := range strings.Lines(status) {
-		name, value, _ := strings.Cut(line, ":")
-		into := map[string]*float64{"VmRSS": &m.rss, "RssAnon": &m.anon, "RssFile": &m.file}[name]
-		if into == nil {
-			continue
-		}
-		kilobytes, err := strconv.ParseFloat(strings.TrimSuffix(strings.TrimSpace(value), " kB"), 64)
-		if err != nil {
-			return memory{}, fmt.Errorf("read memory of the agent: %s: %w", name, err)
-		}
-		*into = kilobytes / 1024
-		found++
-	}
-	if found != 3 {
-		return memory{}, errors.New("read memory of the agent: VmRSS, RssAnon or RssFile is missing")
-	}
-	return m, nil
 }

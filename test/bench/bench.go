@@ -322,12 +322,12 @@ func (r *run) measureLarge(ctx context.Context, s *subject) error {
 
 // addMemory reads the resident memory of the agent; bound is its goal, zero for none.
 func (r *run) addMemory(s *subject, name string, bound float64) error {
-	m, err := s.agent.memory()
+	m, err := figure.ReadMemory(s.agent.cmd.Process.Pid)
 	if err != nil {
 		return err
 	}
-	r.say("%s: %.1f MiB resident, of which %.1f anonymous, %.1f files", name, m.rss, m.anon, m.file)
-	f := figure.Figure{Name: name, Value: m.rss, Unit: "MiB", N: 1}
+	r.say("%s: %.1f MiB resident, of which %.1f anonymous, %.1f files", name, m.Resident, m.Anonymous, m.Files)
+	f := figure.Figure{Name: name, Value: m.Resident, Unit: "MiB", N: 1}
 	if bound > 0 {
 		f = f.Within(bound)
 	}

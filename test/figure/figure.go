@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package figure has the numbers that benchmarks measure: percentiles, goals, and a table and lines of JSON of them.
+// Package figure has the numbers that benchmarks measure: percentiles, goals, the memory of a
+// process, and a table and lines of JSON of the figures.
 package figure
 
 import (

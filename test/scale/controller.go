@@ -12,7 +12,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strconv"
-	"strings"
 	"syscall"
 	"time"
 
@@ -105,23 +104,15 @@ func (c *controller) signal(s syscall.Signal) {
 // kill ends it as a lost node does.
 func (c *controller) kill() { c.signal(syscall.SIGKILL) }
 
-// memory reads VmRSS and VmHWM, in MiB (proc(5), status).
-func (c *controller) memory() (resident, peak float64, err error) {
-	data, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(c.cmd.Process.Pid), "status"))
-	if err != nil || closed(c.ended) {
-		return 0, 0, fmt.Errorf("read memory of controller %s: it has ended: %w\n%s", c.name, err, c.logTail())
+func (c *controller) memory() (figure.Memory, error) {
+	m, err := figure.ReadMemory(c.cmd.Process.Pid)
+	if closed(c.ended) {
+		err = errors.Join(errors.New("it has ended"), err)
 	}
-	for line := range strings.Lines(string(data)) {
-		name, value, _ := strings.Cut(line, ":")
-		kilobytes, _ := strconv.ParseFloat(strings.TrimSuffix(strings.TrimSpace(value), " kB"), 64)
-		switch name {
-		case "VmRSS":
-			resident = kilobytes / 1024
-		case "VmHWM":
-			peak = kilobytes / 1024
-		}
+	if err != nil {
+		return figure.Memory{}, fmt.Errorf("measure controller %s: %w\n%s", c.name, err, c.logTail())
 	}
-	return resident, peak, nil
+	return m, nil
 }
 
 // state is what the controller's endpoints say.
@@ -263,11 +254,11 @@ func (r *run) handOver(ctx context.Context, leader *controller) (*controller, er
 		return leader, err
 	}
 	r.add(figure.Figure{Name: "controller_catch_up", Value: time.Since(leader.started).Seconds(), Unit: "s", N: 1}.Within(15))
-	_, peak, err := leader.memory()
+	memory, err := leader.memory()
 	if err != nil {
 		return leader, err
 	}
-	r.add(figure.Figure{Name: "controller_rss_catch_up", Value: peak, Unit: "MiB", N: 1}.Within(300))
+	r.add(figure.Figure{Name: "controller_rss_catch_up", Value: memory.Peak, Unit: "MiB", N: 1}.Within(300))
 	for i, how := range []struct {
 		name   string
 		signal syscall.Signal

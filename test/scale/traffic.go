@@ -36,13 +36,13 @@ func (r *run) idle(ctx context.Context, leader *controller) error {
 		return err
 	}
 	r.say("writes while idle: %v", writes)
-	resident, _, err := leader.memory()
+	memory, err := leader.memory()
 	if err != nil {
 		return err
 	}
 	r.add(
 		figure.Figure{Name: "writes_idle", Value: float64(writes.total()) / idleWindow.Seconds(), Unit: "1/s", N: r.Nodes}.Within(0),
-		figure.Figure{Name: "controller_rss_steady", Value: resident, Unit: "MiB", N: 1}.Within(200),
+		figure.Figure{Name: "controller_rss_steady", Value: memory.Resident, Unit: "MiB", N: 1}.Within(200),
 	)
 	return nil
 }
@@ -103,7 +103,7 @@ func (r *run) traffic(ctx context.Context, leader *controller) error {
 		return err
 	}
 	r.say("writes of the traffic: %v", writes)
-	resident, peak, err := leader.memory()
+	memory, err := leader.memory()
 	if err != nil {
 		return err
 	}
@@ -136,8 +136,8 @@ func (r *run) traffic(ctx context.Context, leader *controller) error {
 		figure.Figure{Name: "writes_per_pod", Value: float64(writes.total()) / float64(n), Unit: "writes", N: n}.Within(7),
 		figure.Figure{Name: "prepares_repeated", Value: float64(r.fleet.kubelets.retried.Load()), Unit: "calls", N: n},
 		figure.Figure{Name: "failed_admissions", Value: float64(r.fleet.kubelets.failed.Load()), Unit: "pods", N: n},
-		figure.Figure{Name: "controller_rss_traffic", Value: resident, Unit: "MiB", N: 1},
-		figure.Figure{Name: "controller_rss_peak", Value: peak, Unit: "MiB", N: 1}.Within(300),
+		figure.Figure{Name: "controller_rss_traffic", Value: memory.Resident, Unit: "MiB", N: 1},
+		figure.Figure{Name: "controller_rss_peak", Value: memory.Peak, Unit: "MiB", N: 1}.Within(300),
 	)
 	return nil
 }
@@ -182,11 +182,11 @@ func happens(ctx context.Context, event <-chan struct{}, what string) error {
 // sample records the controller's memory and the running pods for the curves.
 func (r *run) sample(ctx context.Context, leader *controller) {
 	for pause(ctx, 250*time.Millisecond) == nil {
-		resident, _, err := leader.memory()
+		memory, err := leader.memory()
 		if err != nil {
 			return // traffic reports it
 		}
-		r.curves.sample(time.Now(), resident, r.fleet.watched.count(corev1.PodRunning)-r.Nodes*occupied)
+		r.curves.sample(time.Now(), memory.Resident, r.fleet.watched.count(corev1.PodRunning)-r.Nodes*occupied)
 	}
 }
 
