@@ -19,6 +19,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/image"
+	"github.com/tandem-gpu/tandem/hack/progress"
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/test/figure"
 )
@@ -55,11 +56,11 @@ var (
 // run is one run of the benchmark.
 type run struct {
 	Options
-	began   time.Time
-	client  kubernetes.Interface
-	node    *node
-	kubelet *kubelet
-	figures []figure.Figure
+	progress *progress.Log
+	client   kubernetes.Interface
+	node     *node
+	kubelet  *kubelet
+	figures  []figure.Figure
 	// measured is how many agents were measured with claims of their own.
 	measured int
 }
@@ -75,10 +76,7 @@ func Run(ctx context.Context, o Options) (figures []figure.Figure, err error) {
 	if o.Idle <= 0 {
 		o.Idle = 10 * time.Second
 	}
-	if o.Progress == nil {
-		o.Progress = io.Discard
-	}
-	r := &run{Options: o, began: time.Now()}
+	r := &run{Options: o, progress: progress.New(o.Progress)}
 	dir, err := os.MkdirTemp("", "tandem-bench-")
 	if err != nil {
 		return nil, fmt.Errorf("make directory of the benchmark: %w", err)
@@ -104,9 +102,7 @@ func Run(ctx context.Context, o Options) (figures []figure.Figure, err error) {
 	return r.figures, nil
 }
 
-func (r *run) say(format string, args ...any) {
-	fmt.Fprintf(r.Progress, "%6.1fs  %s\n", time.Since(r.began).Seconds(), fmt.Sprintf(format, args...))
-}
+func (r *run) say(format string, args ...any) { r.progress.Say(format, args...) }
 
 func (r *run) build(ctx context.Context) error {
 	programs, err := image.Binaries(ctx, image.Options{Progress: r.Progress})
