@@ -169,15 +169,15 @@ func (r *run) occupy(ctx context.Context) error {
 func (r *run) occupyNode(ctx context.Context, node string) error {
 	for i := range occupied {
 		name := fmt.Sprintf("busy-%s-%d", node, i)
-		claim, err := r.createClaim(ctx, name, install.DriverName)
+		claim, err := r.createClaim(ctx, namespace, name, claimSpec(install.DriverName))
 		if err != nil {
 			return err
 		}
 		pod := podWithClaim(name, corev1.PodResourceClaim{Name: "gpu", ResourceClaimName: &name})
 		pod.Spec.SchedulerName = "scale" // this program
-		made, err := r.client.CoreV1().Pods(namespace).Create(ctx, pod, metav1.CreateOptions{})
+		made, err := r.createPod(ctx, namespace, pod)
 		if err != nil {
-			return fmt.Errorf("create pod %s: %w", name, err)
+			return err
 		}
 		claim.Status = resourceapi.ResourceClaimStatus{
 			Allocation: &resourceapi.AllocationResult{Devices: resourceapi.DeviceAllocationResult{Results: []resourceapi.DeviceRequestAllocationResult{
@@ -194,7 +194,7 @@ func (r *run) occupyNode(ctx context.Context, node string) error {
 		}
 	}
 	for i := range otherClaims {
-		if _, err := r.createClaim(ctx, fmt.Sprintf("idle-%s-%d", node, i), install.DriverName); err != nil {
+		if _, err := r.createClaim(ctx, namespace, fmt.Sprintf("idle-%s-%d", node, i), claimSpec(install.DriverName)); err != nil {
 			return err
 		}
 	}
@@ -203,21 +203,29 @@ func (r *run) occupyNode(ctx context.Context, node string) error {
 		claim := fmt.Sprintf("idle-%s-%d", node, i)
 		pod := podWithClaim(name, corev1.PodResourceClaim{Name: "gpu", ResourceClaimName: &claim})
 		pod.Spec.SchedulingGates = []corev1.PodSchedulingGate{{Name: "example.com/waits"}}
-		if _, err := r.client.CoreV1().Pods(namespace).Create(ctx, pod, metav1.CreateOptions{}); err != nil {
-			return fmt.Errorf("create pod %s: %w", name, err)
+		if _, err := r.createPod(ctx, namespace, pod); err != nil {
+			return err
 		}
 	}
 	return nil
 }
 
-func (r *run) createClaim(ctx context.Context, name, class string) (*resourceapi.ResourceClaim, error) {
+func (r *run) createClaim(ctx context.Context, namespace, name string, spec resourceapi.ResourceClaimSpec) (*resourceapi.ResourceClaim, error) {
 	claim, err := r.client.ResourceV1().ResourceClaims(namespace).Create(ctx, &resourceapi.ResourceClaim{
-		ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: claimSpec(class),
+		ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: spec,
 	}, metav1.CreateOptions{})
 	if err != nil {
 		return nil, fmt.Errorf("create claim %s: %w", name, err)
 	}
 	return claim, nil
+}
+
+func (r *run) createPod(ctx context.Context, namespace string, pod *corev1.Pod) (*corev1.Pod, error) {
+	made, err := r.client.CoreV1().Pods(namespace).Create(ctx, pod, metav1.CreateOptions{})
+	if err != nil {
+		return nil, fmt.Errorf("create pod %s: %w", pod.Name, err)
+	}
+	return made, nil
 }
 
 func claimSpec(class string, selectors ...resourceapi.DeviceSelector) resourceapi.ResourceClaimSpec {

@@ -144,15 +144,11 @@ func (r *run) schedule(ctx context.Context, dynamic bool, layout func([]resource
 		names[i] = fmt.Sprintf("layout-%d", i)
 	}
 	if err := r.each(ctx, names, func(ctx context.Context, name string) error {
-		claim := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Name: name, Namespace: layoutNamespace}, Spec: claimSpec(layoutDriver, selectors...)}
-		if _, err := r.client.ResourceV1().ResourceClaims(layoutNamespace).Create(ctx, claim, metav1.CreateOptions{}); err != nil {
-			return fmt.Errorf("create claim %s: %w", name, err)
+		if _, err := r.createClaim(ctx, layoutNamespace, name, claimSpec(layoutDriver, selectors...)); err != nil {
+			return err
 		}
-		pod := podWithClaim(name, corev1.PodResourceClaim{Name: "gpu", ResourceClaimName: &name})
-		if _, err := r.client.CoreV1().Pods(layoutNamespace).Create(ctx, pod, metav1.CreateOptions{}); err != nil {
-			return fmt.Errorf("create pod %s: %w", name, err)
-		}
-		return nil
+		_, err := r.createPod(ctx, layoutNamespace, podWithClaim(name, corev1.PodResourceClaim{Name: "gpu", ResourceClaimName: &name}))
+		return err
 	}); err != nil {
 		return 0, err
 	}

@@ -152,8 +152,8 @@ func (r *run) visit(ctx context.Context, i int) error {
 		pod.Spec.Containers[0].Resources = corev1.ResourceRequirements{Limits: amount, Requests: amount}
 	}
 	v := r.fleet.watched.expect(name)
-	if _, err := r.client.CoreV1().Pods(namespace).Create(ctx, pod, metav1.CreateOptions{}); err != nil {
-		return fmt.Errorf("create pod %s: %w", name, err)
+	if _, err := r.createPod(ctx, namespace, pod); err != nil {
+		return err
 	}
 	if err := happens(ctx, v.started, "pod "+name+" to run"); err != nil {
 		return err
