@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net/http"
 	"os"
 	"os/exec"
@@ -19,7 +20,6 @@ import (
 	"github.com/prometheus/common/expfmt"
 	prommodel "github.com/prometheus/common/model"
 	"k8s.io/client-go/tools/clientcmd"
-	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 
 	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/test/figure"
@@ -74,17 +74,12 @@ func (r *run) controllerKubeconfig() (string, error) {
 		return "", fmt.Errorf("read kubeconfig: %w", err)
 	}
 	for _, user := range config.AuthInfos {
-		impersonate(user, controllerAccount)
+		user.Impersonate, user.ImpersonateGroups = controllerAccount, accountGroups
 	}
 	if err := clientcmd.WriteToFile(*config, path); err != nil {
 		return "", fmt.Errorf("write kubeconfig of the controller: %w", err)
 	}
 	return path, nil
-}
-
-func impersonate(user *clientcmdapi.AuthInfo, account string) {
-	user.Impersonate = account
-	user.ImpersonateGroups = []string{"system:serviceaccounts", "system:serviceaccounts:" + install.Namespace, "system:authenticated"}
 }
 
 // stopPatience is how long a controller may take to end.
@@ -173,11 +168,10 @@ func (c *controller) get(ctx context.Context, path string) (status int, body []b
 		return 0, nil, fmt.Errorf("ask controller: %w", err)
 	}
 	defer response.Body.Close()
-	var read bytes.Buffer
-	if _, err := read.ReadFrom(response.Body); err != nil {
+	if body, err = io.ReadAll(response.Body); err != nil {
 		return 0, nil, fmt.Errorf("ask controller: %w", err)
 	}
-	return response.StatusCode, read.Bytes(), nil
+	return response.StatusCode, body, nil
 }
 
 // awaitOf is await, and ends with the controller.

@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -219,7 +218,7 @@ func (r *run) removeLayout(ctx context.Context, names []string) error {
 	}
 	return r.await(ctx, "claims to be gone", func() (int, int) {
 		claims, err := r.client.ResourceV1().ResourceClaims(layoutNamespace).List(ctx, metav1.ListOptions{})
-		if err != nil || strings.TrimSpace(claims.Continue) != "" {
+		if err != nil {
 			return -1, 0
 		}
 		return -len(claims.Items), 0

@@ -54,6 +54,9 @@ var limits = device.Resources{GPU: install.ResourceName}
 // agentAccount is the account of the chart's agents.
 const agentAccount = "system:serviceaccount:" + install.Namespace + ":" + install.Release
 
+// accountGroups are those of every account of the chart.
+var accountGroups = []string{"system:serviceaccounts", "system:serviceaccounts:" + install.Namespace, "system:authenticated"}
+
 // newMachine makes the components as cmd/kubelet-plugin does. Nothing runs yet. dir is the machine's own.
 func newMachine(ctx context.Context, name, dir string, gpus device.Inventory, api *rest.Config) (_ *machine, err error) {
 	kubeletDir, runDir, cgroups := filepath.Join(dir, "k"), filepath.Join(dir, "run"), filepath.Join(dir, "cgroup")
@@ -124,7 +127,7 @@ func agentAPI(api *rest.Config, node string) (*rest.Config, error) {
 		Host: api.Host, QPS: -1,
 		Transport: &http.Transport{TLSClientConfig: tls, DialContext: api.Dial, ForceAttemptHTTP2: true},
 		Impersonate: rest.ImpersonationConfig{
-			UserName: agentAccount, Groups: []string{"system:serviceaccounts", "system:serviceaccounts:" + install.Namespace, "system:authenticated"},
+			UserName: agentAccount, Groups: accountGroups,
 			Extra: map[string][]string{"authentication.kubernetes.io/node-name": {node}},
 		},
 	}
