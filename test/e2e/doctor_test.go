@@ -18,22 +18,19 @@ func TestDoctor(t *testing.T) {
 	s := begin(t)
 	s.replaceAgent() // what agents reported in earlier stories is over
 	plugin := s.buildPlugin()
-	s.await(soon, "doctor to find nothing", func() error {
+	nothing := func() error {
 		out, err := s.kubectlGPU(plugin, "doctor")
 		if err == nil && !strings.HasPrefix(out, "no problem found: Kubernetes v1.") {
 			err = errors.New(out)
 		}
 		return err
-	})
-
-	const controller, policy = "deployment/tandem-controller", "tandem-gpunode-status"
-	replicas := s.kubectl("get", "-n", install.Namespace, controller, "-o", "jsonpath={.spec.replicas}")
-	scale := func(n string) error {
-		_, err := theCluster.Kubectl(s.ctx, "scale", "-n", install.Namespace, controller, "--replicas="+n)
-		return err
 	}
-	startController := s.undo(func() error { return errors.Join(scale(replicas), install.Ready(s.ctx, theCluster)) })
-	if err := scale("0"); err != nil {
+	s.await(soon, "doctor to find nothing", nothing)
+
+	const policy = "tandem-gpunode-status"
+	replicas := s.kubectl("get", "-n", install.Namespace, "deployment/tandem-controller", "-o", "jsonpath={.spec.replicas}")
+	startController := s.undo(func() error { return errors.Join(s.scaleController(replicas), install.Ready(s.ctx, theCluster)) })
+	if err := s.scaleController("0"); err != nil {
 		t.Fatal(err)
 	}
 	binding := s.kubectl("get", "validatingadmissionpolicybinding", policy, "-o", "yaml")
@@ -67,11 +64,5 @@ func TestDoctor(t *testing.T) {
 	})
 	bind()
 	startController()
-	s.await(soon, "doctor to find nothing again", func() error {
-		out, err := s.kubectlGPU(plugin, "doctor")
-		if err == nil && !strings.HasPrefix(out, "no problem found: ") {
-			err = errors.New(out)
-		}
-		return err
-	})
+	s.await(soon, "doctor to find nothing again", nothing)
 }

@@ -210,7 +210,7 @@ func (s *story) startKueue(values string) {
 	}
 	s.undo(s.stopKueue)
 	const manager = "controllerManager.manager."
-	err = s.helm("install", "kueue", filepath.Join(moduleDir(s.T, kueueModule+"@"+kueueVersion), "charts", "kueue"), "--create-namespace", "-f", file,
+	err = s.helm(kueueNamespace, "install", "kueue", filepath.Join(moduleDir(s.T, kueueModule+"@"+kueueVersion), "charts", "kueue"), "--create-namespace", "-f", file,
 		"--set="+manager+"image.repository="+kueueImage, "--set="+manager+"image.tag="+kueueVersion, "--set="+manager+"image.pullPolicy=Never",
 		"--set="+manager+"resources.requests.cpu=10m", "--set="+manager+"resources.requests.memory=64Mi")
 	if err != nil {
@@ -249,14 +249,14 @@ func (s *story) stopKueue() error {
 	}
 	try("delete", "namespace", s.namespace, "--timeout="+soon.String())
 	try("delete", "clusterqueues,resourceflavors", "--all", "--timeout="+soon.String())
-	failed = errors.Join(failed, s.helm("uninstall", "kueue", "--wait", "--timeout="+soon.String()))
+	failed = errors.Join(failed, s.helm(kueueNamespace, "uninstall", "kueue", "--wait", "--timeout="+soon.String()))
 	try("delete", "namespace", kueueNamespace, "--timeout="+soon.String())
 	return failed
 }
 
-// helm runs Helm in Kueue's namespace.
-func (s *story) helm(args ...string) error {
-	cmd, err := theCluster.Command(s.ctx, "helm", append(args, "--namespace", kueueNamespace)...)
+// helm runs Helm in a namespace.
+func (s *story) helm(namespace string, args ...string) error {
+	cmd, err := theCluster.Command(s.ctx, "helm", append(args, "--namespace", namespace)...)
 	if err != nil {
 		return err
 	}

@@ -14,7 +14,6 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
@@ -90,12 +89,12 @@ func (s *story) unrestartedAgent() {
 	}
 	s.kubectl("delete", "pod", "-n", install.Namespace, "-l", agentLabel, "--field-selector=spec.nodeName="+gpuNode)
 	s.await(patient, "another agent to run", func() error {
-		list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{LabelSelector: agentLabel, FieldSelector: "spec.nodeName=" + gpuNode})
+		pods, err := s.agentPods(gpuNode)
 		if err != nil {
 			return err
 		}
-		if len(list.Items) != 1 || list.Items[0].Status.Phase != corev1.PodRunning {
-			return fmt.Errorf("%d pods", len(list.Items))
+		if len(pods) != 1 || pods[0].Status.Phase != corev1.PodRunning {
+			return fmt.Errorf("%d pods", len(pods))
 		}
 		return nil
 	})
@@ -115,11 +114,11 @@ func (s *story) restarted(before int32) {
 
 func (s *story) agentRestarts() (total int32) {
 	s.Helper()
-	list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{LabelSelector: agentLabel, FieldSelector: "spec.nodeName=" + gpuNode})
+	pods, err := s.agentPods(gpuNode)
 	if err != nil {
 		s.Fatal(err)
 	}
-	for _, pod := range list.Items {
+	for _, pod := range pods {
 		for _, status := range pod.Status.ContainerStatuses {
 			total += status.RestartCount
 		}

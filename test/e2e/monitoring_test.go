@@ -206,8 +206,8 @@ func TestMonitoring(t *testing.T) {
 	end()
 	s.stops("TandemGPUNotFreed")
 
-	lead := s.undo(func() error { return s.scaleController(1) })
-	if err := s.scaleController(0); err != nil {
+	lead := s.undo(func() error { return s.scaleController("1") })
+	if err := s.scaleController("0"); err != nil {
 		t.Fatal(err)
 	}
 	s.fires("TandemNoLeader")
@@ -253,8 +253,8 @@ spec:
         resources: {claims: [{name: gpu}]}
 `
 
-func (s *story) scaleController(replicas int) error {
-	_, err := theCluster.Kubectl(s.ctx, "scale", "deployment", "-n", install.Namespace, install.Release+"-controller", fmt.Sprintf("--replicas=%d", replicas))
+func (s *story) scaleController(replicas string) error {
+	_, err := theCluster.Kubectl(s.ctx, "scale", "deployment", "-n", install.Namespace, install.Release+"-controller", "--replicas="+replicas)
 	return err
 }
 

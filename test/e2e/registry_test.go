@@ -45,16 +45,12 @@ func TestRelease(t *testing.T) {
 	}
 	helm := func(args ...string) {
 		t.Helper()
-		cmd, err := theCluster.Command(s.ctx, "helm", args...)
-		if err != nil {
+		if err := s.helm(install.Namespace, args...); err != nil {
 			t.Fatal(err)
-		}
-		if out, err := cmd.CombinedOutput(); err != nil {
-			t.Fatalf("helm %s: %v\n%s", args[0], err, out)
 		}
 	}
 	s.importImage(filepath.Join(dir, "image"))
-	helm("install", install.Release, filepath.Join(dir, d.ChartFile), "--namespace", install.Namespace, "--create-namespace", "--wait", "--timeout=3m")
+	helm("install", install.Release, filepath.Join(dir, d.ChartFile), "--create-namespace", "--wait", "--timeout=3m")
 	s.runs(d)
 	if err := install.Uninstall(s.ctx, theCluster, install.Options{}); err != nil {
 		t.Fatal(err)
@@ -69,7 +65,7 @@ func TestRelease(t *testing.T) {
 	if _, err := release.Publish(s.ctx, dir, io.Discard); err != nil {
 		t.Fatal(err)
 	}
-	chart := []string{install.Release, "oci://" + d.Chart, "--version", d.Version, "--plain-http", "--namespace", install.Namespace}
+	chart := []string{install.Release, "oci://" + d.Chart, "--version", d.Version, "--plain-http"}
 	helm(append([]string{"install", "--wait", "--timeout=3m"}, chart...)...)
 	s.runs(d)
 	if pulled := r.pulled(d.ImageDigest); pulled < len(theCluster.Nodes()) {
@@ -97,7 +93,7 @@ func TestRelease(t *testing.T) {
 		t.Fatal(err)
 	}
 	same("upgrade")
-	helm("rollback", install.Release, "--namespace", install.Namespace, "--wait", "--timeout=3m")
+	helm("rollback", install.Release, "--wait", "--timeout=3m")
 	ready()
 	s.runs(d)
 	s.undisturbed(before)

@@ -24,14 +24,23 @@ const agentLabel = "app.kubernetes.io/component=kubelet-plugin"
 // agentPod is the agent's pod on a node.
 func (s *story) agentPod(nodeName string) corev1.Pod {
 	s.Helper()
-	list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{LabelSelector: agentLabel, FieldSelector: "spec.nodeName=" + nodeName})
+	pods, err := s.agentPods(nodeName)
 	if err != nil {
 		s.Fatal(err)
 	}
-	if len(list.Items) != 1 {
-		s.Fatalf("%d pods of the agent on %s", len(list.Items), nodeName)
+	if len(pods) != 1 {
+		s.Fatalf("%d pods of the agent on %s", len(pods), nodeName)
 	}
-	return list.Items[0]
+	return pods[0]
+}
+
+// agentPods are all pods of the agent on a node, also those that end.
+func (s *story) agentPods(nodeName string) ([]corev1.Pod, error) {
+	list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{LabelSelector: agentLabel, FieldSelector: "spec.nodeName=" + nodeName})
+	if err != nil {
+		return nil, err
+	}
+	return list.Items, nil
 }
 
 // as is a client with a token of the agent's account; bound is the pod that the token is bound to, or nil.
