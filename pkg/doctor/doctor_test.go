@@ -5,6 +5,7 @@ package doctor
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -162,7 +163,7 @@ var faults = map[string]struct {
 
 func TestExamine(t *testing.T) {
 	var all strings.Builder
-	for _, name := range sorted(keys()) {
+	for _, name := range slices.Sorted(maps.Keys(faults)) {
 		c := faults[name]
 		f := clean()
 		c.change(&f)
@@ -177,14 +178,6 @@ func TestExamine(t *testing.T) {
 		fmt.Fprintf(&all, "== %s\n%s", name, Text(f, found))
 	}
 	golden.Compare(t, filepath.Join("testdata", "findings.txt"), []byte(all.String()))
-}
-
-func keys() map[string]bool {
-	names := map[string]bool{}
-	for name := range faults {
-		names[name] = true
-	}
-	return names
 }
 
 var notInAnchor = regexp.MustCompile(`[^a-z0-9 -]`)
