@@ -173,7 +173,7 @@ type cluster struct {
 }
 
 func newCluster(of v1alpha1.GPUNode, pods ...*corev1.Pod) *cluster {
-	c := &cluster{node: of, at: map[int]func(*v1alpha1.GPUNode){}}
+	c := &cluster{node: of}
 	var objects []runtime.Object
 	for _, pod := range pods {
 		objects = append(objects, pod)
@@ -325,9 +325,7 @@ func TestRun(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				cluster := newCluster(node(c.holders...), c.pods...)
-				for look, change := range c.at {
-					cluster.at[look] = change
-				}
+				cluster.at = c.at
 				times := 0
 				cluster.client.PrependReactor("create", "pods/eviction", func(clienttesting.Action) (bool, runtime.Object, error) {
 					times++
