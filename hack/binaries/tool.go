@@ -4,9 +4,12 @@ package binaries
 
 import (
 	"context"
+	"fmt"
 	"io"
+	"os/exec"
 	"path"
 	"path/filepath"
+	"strings"
 
 	"github.com/tandem-gpu/tandem/hack/progress"
 )
@@ -67,4 +70,21 @@ func (t Tool) Ensure(ctx context.Context, out io.Writer) (string, error) {
 		return "", err
 	}
 	return filepath.Join(dir, c.name), nil
+}
+
+// Output ensures the tool, runs it in dir, which is the working directory if empty, and returns its standard output. The error has all
+// that it printed.
+func (t Tool) Output(ctx context.Context, dir string, args ...string) (string, error) {
+	program, err := t.Ensure(ctx, nil)
+	if err != nil {
+		return "", err
+	}
+	cmd := exec.CommandContext(ctx, program, args...)
+	cmd.Dir = dir
+	var output, failure strings.Builder
+	cmd.Stdout, cmd.Stderr = &output, &failure
+	if err := cmd.Run(); err != nil {
+		return "", fmt.Errorf("%s %s: %w: %s", path.Base(t.Package), args[0], err, strings.TrimSpace(failure.String()+output.String()))
+	}
+	return output.String(), nil
 }

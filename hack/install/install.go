@@ -10,7 +10,6 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"os/exec"
 	"path/filepath"
 	"strings"
 
@@ -157,22 +156,15 @@ func Render(ctx context.Context, values ...string) ([]byte, error) {
 	if err != nil {
 		return nil, fmt.Errorf("render the chart: %w", err)
 	}
-	program, err := binaries.Helm().Ensure(ctx, io.Discard)
-	if err != nil {
-		return nil, fmt.Errorf("render the chart: %w", err)
-	}
 	args := []string{"template", Release, filepath.Join(root, "deployments", "helm", "tandem"), "--namespace", Namespace}
 	for _, value := range values {
 		args = append(args, "--set="+value)
 	}
-	cmd := exec.CommandContext(ctx, program, args...)
-	var stderr bytes.Buffer
-	cmd.Stderr = &stderr
-	out, err := cmd.Output()
+	out, err := binaries.Helm().Output(ctx, "", args...)
 	if err != nil {
-		return nil, fmt.Errorf("render the chart: %w: %s", err, strings.TrimSpace(stderr.String()))
+		return nil, fmt.Errorf("render the chart: %w", err)
 	}
-	return out, nil
+	return []byte(out), nil
 }
 
 // hasImage reports whether a node has the image of that digest under its name.

@@ -6,7 +6,6 @@ import (
 	"context"
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"time"
@@ -40,10 +39,10 @@ func (b build) makeChart(ctx context.Context, d Description) error {
 	if err := setTimes(staged, b.source.time()); err != nil {
 		return err
 	}
-	if _, err := helm(ctx, b.work, "package", staged, "--destination", b.result); err != nil {
+	if _, err := binaries.Helm().Output(ctx, b.work, "package", staged, "--destination", b.result); err != nil {
 		return err
 	}
-	rendered, err := helm(ctx, b.work, "template", "tandem", filepath.Join(b.result, d.ChartFile), "--namespace", namespace, "--no-hooks")
+	rendered, err := binaries.Helm().Output(ctx, b.work, "template", "tandem", filepath.Join(b.result, d.ChartFile), "--namespace", namespace, "--no-hooks")
 	if err != nil {
 		return err
 	}
@@ -103,20 +102,4 @@ func setTimes(dir string, to time.Time) error {
 		}
 	}
 	return nil
-}
-
-// helm runs Helm and returns what it prints.
-func helm(ctx context.Context, dir string, args ...string) (string, error) {
-	program, err := binaries.Helm().Ensure(ctx, nil)
-	if err != nil {
-		return "", err
-	}
-	cmd := exec.CommandContext(ctx, program, args...)
-	cmd.Dir = dir
-	var output, failure strings.Builder
-	cmd.Stdout, cmd.Stderr = &output, &failure
-	if err := cmd.Run(); err != nil {
-		return "", fmt.Errorf("helm %s: %w: %s", args[0], err, strings.TrimSpace(failure.String()+output.String()))
-	}
-	return output.String(), nil
 }

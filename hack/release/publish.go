@@ -17,6 +17,8 @@ import (
 	"github.com/google/go-containerregistry/pkg/name"
 	"github.com/google/go-containerregistry/pkg/v1/remote"
 	"github.com/google/go-containerregistry/pkg/v1/remote/transport"
+
+	"github.com/tandem-gpu/tandem/hack/binaries"
 )
 
 // Published are the names of what Publish has pushed, with digests: what is signed.
@@ -70,7 +72,7 @@ func publish(ctx context.Context, dir string, d Description, progress io.Writer)
 	if loopback(chart.RegistryStr()) {
 		args = append(args, "--plain-http")
 	}
-	if _, err := helm(ctx, "", args...); err != nil {
+	if _, err := binaries.Helm().Output(ctx, "", args...); err != nil {
 		return Published{}, fmt.Errorf("push %s: %w", chart, err)
 	}
 	digest, err := pushedChart(chart, file, options)

@@ -27,6 +27,7 @@ import (
 	"github.com/spdx/tools-golang/spdx"
 	"github.com/spdx/tools-golang/spdxlib"
 
+	"github.com/tandem-gpu/tandem/hack/binaries"
 	"github.com/tandem-gpu/tandem/hack/gotool"
 )
 
@@ -314,13 +315,13 @@ func checkPublished(t *testing.T, o Options, d Description) {
 	}
 
 	pulled := t.TempDir()
-	if _, err := helm(t.Context(), pulled, "pull", "oci://"+d.Chart, "--version", d.Version, "--plain-http"); err != nil {
+	if _, err := binaries.Helm().Output(t.Context(), pulled, "pull", "oci://"+d.Chart, "--version", d.Version, "--plain-http"); err != nil {
 		t.Fatal(err)
 	}
 	if mustRead(t, filepath.Join(pulled, d.ChartFile)) != mustRead(t, filepath.Join(o.Out, d.ChartFile)) {
 		t.Error("the chart in the registry is another one")
 	}
-	rendered, err := helm(t.Context(), pulled, "template", "tandem", "oci://"+d.Chart, "--version", d.Version, "--plain-http",
+	rendered, err := binaries.Helm().Output(t.Context(), pulled, "template", "tandem", "oci://"+d.Chart, "--version", d.Version, "--plain-http",
 		"--namespace", namespace, "--no-hooks")
 	if err != nil {
 		t.Fatal(err)
