@@ -13,7 +13,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -27,6 +26,7 @@ import (
 	"github.com/tandem-gpu/tandem/hack/gotool"
 	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/pkg/webhook"
+	"github.com/tandem-gpu/tandem/test/figure"
 )
 
 // controller is a running process of the real program, with the chart's arguments and environment and the controller's own token.
@@ -110,21 +110,11 @@ func kubeconfigOf(t *testing.T, account string) string {
 // peak returns the most memory that the process had resident, in bytes.
 func (c *controller) peak(t *testing.T) int64 {
 	t.Helper()
-	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", c.cmd.Process.Pid))
+	m, err := figure.ReadMemory(c.cmd.Process.Pid)
 	if err != nil {
-		t.Fatal(err)
+		t.Fatalf("the controller has ended: %v\n%s", err, c.log)
 	}
-	for line := range strings.Lines(string(text)) {
-		if fields := strings.Fields(line); len(fields) == 3 && fields[0] == "VmHWM:" {
-			kib, err := strconv.ParseInt(fields[1], 10, 64)
-			if err != nil {
-				t.Fatal(err)
-			}
-			return kib << 10
-		}
-	}
-	t.Fatalf("no VmHWM: the controller has ended\n%s", c.log)
-	return 0
+	return int64(m.Peak * (1 << 20))
 }
 
 // renewed returns when the controller last renewed its Lease, if it leads.
