@@ -47,6 +47,9 @@ const (
 	Maintenance Reason = "Maintenance"
 )
 
+// ByHolder reports whether only holders make the device unavailable: it is neither unhealthy nor under maintenance.
+func (r Reason) ByHolder() bool { return r != Unhealthy && r != Maintenance }
+
 // precedence orders reasons where a device has several of them, as the counts in GPUNode report it.
 var precedence = []Reason{HeldByClaim, Draining, Allocated, HeldByPod}
 

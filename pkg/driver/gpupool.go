@@ -58,7 +58,7 @@ func newGPUPool(g device.GPU, geometry mig.Geometry, a allocated, withdrawn []wi
 		if w.Device.GPU != g.UUID {
 			continue
 		}
-		if !w.byHolder() && kept.Taints {
+		if !w.Reason.ByHolder() && kept.Taints {
 			p.tainted = append(p.tainted, w)
 		}
 		// The scheduler counts a draining device that it allocated again.

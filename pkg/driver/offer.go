@@ -375,11 +375,6 @@ var taintKeys = map[availability.Reason]string{
 	availability.HeldByClaim: TaintHeldByClaim, availability.Draining: TaintDraining, availability.Maintenance: TaintMaintenance,
 }
 
-// byHolder reports whether a holder makes the device unavailable.
-func (w withdrawal) byHolder() bool {
-	return w.Reason != availability.Unhealthy && w.Reason != availability.Maintenance
-}
-
 // taints returns the taints of a withdrawn device.
 func (w withdrawal) taints() []resourceapi.DeviceTaint {
 	effect := resourceapi.DeviceTaintEffectNoSchedule
@@ -482,12 +477,12 @@ type debounce struct {
 func (d *debounce) update(now time.Time, current []withdrawal) (all []withdrawal, next time.Time) {
 	present, counted := map[holding]bool{}, map[holding]bool{}
 	for w := range d.available {
-		counted[w.holding()] = counted[w.holding()] || w.byHolder()
+		counted[w.holding()] = counted[w.holding()] || w.Reason.ByHolder()
 	}
 	d.withdrawals = 0
 	for _, w := range current {
 		present[w.holding()] = true
-		if w.byHolder() && !counted[w.holding()] {
+		if w.Reason.ByHolder() && !counted[w.holding()] {
 			counted[w.holding()] = true
 			d.withdrawals++
 		}

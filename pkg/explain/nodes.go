@@ -14,7 +14,6 @@ import (
 	"k8s.io/component-helpers/scheduling/corev1/nodeaffinity"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
-	"github.com/tandem-gpu/tandem/pkg/availability"
 )
 
 // Fit is whether a pod fits a node.
@@ -179,15 +178,10 @@ func (n *NodeAnswer) fit(s *stock, needs []need) {
 	}
 }
 
-// held reports whether only its holders keep the device from the pod.
-func (b blocked) held() bool {
-	return b.reason != availability.Unhealthy && b.reason != availability.Maintenance
-}
-
 // held reports whether a device that the pod could have has a holder.
 func (n NodeAnswer) held() bool {
 	return slices.ContainsFunc(n.short, func(s shortage) bool {
-		return slices.ContainsFunc(s.blocked, blocked.held)
+		return slices.ContainsFunc(s.blocked, func(b blocked) bool { return b.reason.ByHolder() })
 	})
 }
 
