@@ -43,7 +43,7 @@ const (
 	// Allocated means that the scheduler allocated the device to a claim that does not hold it yet.
 	Allocated Reason = "Allocated"
 	// Maintenance means that an administrator has taken the device out of service. It keeps new holders away and takes nothing from those
-	// that have the device or were allocated it, so it is not a Use, and Check never returns it.
+	// that have the device or were allocated it, so it is not a Use, and Check never returns it; Node.Reason does.
 	Maintenance Reason = "Maintenance"
 )
 

@@ -108,17 +108,27 @@ func (n Node) Check(healthy bool, request Use[Name]) Reason {
 	return Check(healthy, request, slices.Values(n.heldOn[request.Device.GPU]))
 }
 
+// Reason returns why no new holder gets the whole of a device of the status. It is that of Check, with Maintenance after Unhealthy. The
+// counts and the states that users see come from it.
+func (n Node) Reason(d v1alpha1.DeviceStatus) Reason {
+	reason := n.Check(d.UnhealthyReason == "", Use[Name]{Device: StatusName(d)})
+	if reason != Unhealthy && d.Maintenance != nil {
+		return Maintenance
+	}
+	return reason
+}
+
 // Count adds a device to the counts: once, as unhealthy, under maintenance, held by claims, held by pods or free, the first that applies.
 func (n Node) Count(counts *v1alpha1.DeviceCounts, d v1alpha1.DeviceStatus) {
 	counts.Total++
-	switch reason := n.Check(d.UnhealthyReason == "", Use[Name]{Device: StatusName(d)}); {
-	case reason == Unhealthy:
+	switch n.Reason(d) {
+	case Unhealthy:
 		counts.Unhealthy++
-	case d.Maintenance != nil:
+	case Maintenance:
 		counts.Maintenance++
-	case reason == HeldByClaim || reason == Draining:
+	case HeldByClaim, Draining:
 		counts.Claims++
-	case reason == HeldByPod:
+	case HeldByPod:
 		counts.Pods++
 	default:
 		counts.Free++

@@ -244,16 +244,16 @@ func stateOf(d v1alpha1.DeviceStatus, known availability.Node) State {
 	if d.Excluded {
 		return Excluded
 	}
-	switch reason := known.Check(d.UnhealthyReason == "", availability.Use[availability.Name]{Device: name}); {
-	case reason == availability.Unhealthy:
+	switch known.Reason(d) {
+	case availability.Unhealthy:
 		return Unhealthy
-	case d.Maintenance != nil:
+	case availability.Maintenance:
 		return Maintenance
-	case reason == availability.Draining:
+	case availability.Draining:
 		return Draining
-	case reason == availability.HeldByClaim:
+	case availability.HeldByClaim:
 		return Claim
-	case reason == availability.HeldByPod:
+	case availability.HeldByPod:
 		for _, of := range known.Devices {
 			holds := func(h v1alpha1.DeviceHolder) bool { return h.State != v1alpha1.HoldDraining }
 			if availability.StatusName(of).Overlaps(name) && slices.ContainsFunc(of.Holders, holds) {
