@@ -117,7 +117,7 @@ func explainShare(nodes []v1alpha1.GPUNode, asked Request) string {
 		most := counted{name: node.Name}
 		reported := availability.NewNode(node.Status, nil)
 		for _, d := range node.Status.Devices {
-			if d.Excluded || d.UnhealthyReason != "" || d.Maintenance != nil {
+			if _, out := whyOut(d.Name, d); out {
 				continue
 			}
 			if d.Sharing == nil || d.Sharing.Claims == "" {
@@ -184,8 +184,9 @@ func (r Request) divided(status v1alpha1.GPUNodeStatus) (n int64) {
 	}
 	node := availability.NewNode(status, nil)
 	for _, d := range status.Devices {
-		shared := d.Sharing != nil && d.Sharing.Claims != "" && len(d.Holders) > 0 && !d.Excluded && d.UnhealthyReason == "" && d.Maintenance == nil
-		if shared && r.fits(d, node.Left(d, node.Held)) {
+		_, out := whyOut(d.Name, d)
+		shared := d.Sharing != nil && d.Sharing.Claims != "" && len(d.Holders) > 0
+		if shared && !out && r.fits(d, node.Left(d, node.Held)) {
 			n++
 		}
 	}

@@ -318,15 +318,11 @@ func (s *stock) free(c candidate, n need) (blocked, bool) {
 		}
 		return blocked{}, !taken && s.countersSuffice(c) && (!known || !status.Excluded)
 	}
-	switch {
-	case n.admin:
+	if n.admin {
 		return blocked{}, true
-	case known && status.Excluded:
-		return blocked{c.published.Name, availability.Unhealthy, "the configuration excludes it"}, false
-	case known && status.UnhealthyReason != "":
-		return blocked{c.published.Name, availability.Unhealthy, status.UnhealthyReason}, false
-	case known && status.Maintenance != nil:
-		return blocked{c.published.Name, availability.Maintenance, status.Maintenance.Reason}, false
+	}
+	if why, out := whyOut(c.published.Name, status); known && out {
+		return why, false
 	}
 	if known && status.Sharing != nil && status.Sharing.Claims != "" && status.Name == c.published.Name {
 		left := s.node.Left(status, s.uses)
@@ -348,6 +344,19 @@ func (s *stock) free(c candidate, n need) (blocked, bool) {
 		}
 	}
 	return blocked{}, true
+}
+
+// whyOut returns why no pod gets a device, other than its holders. The device is named as given.
+func whyOut(name string, d v1alpha1.DeviceStatus) (why blocked, out bool) {
+	switch {
+	case d.Excluded:
+		return blocked{name, availability.Unhealthy, "the configuration excludes it"}, true
+	case d.UnhealthyReason != "":
+		return blocked{name, availability.Unhealthy, d.UnhealthyReason}, true
+	case d.Maintenance != nil:
+		return blocked{name, availability.Maintenance, d.Maintenance.Reason}, true
+	}
+	return blocked{}, false
 }
 
 func describeLeft(d v1alpha1.DeviceStatus, left device.Share) string {

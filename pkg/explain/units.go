@@ -49,11 +49,8 @@ func (s *stock) unitsOf(d v1alpha1.DeviceStatus) (free int64, why blocked) {
 		}
 		return 1, blocked{}
 	}
-	if d.UnhealthyReason != "" {
-		return 0, blocked{d.Name, availability.Unhealthy, d.UnhealthyReason}
-	}
-	if d.Maintenance != nil {
-		return 0, blocked{d.Name, availability.Maintenance, d.Maintenance.Reason}
+	if why, out := whyOut(d.Name, d); out {
+		return 0, why
 	}
 	if replicas {
 		held := int64(0)
