@@ -35,6 +35,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/golden"
+	"github.com/tandem-gpu/tandem/pkg/explain"
 	"github.com/tandem-gpu/tandem/pkg/overview"
 )
 
@@ -214,6 +215,9 @@ func TestPagesExist(t *testing.T) {
 // Read finds a clean installation clean, and says what it may not read.
 func TestRead(t *testing.T) {
 	f := clean()
+	for _, label := range explain.GPULabels {
+		metav1.SetMetaDataLabel(&f.Nodes[0].ObjectMeta, label, "true") // read once
+	}
 	var objects []runtime.Object
 	for i := range f.DaemonSets {
 		objects = append(objects, &f.DaemonSets[i], &f.Deployments[i])
@@ -251,7 +255,7 @@ func TestRead(t *testing.T) {
 	if err != nil || len(got.NotRead) > 0 {
 		t.Fatal(err, got.NotRead)
 	}
-	if len(got.Agents) != 2 || len(got.Leases) != 1 || got.Endpoints["tandem-system/tandem-webhook"] != 1 || *got.Definition != *f.Definition || !got.Withheld["node-1"] {
+	if len(got.Agents) != 2 || len(got.Nodes) != 2 || len(got.Leases) != 1 || got.Endpoints["tandem-system/tandem-webhook"] != 1 || *got.Definition != *f.Definition || !got.Withheld["node-1"] {
 		t.Errorf("read %+v", got)
 	}
 	found := Examine(got)

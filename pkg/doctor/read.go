@@ -9,6 +9,7 @@ import (
 
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -128,25 +129,19 @@ func (f *Facts) readNodes(ctx context.Context, c overview.Cluster, read func(Kin
 		_, err := c.EachGPUNode(ctx, func(n v1alpha1.GPUNode) { f.GPUNodes = append(f.GPUNodes, n) })
 		read(KindGPUNodes, err)
 	}
-	for _, label := range explain.GPULabels {
-		list, err := c.Client.CoreV1().Nodes().List(ctx, metav1.ListOptions{LabelSelector: label + "=true"})
-		if read(KindNodes, err) {
-			f.Nodes = append(f.Nodes, list.Items...)
-		}
-	}
-	slices, err := c.Client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{FieldSelector: "spec.driver=" + c.DriverName})
-	if !f.ServesClaims || !read(KindSlices, err) {
+	read(KindNodes, c.EachNodeWithGPUs(ctx, func(n *corev1.Node) { f.Nodes = append(f.Nodes, *n) }))
+	if !f.ServesClaims {
 		return
 	}
-	for _, slice := range slices.Items {
+	read(KindSlices, c.EachSlice(ctx, func(slice resourceapi.ResourceSlice) {
 		for _, d := range slice.Spec.Devices {
 			for _, taint := range d.Taints {
-				if taint.Key == withheldTaint && taint.Value == withheld && slice.Spec.NodeName != nil && slice.Spec.Driver == c.DriverName {
+				if taint.Key == withheldTaint && taint.Value == withheld && slice.Spec.NodeName != nil {
 					f.Withheld[*slice.Spec.NodeName] = true
 				}
 			}
 		}
-	}
+	}))
 }
 
 // hasMaintenance reports whether a version of the definition has spec.maintenance.

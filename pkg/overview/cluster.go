@@ -163,17 +163,13 @@ func (c Cluster) Nodes(ctx context.Context, names ...string) (nodes []Node, note
 	}); err != nil {
 		return nil, nil, err
 	}
-	// Only nodes with GPUs are of interest: a large cluster has many others.
-	for _, label := range explain.GPULabels {
-		err := c.eachNode(ctx, label+"=true", func(n *corev1.Node) {
-			if !has[n.Name] {
-				has[n.Name] = true
-				nodes = append(nodes, WithoutAgent(n))
-			}
-		})
-		if err != nil {
-			return nodes, []string{fmt.Sprintf("nodes without a GPUNode are not shown: %v", err)}, nil
+	err = c.EachNodeWithGPUs(ctx, func(n *corev1.Node) {
+		if !has[n.Name] {
+			nodes = append(nodes, WithoutAgent(n))
 		}
+	})
+	if err != nil {
+		return nodes, []string{fmt.Sprintf("nodes without a GPUNode are not shown: %v", err)}, nil
 	}
 	return nodes, nil, nil
 }
@@ -195,6 +191,23 @@ func (c Cluster) nodeWithoutAgent(ctx context.Context, name string, missing erro
 	return WithoutAgent(node), nil
 }
 
+// EachNodeWithGPUs calls visit once for each node that has GPUs by its labels. A large cluster has many other nodes.
+func (c Cluster) EachNodeWithGPUs(ctx context.Context, visit func(*corev1.Node)) error {
+	seen := map[string]bool{}
+	for _, label := range explain.GPULabels {
+		err := c.eachNode(ctx, label+"=true", func(n *corev1.Node) {
+			if !seen[n.Name] {
+				seen[n.Name] = true
+				visit(n)
+			}
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
 func (c Cluster) eachNode(ctx context.Context, selector string, visit func(*corev1.Node)) error {
 	page := func(ctx context.Context, options metav1.ListOptions) (runtime.Object, error) {
 		return c.Client.CoreV1().Nodes().List(ctx, options)
@@ -203,6 +216,11 @@ func (c Cluster) eachNode(ctx context.Context, selector string, visit func(*core
 		return fmt.Errorf("list nodes: %w", err)
 	}
 	return nil
+}
+
+// EachSlice calls visit for all of the driver's ResourceSlices, one page after the other.
+func (c Cluster) EachSlice(ctx context.Context, visit func(resourceapi.ResourceSlice)) error {
+	return c.eachSlice(ctx, fields.OneTermEqualSelector(resourceapi.ResourceSliceSelectorDriver, c.DriverName), visit)
 }
 
 func (c Cluster) eachSlice(ctx context.Context, selector fields.Selector, visit func(resourceapi.ResourceSlice)) error {

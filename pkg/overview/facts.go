@@ -64,8 +64,7 @@ func (c Cluster) Why(ctx context.Context, namespace, name string) (explain.Answe
 		_, err = c.EachGPUNode(ctx, func(n v1alpha1.GPUNode) { f.GPUNodes = append(f.GPUNodes, n) })
 		unread(explain.KindGPUNodes, err)
 		unread(explain.KindNodes, c.eachNode(ctx, "", func(n *corev1.Node) { f.Nodes = append(f.Nodes, *n) }))
-		unread(explain.KindSlices, c.eachSlice(ctx, fields.OneTermEqualSelector(resourceapi.ResourceSliceSelectorDriver, c.DriverName),
-			func(s resourceapi.ResourceSlice) { f.Slices = append(f.Slices, s) }))
+		unread(explain.KindSlices, c.EachSlice(ctx, func(s resourceapi.ResourceSlice) { f.Slices = append(f.Slices, s) }))
 	}
 	return c.answer(ctx, f), nil
 }
