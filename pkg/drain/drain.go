@@ -15,6 +15,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	policyv1 "k8s.io/api/policy/v1"
+	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -75,13 +76,9 @@ func (d *Drainer) Run(ctx context.Context, node, gpu string, o Options) error {
 	if err != nil {
 		return err
 	}
-	for _, g := range gpus {
-		if err := d.Say(fmt.Sprintf("%s of %s is taken out of service: its agent withdraws it from claims and limits", g.Name, node)); err != nil {
-			return err
-		}
-	}
-	if !o.Wait {
-		return nil
+	err = d.sayAll(node, gpus, "is taken out of service: its agent withdraws it from claims and limits")
+	if err != nil || !o.Wait {
+		return err
 	}
 	return d.await(ctx, node, gpus, o)
 }
@@ -118,7 +115,7 @@ func (d *Drainer) change(ctx context.Context, name string, next func(v1alpha1.GP
 			return err
 		}
 		entries, err := next(node)
-		if err != nil || equal(entries, node.Spec.Maintenance) {
+		if err != nil || apiequality.Semantic.DeepEqual(entries, node.Spec.Maintenance) {
 			return err
 		}
 		patch, err := json.Marshal(map[string]any{
@@ -147,27 +144,19 @@ func (d *Drainer) await(ctx context.Context, node string, gpus []GPU, o Options)
 	said := map[string]string{}
 	var freeSince time.Time
 	for {
-		now, err := d.Cluster.GPUNode(waiting, node)
-		if err != nil && waiting.Err() == nil {
+		left, err := d.look(waiting, node, gpus, o, said)
+		switch {
+		case err != nil && waiting.Err() == nil:
 			return err
+		case err != nil || left > 0:
+			freeSince = time.Time{}
+		case freeSince.IsZero():
+			freeSince = d.Now()
 		}
-		if err == nil {
-			left, err := d.look(waiting, now, node, gpus, o, said)
-			switch {
-			case err != nil && waiting.Err() == nil:
-				return err
-			case err != nil || left > 0:
-				freeSince = time.Time{}
-			case freeSince.IsZero():
-				freeSince = d.Now()
-			}
-			if err == nil && left == 0 && d.Now().Sub(freeSince) >= d.Settle {
-				return d.sayFree(node, gpus)
-			}
+		if err == nil && left == 0 && d.Now().Sub(freeSince) >= d.Settle {
+			return d.sayAll(node, gpus, "is free")
 		}
 		select {
-		case <-ctx.Done():
-			return ctx.Err()
 		case <-waiting.Done():
 			if ctx.Err() != nil {
 				return ctx.Err()
@@ -178,9 +167,10 @@ func (d *Drainer) await(ctx context.Context, node string, gpus []GPU, o Options)
 	}
 }
 
-func (d *Drainer) sayFree(node string, gpus []GPU) error {
+// sayAll says the same of each GPU.
+func (d *Drainer) sayAll(node string, gpus []GPU, what string) error {
 	for _, g := range gpus {
-		if err := d.Say(fmt.Sprintf("%s of %s is free", g.Name, node)); err != nil {
+		if err := d.Say(fmt.Sprintf("%s of %s %s", g.Name, node, what)); err != nil {
 			return err
 		}
 	}
@@ -201,7 +191,11 @@ func timedOut(node string, gpus []GPU, said map[string]string, after time.Durati
 }
 
 // look returns how many GPUs are not free, and evicts their holders if the user wants that.
-func (d *Drainer) look(ctx context.Context, now v1alpha1.GPUNode, node string, gpus []GPU, o Options, said map[string]string) (left int, err error) {
+func (d *Drainer) look(ctx context.Context, node string, gpus []GPU, o Options, said map[string]string) (left int, err error) {
+	now, err := d.Cluster.GPUNode(ctx, node)
+	if err != nil {
+		return 0, err
+	}
 	var pods []v1alpha1.PodReference
 	for _, g := range gpus {
 		waits := Waits(now, g)

@@ -8,7 +8,6 @@ import (
 	"strconv"
 	"strings"
 
-	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
@@ -101,10 +100,6 @@ func Without(node v1alpha1.GPUNode, name string) (entries []v1alpha1.GPUMaintena
 		ended = append(ended, of)
 	}
 	return entries, ended, nil
-}
-
-func equal(a, b []v1alpha1.GPUMaintenance) bool {
-	return len(a) == len(b) && (len(a) == 0 || apiequality.Semantic.DeepEqual(a, b))
 }
 
 // Waiting is what a GPU waits for until it is free.
