@@ -6,6 +6,7 @@ package doctor
 import (
 	"cmp"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"time"
@@ -249,7 +250,7 @@ func (e *examination) nodes() {
 				"it has GPUs and no agent")
 		}
 	}
-	for _, node := range sorted(e.Withheld) {
+	for _, node := range slices.Sorted(maps.Keys(e.Withheld)) {
 		why := "its agent gives no device to new pods and claims"
 		if event, found := e.lastEvent(node, time.Time{}); found {
 			why += ": " + event.Message
@@ -387,14 +388,6 @@ func waitsFor(pod *corev1.Pod) string {
 
 func name(kind, namespace, name string) string { return kind + " " + namespace + "/" + name }
 
-func sorted(set map[string]bool) (names []string) {
-	for name := range set {
-		names = append(names, name)
-	}
-	slices.Sort(names)
-	return names
-}
-
 // Text returns the findings for users, with a last line that counts them.
 func Text(f Facts, found []Finding) string {
 	var b strings.Builder
@@ -416,14 +409,7 @@ func Text(f Facts, found []Finding) string {
 	case len(found) == 0:
 		fmt.Fprintf(&b, "no problem found: %s\n", of)
 	default:
-		fmt.Fprintf(&b, "%s, %s: %s\n", number(counts[Error], "error"), number(counts[Warning], "warning"), of)
+		fmt.Fprintf(&b, "%s, %s: %s\n", explain.Number(counts[Error], "error"), explain.Number(counts[Warning], "warning"), of)
 	}
 	return b.String()
-}
-
-func number(n int, what string) string {
-	if n == 1 {
-		return "1 " + what
-	}
-	return fmt.Sprintf("%d %ss", n, what)
 }

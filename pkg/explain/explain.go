@@ -193,11 +193,14 @@ func (r Request) divided(status v1alpha1.GPUNodeStatus) (n int64) {
 	return n
 }
 
-func equalShares(n int64) string {
+func equalShares(n int64) string { return Number(int(n), "share") }
+
+// Number returns a number of things for users, such as "1 node" or "2 nodes". pkg/overview and pkg/doctor call it as well.
+func Number(n int, what string) string {
 	if n == 1 {
-		return "1 share"
+		return "1 " + what
 	}
-	return fmt.Sprintf("%d shares", n)
+	return fmt.Sprintf("%d %ss", n, what)
 }
 
 // Mebibytes returns an amount of memory for users. Tables of pkg/overview call it as well.

@@ -31,10 +31,10 @@ func (s Style) Draw(p Picture) string {
 		title += "   " + p.Node.Mode
 	}
 	if o.GPUs.Total > 0 {
-		title += "   " + number(o.GPUs.Total, "GPU") + ": " + o.GPUs.String()
+		title += "   " + explain.Number(o.GPUs.Total, "GPU") + ": " + o.GPUs.String()
 	}
 	if o.Partitions.Total > 0 {
-		title += "   " + number(o.Partitions.Total, "partition") + ": " + o.Partitions.String()
+		title += "   " + explain.Number(o.Partitions.Total, "partition") + ": " + o.Partitions.String()
 	}
 	fmt.Fprintln(&b, s.plain(title))
 	if p.Node.Problem != "" {

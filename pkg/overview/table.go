@@ -181,12 +181,12 @@ func withoutEmptyColumns(rows [][]cell) [][]cell {
 
 // Summary counts the devices, in one line.
 func (o Overview) Summary() string {
-	text := fmt.Sprintf("%s on %s", number(o.GPUs.Total, "GPU"), number(len(o.Nodes), "node"))
+	text := fmt.Sprintf("%s on %s", explain.Number(o.GPUs.Total, "GPU"), explain.Number(len(o.Nodes), "node"))
 	if o.GPUs.Total > 0 {
 		text += ": " + o.GPUs.String()
 	}
 	if o.Partitions.Total > 0 {
-		text += fmt.Sprintf("; %s: %s", number(o.Partitions.Total, "partition"), o.Partitions)
+		text += fmt.Sprintf("; %s: %s", explain.Number(o.Partitions.Total, "partition"), o.Partitions)
 	}
 	problems, conflicts := 0, 0
 	for _, n := range o.Nodes {
@@ -194,17 +194,10 @@ func (o Overview) Summary() string {
 		conflicts += len(n.Conflicts)
 	}
 	if problems > 0 {
-		text += fmt.Sprintf("; %s without a serving agent", number(problems, "node"))
+		text += fmt.Sprintf("; %s without a serving agent", explain.Number(problems, "node"))
 	}
 	if conflicts > 0 {
-		text += fmt.Sprintf("; %s in conflict", number(conflicts, "claim"))
+		text += fmt.Sprintf("; %s in conflict", explain.Number(conflicts, "claim"))
 	}
 	return text
-}
-
-func number(n int, what string) string {
-	if n == 1 {
-		return "1 " + what
-	}
-	return fmt.Sprintf("%d %ss", n, what)
 }
