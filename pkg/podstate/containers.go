@@ -16,6 +16,11 @@ import (
 // PodContainer is a container of a pod. Container is empty if the pod uses a device and no container of it is known to.
 type PodContainer struct{ Namespace, Pod, Container string }
 
+// Compare orders containers by namespace, pod and name.
+func (c PodContainer) Compare(other PodContainer) int {
+	return cmp.Or(strings.Compare(c.Namespace, other.Namespace), strings.Compare(c.Pod, other.Pod), strings.Compare(c.Container, other.Container))
+}
+
 // Containers returns the containers that use a hold, sorted, without pods that are deleted or terminal. They are those for which kubelet's
 // pod resources endpoint lists the device: containers and sidecars, but no other init container, and all that name the claim, whichever
 // request of it they name (k8s.io/kubernetes pkg/kubelet/apis/podresources, pkg/kubelet/cm/dra). It does not call kubelet: List makes
@@ -50,9 +55,7 @@ func (p *Pods) Containers(h ledger.Hold, devices DeviceCheckpoint, claims []Kube
 			users = append(users, PodContainer{Namespace: pod.Namespace, Pod: pod.Name, Container: name})
 		}
 	}
-	slices.SortFunc(users, func(a, b PodContainer) int {
-		return cmp.Or(strings.Compare(a.Namespace, b.Namespace), strings.Compare(a.Pod, b.Pod), strings.Compare(a.Container, b.Container))
-	})
+	slices.SortFunc(users, PodContainer.Compare)
 	return slices.Compact(users)
 }
 

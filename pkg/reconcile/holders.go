@@ -42,8 +42,7 @@ type holderSeries struct {
 }
 
 func (s holderSeries) compare(other holderSeries) int {
-	return cmp.Or(cmp.Compare(s.rank, other.rank), cmp.Compare(s.Namespace, other.Namespace), cmp.Compare(s.Pod, other.Pod),
-		cmp.Compare(s.Container, other.Container), cmp.Compare(s.api, other.api))
+	return cmp.Or(cmp.Compare(s.rank, other.rank), s.PodContainer.Compare(other.PodContainer), cmp.Compare(s.api, other.api))
 }
 
 func (c holders) Collect(metrics chan<- prometheus.Metric) {
@@ -59,11 +58,9 @@ func (c holders) Collect(metrics chan<- prometheus.Metric) {
 		}
 		// Each holder has its first container before any has its second.
 		slices.SortFunc(all, holderSeries.compare)
-		for i, s := range all {
-			if i >= maxHolderSeries {
-				omitted += len(all) - i
-				break
-			}
+		named := min(len(all), maxHolderSeries)
+		omitted += len(all) - named
+		for _, s := range all[:named] {
 			metrics <- prometheus.MustNewConstMetric(holderDescription, prometheus.GaugeValue, 1,
 				uuid, name, s.Pod, s.Namespace, s.Container, s.api)
 		}
