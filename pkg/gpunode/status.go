@@ -105,12 +105,11 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 
 // maintenance returns the entry of a GPU; nil if it is in service.
 func (f Facts) maintenance(uuid string) *v1alpha1.DeviceMaintenance {
-	for _, entry := range f.Maintenance {
-		if entry.UUID == uuid {
-			return &v1alpha1.DeviceMaintenance{Reason: entry.Reason, Since: entry.Since}
-		}
+	entry, found := v1alpha1.GPUNodeSpec{Maintenance: f.Maintenance}.MaintenanceOf(uuid)
+	if !found {
+		return nil
 	}
-	return nil
+	return &v1alpha1.DeviceMaintenance{Reason: entry.Reason, Since: entry.Since}
 }
 
 // heldUnknown returns the GPUs that have holders and are not in the inventory, as without a driver.
