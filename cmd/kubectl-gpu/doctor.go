@@ -3,7 +3,6 @@
 package main
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
@@ -60,12 +59,8 @@ func (p *plugin) doctor() *cobra.Command {
 
 func (p *plugin) printFindings(output string, facts doctor.Facts, found []doctor.Finding) error {
 	if output == "json" {
-		all := diagnosis{"v1alpha1", append([]doctor.Finding{}, found...), append([]doctor.NotRead{}, facts.NotRead...)}
-		text, err := json.MarshalIndent(all, "", "  ")
-		if err != nil {
-			return fmt.Errorf("encode findings: %w", err)
-		}
-		return p.print(string(text) + "\n")
+		return p.printJSON("findings",
+			diagnosis{"v1alpha1", append([]doctor.Finding{}, found...), append([]doctor.NotRead{}, facts.NotRead...)})
 	}
 	for _, n := range facts.NotRead {
 		p.notes([]string{fmt.Sprintf("%s are not checked: %s", n.Kind, n.Error)})

@@ -4,7 +4,6 @@ package main
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
@@ -77,11 +76,7 @@ func (p *plugin) list(ctx context.Context, cluster overview.Cluster, namespace, 
 	p.notes(notes)
 	switch output {
 	case "json":
-		text, err := json.MarshalIndent(found, "", "  ")
-		if err != nil {
-			return fmt.Errorf("encode devices: %w", err)
-		}
-		return p.print(string(text) + "\n")
+		return p.printJSON("devices", found)
 	case "yaml":
 		text, err := yaml.Marshal(found)
 		if err != nil {

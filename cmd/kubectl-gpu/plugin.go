@@ -4,6 +4,7 @@ package main
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"io"
 	"os"
@@ -126,6 +127,14 @@ func (p *plugin) print(text string) error {
 		return fmt.Errorf("print: %w", err)
 	}
 	return nil
+}
+
+func (p *plugin) printJSON(what string, value any) error {
+	text, err := json.MarshalIndent(value, "", "  ")
+	if err != nil {
+		return fmt.Errorf("encode %s: %w", what, err)
+	}
+	return p.print(string(text) + "\n")
 }
 
 // completeNodes completes names of nodes with an agent.
