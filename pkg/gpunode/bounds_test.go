@@ -72,7 +72,8 @@ func TestEverythingIsBounded(t *testing.T) {
 		}
 	}
 	for path, want := range map[string]int{
-		"spec.claims": v1alpha1.MaxClaims, "spec.daemons": v1alpha1.MaxDaemons, "status.devices": v1alpha1.MaxDevices,
+		"spec.claims": v1alpha1.MaxClaims, "spec.daemons": v1alpha1.MaxDaemons, "spec.maintenance": v1alpha1.MaxMaintenance,
+		"status.devices":         v1alpha1.MaxDevices,
 		"status.devices.holders": v1alpha1.MaxHolders, "status.devices.holders.pods": v1alpha1.MaxPods,
 		"status.conflicts": v1alpha1.MaxConflicts, "status.conflicts.pods": v1alpha1.MaxPods,
 		"status.daemons": v1alpha1.MaxDaemons, "status.unknownDaemons": v1alpha1.MaxDaemons,
