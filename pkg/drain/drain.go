@@ -63,8 +63,8 @@ type Options struct {
 // Run takes GPUs out of service: the one that gpu names (a number, a name or a UUID), or all of the node if it is empty. It is idempotent.
 // An error means that the GPUs are not known to be free.
 func (d *Drainer) Run(ctx context.Context, node, gpu string, o Options) error {
-	if len(o.Reason) > maxReason {
-		return fmt.Errorf("the reason has %d bytes: at most %d are stored", len(o.Reason), maxReason)
+	if len(o.Reason) > v1alpha1.MaxMaintenanceReason {
+		return fmt.Errorf("the reason has %d bytes: at most %d are stored", len(o.Reason), v1alpha1.MaxMaintenanceReason)
 	}
 	var gpus []GPU
 	err := d.change(ctx, node, func(n v1alpha1.GPUNode) (entries []v1alpha1.GPUMaintenance, err error) {

@@ -15,9 +15,6 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/explain"
 )
 
-// maxReason is the bound of the API (GPUMaintenance.Reason).
-const maxReason = 256
-
 // GPU is a GPU of a node.
 type GPU struct{ Name, UUID string }
 
