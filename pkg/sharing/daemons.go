@@ -132,6 +132,10 @@ func (m *Manager) connect(ctx context.Context, claim Claim, name string, l limit
 	if m.daemons[name] != d {
 		return "", errCancelled
 	}
+	if d.clients != nil && d.clients[clientDeviceName(name, l)] == nil {
+		// If the claim was unprepared meanwhile, no change of the ledger follows that would remove the device.
+		defer m.changed.Notify()
+	}
 	return m.writeClientDevice(name, l)
 }
 

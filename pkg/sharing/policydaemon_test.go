@@ -514,6 +514,28 @@ func TestPolicyPrunesNothingNew(t *testing.T) {
 	}
 }
 
+// A client device that is written after its claim was unprepared goes again.
+func TestPolicyPrunesLateClient(t *testing.T) {
+	w := newTown(t, byMPS(0, true))
+	stop := w.agent()
+	w.awaitClient(device.Share{})
+	stop()
+	w.restarted()
+	check(t, settleAll(t, w.policy))
+	changed := w.manager.Changed()
+	devices, err := w.policy.Join(t.Context(), Claim{"uid-a", "team-a", "a"}, w.device(), shareOf(4))
+	check(t, err)
+	select {
+	case <-changed:
+	default:
+		t.Error("the policy is not told of a new client device")
+	}
+	check(t, settleAll(t, w.policy))
+	if _, there := w.described(strings.TrimPrefix(devices[0], "cdi=")); there {
+		t.Errorf("%s is there, and no claim has it", devices[0])
+	}
+}
+
 // What clients need is not made for a daemon that has ended meanwhile.
 func TestPolicyDescribesNothingThatEnds(t *testing.T) {
 	w := newTown(t, byMPS(4, false))
