@@ -5,7 +5,6 @@ package drain
 import (
 	"fmt"
 	"slices"
-	"strconv"
 	"strings"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -27,7 +26,7 @@ func Select(node v1alpha1.GPUNode, name string) ([]GPU, error) {
 		case d.Parent != "" && (d.Name == name || d.UUID == name):
 			return nil, fmt.Errorf("%s of %s is a partition: maintenance concerns its GPU %s", d.Name, node.Name, d.Parent)
 		case d.Parent != "" || d.UUID == "":
-		case name == "" && !d.Excluded, d.Name == name, d.UUID == name, d.Name == "gpu-"+name && isNumber(name):
+		case name == "" && !d.Excluded, d.Name == name, d.UUID == name, d.Name == "gpu-"+name:
 			gpus = append(gpus, GPU{d.Name, d.UUID})
 		default:
 			names = append(names, d.Name)
@@ -43,11 +42,6 @@ func Select(node v1alpha1.GPUNode, name string) ([]GPU, error) {
 	default:
 		return nil, fmt.Errorf("%s has no GPU %q: it has %s", node.Name, name, strings.Join(names, ", "))
 	}
-}
-
-func isNumber(text string) bool {
-	_, err := strconv.Atoi(text)
-	return err == nil
 }
 
 // With returns the entries with those of the GPUs. A GPU that has an entry keeps its time, and its reason unless another one is given. It is
