@@ -90,6 +90,8 @@ func TestSchedulersViewOfOurSlices(t *testing.T) {
 		"by version":                           {inv: machine(8), request: exactly(1, "device.attributes['gpu.nvidia.com'].cudaComputeCapability.isGreaterThan(semver('8.9.0')) && device.attributes['gpu.nvidia.com'].driverVersion.isLessThan(semver('581.0.0'))"), want: []string{"gpu-0"}},
 		"by version, none":                     {inv: machine(8), request: exactly(1, "device.attributes['gpu.nvidia.com'].cudaComputeCapability.isGreaterThan(semver('10.0.0'))")},
 		"by memory":                            {inv: machine(8), request: exactly(1, "device.capacity['gpu.nvidia.com'].memory.compareTo(quantity('80Gi')) >= 0"), want: []string{"gpu-0"}},
+		"the smallest that is enough":          {inv: mixedMachine(), request: exactly(1), want: []string{"gpu-2"}},
+		"the next where the smallest are gone": {inv: mixedMachine(), allocated: []string{"gpu-2", "gpu-3"}, request: exactly(1), want: []string{"gpu-0"}},
 		"by UUID":                              {inv: machine(8), request: exactly(1, "device.attributes['gpu.nvidia.com'].uuid == '"+uuidOf(5)+"'"), want: []string{"gpu-5"}},
 		"by PCI address":                       {inv: machine(8), request: exactly(1, "device.attributes['resource.kubernetes.io'].pciBusID == '0000:13:00.0'"), want: []string{"gpu-3"}},
 		"pair on one NVLink domain":            {inv: machine(8), allocated: []string{"gpu-0", "gpu-1", "gpu-2"}, request: exactly(2), constraints: matching("gpu.nvidia.com/nvlinkDomain"), want: []string{"gpu-4", "gpu-5"}},
@@ -101,7 +103,7 @@ func TestSchedulersViewOfOurSlices(t *testing.T) {
 		"withdrawn by omission":                {inv: machine(8), withdrawn: firstTwo, omit: true, request: exactly(1), want: []string{"gpu-2"}},
 		"more than is left":                    {inv: machine(8), withdrawn: firstTwo, request: exactly(7)},
 		"a wildcard toleration ignores it":     {inv: machine(8), withdrawn: firstTwo, request: tolerant, want: []string{"gpu-0"}},
-		"unusable GPUs do not stop other GPUs": {inv: unusableMachine(), withdrawn: []withdrawal{lost(1)}, request: exactly(3), want: []string{"gpu-0", "gpu-6", "gpu-7"}},
+		"unusable GPUs do not stop other GPUs": {inv: unusableMachine(), withdrawn: []withdrawal{lost(1)}, request: exactly(3), want: []string{"gpu-6", "gpu-0", "gpu-7"}},
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {

@@ -3,6 +3,7 @@
 package driver
 
 import (
+	"cmp"
 	"fmt"
 	"reflect"
 	"slices"
@@ -67,7 +68,8 @@ type nodeDeviceFacts struct {
 	taints []resourceapi.DeviceTaint
 }
 
-// build lays out devices in the given order: the scheduler takes the first that fits. With taints, a withdrawn device is published
+// build lays out devices by memory, the smallest first, and otherwise in the given order: the scheduler takes the first that fits, so
+// that a claim for little memory leaves the large devices to others. With taints, a withdrawn device is published
 // tainted; without, it is omitted. Which slice a device is in does not depend on withdrawals, so a withdrawal changes one slice
 // (TestWithdrawalChangesOneSlice).
 func (n *nodeSlices) build(
@@ -75,6 +77,7 @@ func (n *nodeSlices) build(
 ) []resourceslice.Slice {
 	before := *n
 	*n = nodeSlices{byRef: make(map[device.Ref]*nodeDevice, len(devices))}
+	devices = slices.SortedStableFunc(slices.Values(devices), func(a, b device.Device) int { return cmp.Compare(a.MemoryBytes(), b.MemoryBytes()) })
 	perSlice := resourceapi.ResourceSliceMaxDevices
 	if kept.Taints {
 		perSlice = resourceapi.ResourceSliceMaxDevicesWithAdvancedFeatures

@@ -416,6 +416,15 @@ func l4x4() device.Inventory {
 	})
 }
 
+// mixedMachine has two GPUs of much memory before two of little.
+func mixedMachine() device.Inventory {
+	return machine(4, func(g *device.GPU) {
+		if g.Minor >= 2 {
+			g.MemoryBytes = 24 << 30
+		}
+	})
+}
+
 // unusableMachine has one GPU of each kind that cannot be published, between usable ones.
 func unusableMachine() device.Inventory {
 	return machine(8, func(g *device.GPU) {
