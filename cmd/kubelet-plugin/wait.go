@@ -13,10 +13,10 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
+	"github.com/tandem-gpu/tandem/internal/regarding"
 	"github.com/tandem-gpu/tandem/internal/version"
 	"github.com/tandem-gpu/tandem/pkg/cdi"
 	"github.com/tandem-gpu/tandem/pkg/gpunode"
@@ -156,8 +156,7 @@ func (a *agent) wait(ctx context.Context, check, reason string, err error) {
 
 // event writes an event on the node. Like kubelet's, it has the node's name as UID: kubectl describe selects that.
 func (a *agent) event(severity, reason, message string) {
-	node := &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: a.config.NodeName, UID: types.UID(a.config.NodeName)}
-	a.recorder.Event(node, severity, reason, message)
+	a.recorder.Event(regarding.Node(a.config.NodeName), severity, reason, message)
 }
 
 const returnInterval = time.Second

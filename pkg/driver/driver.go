@@ -23,6 +23,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
+	"github.com/tandem-gpu/tandem/internal/regarding"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/sharing"
@@ -174,8 +175,6 @@ type Driver struct {
 	metrics *metrics
 	// statuses are the conditions that have to be written to claims.
 	statuses chan claimStatus
-	// nodeRef is the object of events on the node.
-	nodeRef *corev1.ObjectReference
 	// probeAgain is the delay of the next probe after the API server dropped a field.
 	probeAgain time.Duration
 	// withholds is set from the appearance of a conflicting driver until Tandem has taken over from it. Only Run and FindConflicting use it.
@@ -207,10 +206,8 @@ func New(c Config) (*Driver, error) {
 		unusable: map[types.UID]unusable{}, takeOver: time.Second,
 		// An earlier Driver of this process may have withheld devices: this one continues.
 		withholds: c.Ledger.Withholds(sourceConflicting),
-		// The UID of events on nodes is the node's name, by kubelet's convention: `kubectl describe` selects that.
-		nodeRef: &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: c.NodeName, UID: types.UID(c.NodeName)},
-		slices:  fmt.Errorf("ResourceSlices of node %s are not published yet", c.NodeName),
-		kubelet: notRegistered(c),
+		slices:    fmt.Errorf("ResourceSlices of node %s are not published yet", c.NodeName),
+		kubelet:   notRegistered(c),
 	}, nil
 }
 
@@ -278,7 +275,7 @@ func (d *Driver) setWaiting(ctx context.Context, reason string, err error) {
 	case err != nil && (before == nil || before.Error() != err.Error()):
 		klog.FromContext(ctx).Info("Not serving claims", "reason", err.Error())
 		if reason != "" {
-			d.Recorder.Event(d.nodeRef, corev1.EventTypeWarning, reason, err.Error())
+			d.Recorder.Event(regarding.Node(d.NodeName), corev1.EventTypeWarning, reason, err.Error())
 		}
 	}
 }

@@ -26,6 +26,7 @@ import (
 	"k8s.io/klog/v2"
 	"k8s.io/utils/ptr"
 
+	"github.com/tandem-gpu/tandem/internal/regarding"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
@@ -218,7 +219,7 @@ func (d *Driver) reportMissingCounters(ctx context.Context, inv device.Inventory
 		return false
 	}
 	klog.FromContext(ctx).Info("The API server drops shared counters, GPUs are not partitioned on demand", "devices", names)
-	d.Recorder.Eventf(d.nodeRef, corev1.EventTypeWarning, "NoPartitionsOnDemand",
+	d.Recorder.Eventf(regarding.Node(d.NodeName), corev1.EventTypeWarning, "NoPartitionsOnDemand",
 		"%s cannot be partitioned on demand, because the API server drops shared counters. "+
 			"Existing partitions and whole GPUs are offered instead. Use Kubernetes 1.36 or newer with the feature gate DRAPartitionableDevices",
 		strings.Join(names, ", "))
@@ -354,7 +355,7 @@ func (d *Driver) publishFailed(ctx context.Context, err error, msg string) {
 	}
 	d.mu.Unlock()
 	if apierrors.IsInvalid(err) {
-		d.Recorder.Eventf(d.nodeRef, corev1.EventTypeWarning, "InvalidResourceSlice",
+		d.Recorder.Eventf(regarding.Node(d.NodeName), corev1.EventTypeWarning, "InvalidResourceSlice",
 			"the API server refuses the ResourceSlices of node %s: %v", d.NodeName, err)
 	}
 	if ctx.Err() == nil {

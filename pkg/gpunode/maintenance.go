@@ -7,9 +7,9 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/regarding"
 )
 
 // reportMaintenance reports in events on the node which GPUs have been taken out of service or back between two written statuses. So a
@@ -34,8 +34,7 @@ func (o *Object) reportMaintenance(before, now v1alpha1.GPUNodeStatus) {
 
 // event records an event on the node. kubectl describe node finds events by the node's name as UID, as kubelet records them.
 func (o *Object) event(reason, format string, args ...any) {
-	node := &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: o.config.NodeName, UID: types.UID(o.config.NodeName)}
-	o.config.Recorder.Eventf(node, corev1.EventTypeNormal, reason, format, args...)
+	o.config.Recorder.Eventf(regarding.Node(o.config.NodeName), corev1.EventTypeNormal, reason, format, args...)
 }
 
 // setMaintenance sets the gauge of GPUs under maintenance. The writer calls it.

@@ -18,11 +18,11 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/record"
 	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
+	"github.com/tandem-gpu/tandem/internal/regarding"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
@@ -319,6 +319,5 @@ func (i *Inventory) report(ctx context.Context, found map[device.Health][]string
 }
 
 // node refers to the node. kubectl describe node finds events by the node's name as UID, as kubelet records them.
-func (i *Inventory) node() *corev1.ObjectReference {
-	return &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: i.config.NodeName, UID: types.UID(i.config.NodeName)}
-}
+
+func (i *Inventory) node() *corev1.ObjectReference { return regarding.Node(i.config.NodeName) }

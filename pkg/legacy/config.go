@@ -8,9 +8,9 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/record"
 
+	"github.com/tandem-gpu/tandem/internal/regarding"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/sharing"
@@ -178,6 +178,5 @@ func (c *Config) uses(want func(Strategy) bool) bool { return slices.ContainsFun
 
 // warn records an event about the node. kubectl describe node finds events by the node's name as UID, as kubelet records them.
 func (c *Config) warn(reason, format string, args ...any) {
-	node := &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: c.NodeName, UID: types.UID(c.NodeName)}
-	c.Recorder.Eventf(node, corev1.EventTypeWarning, reason, format, args...)
+	c.Recorder.Eventf(regarding.Node(c.NodeName), corev1.EventTypeWarning, reason, format, args...)
 }

@@ -12,12 +12,13 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/dynamic"
 	typedcorev1 "k8s.io/client-go/kubernetes/typed/core/v1"
 	"k8s.io/client-go/tools/record"
 	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/internal/regarding"
 )
 
 // Manager is the field manager of the labels that Tandem writes.
@@ -231,6 +232,5 @@ func (w *Writer) report(ctx context.Context, other string) {
 }
 
 func (w *Writer) event(kind, why string) {
-	node := &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: w.NodeName, UID: types.UID(w.NodeName)}
-	w.Recorder.Eventf(node, kind, "NodeLabelsNotWritten", "Tandem writes no labels of GPU Feature Discovery to this node, because %s", why)
+	w.Recorder.Eventf(regarding.Node(w.NodeName), kind, "NodeLabelsNotWritten", "Tandem writes no labels of GPU Feature Discovery to this node, because %s", why)
 }

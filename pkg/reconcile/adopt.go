@@ -11,9 +11,9 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 
+	"github.com/tandem-gpu/tandem/internal/regarding"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
@@ -189,8 +189,7 @@ func (r *Reconciler) withholdUnknown(ctx context.Context) {
 	r.Ledger.Withhold(sourceUnknown, reason)
 	if r.unknownBefore != text {
 		klog.FromContext(ctx).Info("Serving nothing new while pods have devices of unknown GPUs", "devices", text)
-		node := &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: r.NodeName, UID: types.UID(r.NodeName)}
-		r.Recorder.Eventf(node, corev1.EventTypeWarning, "DeviceOfUnknownGPU", "Serving no GPU to new pods: %s", reason)
+		r.Recorder.Eventf(regarding.Node(r.NodeName), corev1.EventTypeWarning, "DeviceOfUnknownGPU", "Serving no GPU to new pods: %s", reason)
 	}
 	r.unknownBefore = text
 }

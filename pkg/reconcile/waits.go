@@ -11,9 +11,9 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
 
+	"github.com/tandem-gpu/tandem/internal/regarding"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/podstate"
@@ -160,8 +160,7 @@ func (r *Reconciler) reportWait(ctx context.Context, h ledger.Hold, waitsFor str
 	}
 	klog.FromContext(ctx).Info("A device is not free although its holder has ended", "device", name, "holder", h.String(), "since", since, "waitsFor", waitsFor)
 	// By kubelet's convention the UID of events on nodes is the node's name.
-	node := &corev1.ObjectReference{APIVersion: "v1", Kind: "Node", Name: r.NodeName, UID: types.UID(r.NodeName)}
-	r.Recorder.Eventf(node, corev1.EventTypeWarning, "DeviceNotFreed",
+	r.Recorder.Eventf(regarding.Node(r.NodeName), corev1.EventTypeWarning, "DeviceNotFreed",
 		"%s is withdrawn: its holder, %s, has ended, and the device waits for: %s. It is offered again when that ends. "+
 			"If a process stays in state D, look for its reason in the kernel's log; if the GPU does not recover, reset it or restart the node",
 		name, h, waitsFor)
