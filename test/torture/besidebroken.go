@@ -20,7 +20,7 @@ import (
 // besideBroken checks on an empty node that two GPUs of which each claim would be allocated the first ones do not keep others from the
 // rest. The first is that of a claim's pod that was force-deleted and whose processes do not end: the owner's next pod must get another
 // one. The second is lost after a claim was allocated it and before kubelet prepares the claim: the claim has to be healed. All that fits
-// on the other GPUs has to run before either is whole again.
+// on the other GPUs has to run before either is whole again. Claims must not be offered the two meanwhile.
 func (r *run) besideBroken(ctx context.Context, u user) error {
 	if err := u.settle(ctx); err != nil {
 		return err
@@ -91,35 +91,57 @@ func (r *run) breakTwo(ctx context.Context, u user, hung, lost Workload) (undo f
 	if at < 0 {
 		return undo, errAway
 	}
+	hungGPU, err := r.allocatedGPU(ctx, u, hung)
+	if err != nil {
+		return undo, err
+	}
 	processes, err := r.faults.hang(ctx, victims[at], Forced)
 	if err != nil {
 		return undo, errors.Join(err, awayIf(errors.Is(err, faults.ErrNoProcess)))
 	}
 	undos = append(undos, processes.End)
+	if err := r.awaitWithdrawn(ctx, hungGPU, "its holder is gone and has a process that does not end"); err != nil {
+		return undo, err
+	}
 	if err := u.create(ctx, lost); err != nil {
 		return undo, err
 	}
 	if !r.awaitCount(ctx, u, lost, func(l *podHistory) bool { return l.pod.Spec.NodeName != "" }) {
 		return undo, errAway
 	}
-	gpu, err := r.allocatedGPU(ctx, u, lost)
+	lostGPU, err := r.allocatedGPU(ctx, u, lost)
 	if err != nil {
 		return undo, err
 	}
-	undos = append(undos, func(context.Context) error { return r.broken.find(gpu) })
-	r.trace.note("lost: GPU %d", gpu)
-	if err := r.broken.lose(gpu); err != nil {
+	undos = append(undos, func(context.Context) error { return r.broken.find(lostGPU) })
+	r.trace.note("lost: GPU %d", lostGPU)
+	if err := r.broken.lose(lostGPU); err != nil {
 		return undo, err
 	}
 	// What kubelet prepares before the agent has noticed runs on it.
+	return undo, r.awaitWithdrawn(ctx, lostGPU, "it is lost")
+}
+
+// awaitWithdrawn waits until claims are not offered the GPU. If they are for too long, the GPU counts as stuck.
+func (r *run) awaitWithdrawn(ctx context.Context, gpu int, why string) error {
 	name := fmt.Sprintf("%s/gpu-%d", r.auditor.node.Name(), gpu)
-	return undo, persist(ctx, "await the lost GPU to be withdrawn", func(ctx context.Context) error {
+	for late := time.Now().Add(racePatience); ; rest(ctx, retryPause) {
 		offered, err := r.auditor.claimsOffer(ctx)
-		if err == nil && slices.Contains(offered, name) {
-			err = errors.New("it is still offered")
+		switch {
+		case ctx.Err() != nil:
+			return ctx.Err()
+		case err == nil && !slices.Contains(offered, name):
+			return nil
+		case err != nil && time.Now().After(late):
+			return err
+		case time.Now().After(late):
+			line := fmt.Sprintf("claims are offered %s after %s, although %s", name, racePatience, why)
+			r.statistics.add(func(c *Counters) { c.Stuck++ })
+			r.trace.say("STUCK: %s", line)
+			r.keepLogs(ctx, "stuck", []string{line})
+			return nil
 		}
-		return err
-	})
+	}
 }
 
 // retry makes kubelet look at a workload's pods again and again until they are gone, or for a while: left alone it tries a claim again after
