@@ -16,6 +16,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
 // node is the machine the agent believes to be on.
@@ -65,16 +66,16 @@ func (n *node) remove() error {
 func (n *node) runDir() string { return n.path("run") }
 func (n *node) cdiDir() string { return n.path("run", "cdi") }
 
-// limits counts the records of limits in the ledger, and answers when the newest was written.
-func (n *node) limits() (count int, newest time.Time, err error) {
+// holds counts the ledger's records of a kind of holder, and answers when the newest was written.
+func (n *node) holds(kind ledger.Kind) (count int, newest time.Time, err error) {
 	entries, err := os.ReadDir(filepath.Join(n.runDir(), "holds"))
 	if err != nil {
 		return 0, time.Time{}, fmt.Errorf("look into the ledger: %w", err)
 	}
 	for _, entry := range entries {
 		info, err := entry.Info()
-		if err != nil || !strings.HasPrefix(entry.Name(), "pod") {
-			continue // it has gone, or is a claim's
+		if err != nil || !strings.HasPrefix(entry.Name(), string(kind)) {
+			continue // it has gone, or is another's
 		}
 		count++
 		if info.ModTime().After(newest) {

@@ -100,6 +100,9 @@ func (s *subject) unprepareAll(ctx context.Context, claims []*resourceapi.Resour
 			return err
 		}
 	}
+	if err := s.replacePods(ctx, claims...); err != nil {
+		return err
+	}
 	return s.awaitNoPartition(ctx)
 }
 

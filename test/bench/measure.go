@@ -15,6 +15,7 @@ import (
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 	drapb "k8s.io/kubelet/pkg/apis/dra/v1"
 
+	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/test/figure"
 )
 
@@ -112,7 +113,10 @@ func (s *subject) prepareOneByOne(ctx context.Context, n int) (gets, prepares, u
 			if err := timed(&prepares, func() error { return s.prepare(ctx, claim) }); err != nil {
 				return err
 			}
-			return timed(&unprepares, func() error { return s.unprepare(ctx, claim) })
+			if err := timed(&unprepares, func() error { return s.unprepare(ctx, claim) }); err != nil {
+				return err
+			}
+			return s.replacePods(ctx, claim)
 		})
 	return gets, prepares, unprepares, err
 }
@@ -148,7 +152,10 @@ func (s *subject) concurrentClaims(ctx context.Context, width, n int) (gets, pre
 			if err := concurrently(&prepares, claims, func(c *resourceapi.ResourceClaim) error { return s.prepare(ctx, c) }); err != nil {
 				return err
 			}
-			return concurrently(&unprepares, claims, func(c *resourceapi.ResourceClaim) error { return s.unprepare(ctx, c) })
+			if err := concurrently(&unprepares, claims, func(c *resourceapi.ResourceClaim) error { return s.unprepare(ctx, c) }); err != nil {
+				return err
+			}
+			return s.replacePods(ctx, claims...)
 		})
 	return gets, prepares, err
 }
@@ -174,6 +181,9 @@ func (s *subject) heldClaims(ctx context.Context) ([]figure.Figure, error) {
 			if err := s.unprepare(ctx, claim); err != nil {
 				return nil, err
 			}
+		}
+		if err := s.replacePods(ctx, s.claims[:held]...); err != nil {
+			return nil, err
 		}
 	}
 	ratio := last.Percentile(50) / first.Percentile(50)
@@ -224,7 +234,7 @@ func (s *subject) allocate(ctx context.Context, prefix string, gpus, n int) (flo
 
 // release writes down, as kubelet does, who got the devices, ends and removes the pod, and waits until the agent has let them go.
 func (s *subject) release(ctx context.Context, pod *corev1.Pod) error {
-	_, newest, err := s.node.limits()
+	_, newest, err := s.node.holds(ledger.KindPod)
 	if err != nil {
 		return err
 	}
@@ -243,15 +253,34 @@ func (s *subject) release(ctx context.Context, pod *corev1.Pod) error {
 	if err := deletePod(ctx, s.client, pod.Name); err != nil {
 		return err
 	}
+	return s.awaitEnd(ctx, ledger.KindPod)
+}
+
+// replacePods ends the pods of claims that were unprepared, as kubelet does after that, waits until the agent has let the devices go, and
+// reserves the claims for new pods. No other claim may be prepared.
+func (s *subject) replacePods(ctx context.Context, claims ...*resourceapi.ResourceClaim) error {
+	var group errgroup.Group
+	group.SetLimit(4)
+	for _, claim := range claims {
+		group.Go(func() error { return replacePod(ctx, s.client, claim) })
+	}
+	if err := group.Wait(); err != nil {
+		return err
+	}
+	return s.awaitEnd(ctx, ledger.KindClaim)
+}
+
+// awaitEnd waits until the agent has no hold of the kind any more.
+func (s *subject) awaitEnd(ctx context.Context, kind ledger.Kind) error {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 	defer cancel()
 	for {
-		left, _, err := s.node.limits()
+		left, _, err := s.node.holds(kind)
 		if err != nil || left == 0 {
 			return err
 		}
-		if !pause(ctx, 5*time.Millisecond) {
-			return fmt.Errorf("await the end of %d limits: %w", left, context.Cause(ctx))
+		if !pause(ctx, time.Millisecond) {
+			return fmt.Errorf("await the end of %d holds (%s): %w", left, kind, context.Cause(ctx))
 		}
 	}
 }

@@ -101,11 +101,7 @@ func createClaims(ctx context.Context, client kubernetes.Interface, prefix strin
 func createClaim(ctx context.Context, client kubernetes.Interface, name, pool, device string,
 	config ...resourceapi.DeviceAllocationConfiguration,
 ) (*resourceapi.ResourceClaim, error) {
-	// A pod that has ended is known to the agent, and what is unprepared for it is free at once.
 	pod, err := createPod(ctx, client, name)
-	if err == nil {
-		err = endPod(ctx, client, pod)
-	}
 	if err != nil {
 		return nil, err
 	}
@@ -124,13 +120,40 @@ func createClaim(ctx context.Context, client kubernetes.Interface, name, pool, d
 			Results: []resourceapi.DeviceRequestAllocationResult{{Request: "gpu", Driver: driverName, Pool: pool, Device: device}},
 			Config:  config,
 		}},
-		ReservedFor: []resourceapi.ResourceClaimConsumerReference{{Resource: "pods", Name: name, UID: pod.UID}},
+		ReservedFor: reservedFor(pod),
 	}
 	claim, err = api.UpdateStatus(ctx, claim, metav1.UpdateOptions{})
 	if err != nil {
 		return nil, fmt.Errorf("allocate claim %s: %w", name, err)
 	}
 	return claim, nil
+}
+
+func reservedFor(pod *corev1.Pod) []resourceapi.ResourceClaimConsumerReference {
+	return []resourceapi.ResourceClaimConsumerReference{{Resource: "pods", Name: pod.Name, UID: pod.UID}}
+}
+
+// replacePod ends the pod of a claim, removes it, and reserves the claim for a new one.
+func replacePod(ctx context.Context, client kubernetes.Interface, claim *resourceapi.ResourceClaim) error {
+	before := claim.Status.ReservedFor[0]
+	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: before.Name, Namespace: namespace, UID: before.UID}}
+	if err := endPod(ctx, client, pod); err != nil {
+		return err
+	}
+	if err := deletePod(ctx, client, before.Name); err != nil {
+		return err
+	}
+	pod, err := createPod(ctx, client, before.Name)
+	if err != nil {
+		return err
+	}
+	claim.Status.ReservedFor = reservedFor(pod)
+	reserved, err := client.ResourceV1().ResourceClaims(namespace).UpdateStatus(ctx, claim, metav1.UpdateOptions{})
+	if err != nil {
+		return fmt.Errorf("reserve claim %s: %w", claim.Name, err)
+	}
+	*claim = *reserved
+	return nil
 }
 
 func createPod(ctx context.Context, client kubernetes.Interface, name string) (*corev1.Pod, error) {

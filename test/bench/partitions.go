@@ -120,6 +120,9 @@ func (s *subject) partitions(ctx context.Context, driver *nvml.Node, n int) ([]f
 			if err := s.unprepare(ctx, claim); err != nil {
 				return err
 			}
+			if err := s.replacePods(ctx, claim); err != nil {
+				return err
+			}
 			return s.awaitNoPartition(ctx)
 		})
 	if err != nil {
