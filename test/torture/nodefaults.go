@@ -218,8 +218,10 @@ const (
 	noticePatience   = 15 * time.Second
 	// settled is how long Tandem offers nothing before that counts.
 	noticeSettled = time.Second
-	// unknownPause is how long Tandem has to live with a pod on an unknown GPU after the plugin has gone.
-	unknownPause = 4 * time.Second
+	// comebackPatience is how long Tandem has to live with pods on unknown GPUs after the plugin has gone. If it offers GPUs meanwhile, which
+	// it must not, placePause is the time in which pods get them.
+	comebackPatience = 10 * time.Second
+	placePause       = 4 * time.Second
 )
 
 // foreignPlugin serves GPUs to limits by a plugin of another vendor for a while. The plugin knows what it may give away: once Tandem offers
@@ -266,8 +268,21 @@ func (s *injector) foreignPlugin(ctx context.Context, op Op) (did done, err erro
 	if err := server.Stop(); err != nil || op.Answer == foreignIDs[0] {
 		return done{}, err
 	}
-	rest(ctx, unknownPause)
+	if s.awaitReturn(ctx) {
+		s.trace.note("GPUs are offered beside pods on unknown ones")
+		rest(ctx, placePause)
+	}
 	return done{}, s.endForeign(ctx, op.Answer)
+}
+
+// awaitReturn reports whether Tandem offers anything before patience ends.
+func (s *injector) awaitReturn(ctx context.Context) bool {
+	for deadline := time.Now().Add(comebackPatience); time.Now().Before(deadline) && ctx.Err() == nil; rest(ctx, retryPause) {
+		if offers, err := s.offersAny(ctx); err == nil && offers {
+			return true
+		}
+	}
+	return false
 }
 
 func (s *injector) register(ctx context.Context, server *faults.Server) (err error) {
