@@ -53,6 +53,8 @@ type Pods struct {
 // seenPod is the last version of a pod from the API server.
 type seenPod struct {
 	*corev1.Pod
+	// claims are the names of the claims that it uses. Each hold of a claim is compared with all pods (podsOf).
+	claims map[string]bool
 	// deleted means that the API server does not have the pod any more.
 	deleted bool
 	// ended is when the watch first reported the pod as terminal or deleted; zero before.
@@ -220,7 +222,7 @@ func (p *Pods) store(o any) {
 	if before.deleted {
 		before, known = seenPod{}, false
 	}
-	seen := seenPod{Pod: pod, ended: before.ended, hadCgroup: before.hadCgroup}
+	seen := seenPod{Pod: pod, claims: claimsOf(pod), ended: before.ended, hadCgroup: before.hadCgroup}
 	switch {
 	case !isTerminal(pod):
 		seen.ended = time.Time{}
@@ -341,7 +343,7 @@ func (p *Pods) ClaimNames() []types.NamespacedName {
 		if pod.deleted {
 			continue
 		}
-		for claim := range claimsOf(pod.Pod) {
+		for claim := range pod.claims {
 			names[types.NamespacedName{Namespace: pod.Namespace, Name: claim}] = true
 		}
 	}
@@ -364,7 +366,7 @@ func (p *Pods) podsOf(namespace, claim string, recorded []ledger.Pod) map[types.
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for uid, pod := range p.pods {
-		if pod.Namespace == namespace && claimsOf(pod.Pod)[claim] {
+		if pod.Namespace == namespace && pod.claims[claim] {
 			uids[uid] = true
 		}
 	}
