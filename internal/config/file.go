@@ -25,49 +25,84 @@ import (
 
 // file is the node configuration: the keys of NVIDIA's device plugin (version v1) and the section "tandem".
 type file struct {
-	Version   string        `json:"version"`
-	Flags     fileFlags     `json:"flags"`
+	// Version is the version of the format, v1.
+	Version string `json:"version"`
+	// Flags are settings of NVIDIA's device plugin.
+	Flags fileFlags `json:"flags"`
+	// Resources has no effect: flags.migStrategy names the resources.
 	Resources fileResources `json:"resources"`
-	Sharing   fileSharing   `json:"sharing"`
-	IMEX      struct {
+	// Sharing shares the GPUs that no rule in tandem.devices shares.
+	Sharing fileSharing `json:"sharing"`
+	// IMEX gives containers channels of NVIDIA's IMEX, by which GPUs of several nodes share memory.
+	IMEX struct {
+		// ChannelIDs are the channels that containers get: [0], or none.
 		ChannelIDs []int `json:"channelIDs"`
-		Required   bool  `json:"required"`
+		// Required offers no GPU while the channel does not exist.
+		Required bool `json:"required"`
 	} `json:"imex"`
+	// Tandem has the settings that NVIDIA's device plugin does not have.
 	Tandem fileTandem `json:"tandem"`
 }
 
 // fileFlags has pointers only for keys without effect, to report those that are set. For the others a missing key, null and the zero
 // value all mean the default.
 type fileFlags struct {
-	MIGStrategy             device.MIGStrategy `json:"migStrategy"`
-	FailOnInitError         *bool              `json:"failOnInitError"`
-	MPSRoot                 *string            `json:"mpsRoot"`
-	NVIDIADriverRoot        string             `json:"nvidiaDriverRoot"`
-	NVIDIADevRoot           string             `json:"nvidiaDevRoot"`
-	GDRCopyEnabled          bool               `json:"gdrcopyEnabled"`
-	GDSEnabled              bool               `json:"gdsEnabled"`
-	MOFEDEnabled            bool               `json:"mofedEnabled"`
-	UseNodeFeatureAPI       bool               `json:"useNodeFeatureAPI"`
-	DeviceDiscoveryStrategy string             `json:"deviceDiscoveryStrategy"`
-	Plugin                  struct {
-		PassDeviceSpecs               bool            `json:"passDeviceSpecs"`
-		DeviceListStrategy            json.RawMessage `json:"deviceListStrategy"`
-		DeviceIDStrategy              string          `json:"deviceIDStrategy"`
-		CDIAnnotationPrefix           string          `json:"cdiAnnotationPrefix"`
-		NVIDIACTKPath                 *string         `json:"nvidiaCTKPath"`
-		ContainerDriverRoot           *string         `json:"containerDriverRoot"`
-		SharedDevicesAllocationPolicy string          `json:"sharedDevicesAllocationPolicy"`
+	// MIGStrategy is how pods with limits get static partitions: none (GPUs only, the default), single (partitions under the resource of
+	// GPUs, if all GPUs have the same ones), or mixed (partitions under a resource for each profile).
+	MIGStrategy device.MIGStrategy `json:"migStrategy"`
+	// FailOnInitError has no effect: the agent waits for the driver.
+	FailOnInitError *bool `json:"failOnInitError"`
+	// MPSRoot has no effect: MPS daemons keep their files below --run-dir.
+	MPSRoot *string `json:"mpsRoot"`
+	// NVIDIADriverRoot is where the driver is on the host. Empty: the agent searches. The chart's value driverRoot overrides it.
+	NVIDIADriverRoot string `json:"nvidiaDriverRoot"`
+	// NVIDIADevRoot is the parent of the dev directory with the device nodes. Empty: the agent searches. The chart's value devRoot
+	// overrides it.
+	NVIDIADevRoot string `json:"nvidiaDevRoot"`
+	// GDRCopyEnabled gives containers the device of GDRCopy.
+	GDRCopyEnabled bool `json:"gdrcopyEnabled"`
+	// GDSEnabled gives containers the devices of GPUDirect Storage.
+	GDSEnabled bool `json:"gdsEnabled"`
+	// MOFEDEnabled gives containers the devices of Mellanox OFED.
+	MOFEDEnabled bool `json:"mofedEnabled"`
+	// UseNodeFeatureAPI lets the agent write the node's labels to a NodeFeature for Node Feature Discovery.
+	UseNodeFeatureAPI bool `json:"useNodeFeatureAPI"`
+	// DeviceDiscoveryStrategy is how GPUs are found: auto or nvml, which are the same. Others are refused.
+	DeviceDiscoveryStrategy string `json:"deviceDiscoveryStrategy"`
+	// Plugin has settings for pods with limits.
+	Plugin struct {
+		// PassDeviceSpecs gives containers the device nodes in kubelet's answer as well.
+		PassDeviceSpecs bool `json:"passDeviceSpecs"`
+		// DeviceListStrategy is how containers get their devices: cdi-cri (the default), cdi-annotations, envvar, volume-mounts, or a list
+		// of them.
+		DeviceListStrategy json.RawMessage `json:"deviceListStrategy"`
+		// DeviceIDStrategy is how envvar and volume-mounts name devices: uuid (the default) or index.
+		DeviceIDStrategy string `json:"deviceIDStrategy"`
+		// CDIAnnotationPrefix is the prefix of the annotations of cdi-annotations. Empty: cdi.k8s.io/.
+		CDIAnnotationPrefix string `json:"cdiAnnotationPrefix"`
+		// NVIDIACTKPath has no effect: --cdi-hook selects the hook.
+		NVIDIACTKPath *string `json:"nvidiaCTKPath"`
+		// ContainerDriverRoot has no effect: the agent finds the driver below --host-root.
+		ContainerDriverRoot *string `json:"containerDriverRoot"`
+		// SharedDevicesAllocationPolicy is how replicas of shared devices are spread: distributed (the default) or packed.
+		SharedDevicesAllocationPolicy string `json:"sharedDevicesAllocationPolicy"`
 	} `json:"plugin"`
+	// GFD has settings for the labels of the node.
 	GFD fileGFD `json:"gfd"`
 }
 
 // fileGFD has the keys of GPU Feature Discovery, which may use the same file.
 type fileGFD struct {
-	Oneshot         *bool    `json:"oneshot"`
-	NoTimestamp     *bool    `json:"noTimestamp"`
-	SleepInterval   interval `json:"sleepInterval"`
-	OutputFile      *string  `json:"outputFile"`
-	MachineTypeFile string   `json:"machineTypeFile"`
+	// Oneshot has no effect: the agent keeps the labels up to date.
+	Oneshot *bool `json:"oneshot"`
+	// NoTimestamp leaves out the label nvidia.com/gfd.timestamp. The default is true.
+	NoTimestamp *bool `json:"noTimestamp"`
+	// SleepInterval is how often removed labels are restored: a duration such as 60s (the default), a number of nanoseconds, or infinite.
+	SleepInterval interval `json:"sleepInterval"`
+	// OutputFile has no effect: the agent writes the labels to the API server.
+	OutputFile *string `json:"outputFile"`
+	// MachineTypeFile has the value of the label nvidia.com/gpu.machine. Empty: the product name in the machine's DMI.
+	MachineTypeFile string `json:"machineTypeFile"`
 }
 
 // interval is a duration such as "60s", or "infinite"; empty if it is not set. The file may have a number of nanoseconds instead.
@@ -96,22 +131,31 @@ func (i *interval) UnmarshalJSON(text []byte) error {
 
 // fileResources names resources by the product names of GPUs and by MIG profiles.
 type fileResources struct {
+	// GPUs has no effect.
 	GPUs []fileResource `json:"gpus"`
-	MIG  []fileResource `json:"mig"`
+	// MIG has no effect.
+	MIG []fileResource `json:"mig"`
 }
 
 type fileResource struct {
+	// Pattern has no effect.
 	Pattern *string `json:"pattern"`
-	Name    *string `json:"name"`
+	// Name has no effect.
+	Name *string `json:"name"`
 }
 
 type fileTandem struct {
-	Mode    *Mode        `json:"mode"`
+	// Mode is which APIs serve the node's GPUs. The default is Dual. The node's label tandem-gpu.dev/mode overrides it.
+	Mode *Mode `json:"mode"`
+	// Devices are rules for single GPUs.
 	Devices []DeviceRule `json:"devices"`
-	Strict  bool         `json:"strict"`
-	Health  HealthRule   `json:"health"`
+	// Strict lets the scheduler bind a pod only after the node has reserved the devices of its claims. The chart's value strict sets it.
+	Strict bool `json:"strict"`
+	// Health is what to do about faults of GPUs for which no rule in devices has an action.
+	Health HealthRule `json:"health"`
 	// Handover is what happens to a GPU between two holders.
 	Handover struct {
+		// Reset resets a GPU between two holders, unless it has static partitions or is shared.
 		Reset bool `json:"reset"`
 	} `json:"handover"`
 }

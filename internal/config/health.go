@@ -13,12 +13,18 @@ import (
 
 // HealthRule sets what to do about a fault, by its class. An empty action is the node's, or NoSchedule.
 type HealthRule struct {
+	// Contained is for XIDs that ended programs and after which the GPU still works.
 	Contained device.FaultAction `json:"contained,omitempty"`
-	Fabric    device.FaultAction `json:"fabric,omitempty"`
-	Memory    device.FaultAction `json:"memory,omitempty"`
-	Reset     device.FaultAction `json:"reset,omitempty"`
-	Reboot    device.FaultAction `json:"reboot,omitempty"`
-	Lost      device.FaultAction `json:"lost,omitempty"`
+	// Fabric is for faults of NVLink's fabric. It has no ResetWhenIdle.
+	Fabric device.FaultAction `json:"fabric,omitempty"`
+	// Memory is for faults of the GPU's memory.
+	Memory device.FaultAction `json:"memory,omitempty"`
+	// Reset is for faults that end with a reset of the GPU.
+	Reset device.FaultAction `json:"reset,omitempty"`
+	// Reboot is for faults that end with a reboot of the node. It has no ResetWhenIdle.
+	Reboot device.FaultAction `json:"reboot,omitempty"`
+	// Lost is for GPUs that do not answer. It has neither Ignore nor ResetWhenIdle.
+	Lost device.FaultAction `json:"lost,omitempty"`
 }
 
 // faultActions are the actions of each class. A GPU that does not work cannot be offered, and only some faults end with a reset.

@@ -55,20 +55,25 @@ const (
 
 // DeviceRule sets how the node uses the GPUs that match.
 type DeviceRule struct {
+	// Match selects GPUs, by one of its keys.
 	Match DeviceMatch `json:"match"`
-	// Use applies in ModeSplit, where GPUs without a use serve claims. UseNone applies in every mode.
-	Use     Use          `json:"use,omitempty"`
-	MIG     MIGPolicy    `json:"mig,omitempty"`
+	// Use is the API that serves the GPUs in mode Split, where GPUs without a use serve claims. The use none excludes them in every mode.
+	Use Use `json:"use,omitempty"`
+	// MIG is who creates partitions: an administrator (static, the default), or Tandem for each claim (dynamic).
+	MIG MIGPolicy `json:"mig,omitempty"`
+	// Sharing lets the GPUs have several holders at once. If several rules set it, they must agree.
 	Sharing *SharingRule `json:"sharing,omitempty"`
-	Health  *HealthRule  `json:"health,omitempty"`
+	// Health is what to do about faults of these GPUs. If several rules have an action for a fault, the last one applies.
+	Health *HealthRule `json:"health,omitempty"`
 }
 
 // DeviceMatch names GPUs by exactly one of its fields.
 type DeviceMatch struct {
+	// UUID is the UUID of a GPU (nvidia-smi -L).
 	UUID *string `json:"uuid,omitempty"`
-	// Index is NVML's. It can change in a reboot.
+	// Index is NVML's index of a GPU. It can change in a reboot.
 	Index *int `json:"index,omitempty"`
-	// Model is the product name, as in the attribute productName.
+	// Model is the product name of GPUs, as in the attribute productName.
 	Model *string `json:"model,omitempty"`
 }
 

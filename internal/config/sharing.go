@@ -32,7 +32,7 @@ type SharingRule struct {
 	Shares int `json:"shares,omitempty"`
 	// Unlimited lets any number of claims share the GPU.
 	Unlimited bool `json:"unlimited,omitempty"`
-	// Namespaces are those that may be clients of the daemon (strategy MPS). Without the key, all may.
+	// Namespaces are a list of the namespaces that may be clients of the daemon (strategy MPS). Without the key, all may.
 	Namespaces namespaceList `json:"namespaces,omitempty"`
 }
 
@@ -162,21 +162,30 @@ func (r SharingRule) policy() device.Sharing {
 
 // fileSharing has NVIDIA's keys.
 type fileSharing struct {
+	// TimeSlicing offers replicas of devices to pods with limits, whose processes take turns.
 	TimeSlicing *fileReplicated `json:"timeSlicing"`
-	MPS         *fileReplicated `json:"mps"`
+	// MPS offers replicas of GPUs to pods with limits, as clients of an MPS daemon. It overrides timeSlicing.
+	MPS *fileReplicated `json:"mps"`
 }
 
 type fileReplicated struct {
-	RenameByDefault            bool                 `json:"renameByDefault"`
-	FailRequestsGreaterThanOne *bool                `json:"failRequestsGreaterThanOne"`
-	Resources                  []fileSharedResource `json:"resources"`
+	// RenameByDefault appends .shared to the names of the resources.
+	RenameByDefault bool `json:"renameByDefault"`
+	// FailRequestsGreaterThanOne refuses a container that requests several replicas. With mps they are always refused.
+	FailRequestsGreaterThanOne *bool `json:"failRequestsGreaterThanOne"`
+	// Resources are what to share.
+	Resources []fileSharedResource `json:"resources"`
 }
 
 type fileSharedResource struct {
-	Name     string          `json:"name"`
-	Rename   string          `json:"rename"`
-	Devices  json.RawMessage `json:"devices"`
-	Replicas *int            `json:"replicas"`
+	// Name is the name of the extended resource.
+	Name string `json:"name"`
+	// Rename has no effect, as in NVIDIA's device plugin: only renameByDefault renames.
+	Rename string `json:"rename"`
+	// Devices are all (the default), a number of GPUs, or a list of indices and UUIDs; "0:1" is a partition. MPS shares GPUs only.
+	Devices json.RawMessage `json:"devices"`
+	// Replicas is the number for each device, 2 or more; 48 at most with mps.
+	Replicas *int `json:"replicas"`
 }
 
 // NodeSharing is how pods share the GPUs that no rule matches, with NVIDIA's keys.

@@ -136,19 +136,28 @@ type (
 	// deviceConfig is for both kinds of devices. A partition has no TimeSlicingConfig.
 	deviceConfig struct {
 		metav1.TypeMeta `json:",inline"`
-		Sharing         *struct {
-			Strategy          *Strategy `json:"strategy,omitempty"`
-			MPSConfig         *mps      `json:"mpsConfig,omitempty"`
+		// Sharing is how the containers of the claim share the device. Without it there is no sharing.
+		Sharing *struct {
+			// Strategy is required if there are settings. TimeSlicing has no effect on a partition.
+			Strategy *Strategy `json:"strategy,omitempty"`
+			// MPSConfig has the settings of the claim's daemon, for strategy MPS.
+			MPSConfig *mps `json:"mpsConfig,omitempty"`
+			// TimeSlicingConfig is for strategy TimeSlicing of whole GPUs.
 			TimeSlicingConfig *struct {
+				// Interval is how long a process runs before the next one (nvidia-smi compute-policy --set-timeslice).
 				Interval *Interval `json:"interval,omitempty"`
 			} `json:"timeSlicingConfig,omitempty"`
 		} `json:"sharing,omitempty"`
 	}
 	mps struct {
-		ActiveThreadPercentage     *int                `json:"defaultActiveThreadPercentage,omitempty"`
-		PinnedMemoryLimit          *quantity           `json:"defaultPinnedDeviceMemoryLimit,omitempty"`
+		// ActiveThreadPercentage limits the multiprocessors of a client, 0 to 100.
+		ActiveThreadPercentage *int `json:"defaultActiveThreadPercentage,omitempty"`
+		// PinnedMemoryLimit limits a client's memory on each device: a quantity such as 10Gi.
+		PinnedMemoryLimit *quantity `json:"defaultPinnedDeviceMemoryLimit,omitempty"`
+		// PerDevicePinnedMemoryLimit is the limit of single devices, by UUID, or by index in the sorted UUIDs of the claim's devices.
 		PerDevicePinnedMemoryLimit map[string]quantity `json:"defaultPerDevicePinnedMemoryLimit,omitempty"`
-		MultiUser                  *bool               `json:"multiUser,omitempty"`
+		// MultiUser accepts clients of other users. It needs compute capability 7.0.
+		MultiUser *bool `json:"multiUser,omitempty"`
 	}
 	vfioDeviceConfig struct {
 		metav1.TypeMeta `json:",inline"`
