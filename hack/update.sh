@@ -4,5 +4,5 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 git ls-files -co --exclude-standard '*.go' | xargs gofmt -w
 for module in . hack test hack/tools hack/tools/golangci; do go -C "$module" mod tidy; done
-go generate ./api/... ./pkg/... ./simulated/...
+go generate ./api/... ./pkg/... ./simulated/... ./hack/...
 go test -count=1 ./deployments/helm ./pkg/device ./pkg/driver ./pkg/gpunode ./pkg/migrate ./pkg/nvml -update

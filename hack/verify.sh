@@ -40,7 +40,7 @@ tools() { GOWORK=off go -C hack/tools build -o ../../bin/tools/ tool; }
 generated() {
 	local before after
 	before=$(git ls-files -m | xargs -r sha256sum)
-	go generate ./api/... ./pkg/... || return 1
+	go generate ./api/... ./pkg/... ./hack/... || return 1
 	after=$(git ls-files -m | xargs -r sha256sum)
 	[ "$before" = "$after" ] || { git diff --stat; return 1; }
 }

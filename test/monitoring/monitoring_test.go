@@ -22,7 +22,7 @@ import (
 
 const (
 	files     = "../../deployments/helm/tandem/files"
-	reference = "../../docs/user/gpunode.md"
+	reference = "../../docs/reference/metrics.md"
 	page      = "../../docs/user/monitoring.md"
 )
 
@@ -232,10 +232,10 @@ func TestMetricsReference(t *testing.T) {
 		}
 	}
 	if missing := slices.DeleteFunc(slices.Sorted(maps.Keys(made)), func(name string) bool { return documented[name] }); len(missing) > 0 {
-		t.Errorf("docs/user/gpunode.md does not explain %v", missing)
+		t.Errorf("docs/reference/metrics.md does not explain %v", missing)
 	}
 	if gone := slices.DeleteFunc(slices.Sorted(maps.Keys(documented)), func(name string) bool { return made[name] }); len(gone) > 0 {
-		t.Errorf("docs/user/gpunode.md explains %v, which no program has", gone)
+		t.Errorf("docs/reference/metrics.md explains %v, which no program has", gone)
 	}
 	used := read(t, filepath.Join(files, "alerts.yaml"))
 	for _, p := range board(t).Panels {
@@ -245,7 +245,7 @@ func TestMetricsReference(t *testing.T) {
 	}
 	for _, name := range metricName.FindAllString(used, -1) {
 		if !documented[name] && !documented[strings.TrimSuffix(name, "_bucket")] {
-			t.Errorf("the dashboard or an alert uses %s, which docs/user/gpunode.md does not explain", name)
+			t.Errorf("the dashboard or an alert uses %s, which docs/reference/metrics.md does not explain", name)
 		}
 	}
 }

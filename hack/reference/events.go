@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package reference
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"strings"
+)
+
+// event is one reason of events.
+type event struct {
+	reason, kind string
+	// when is why it is reported, and do what to do about it.
+	when, do string
+}
+
+// What an event is about, and who reports it: the titles of the sections.
+const (
+	onClaims = "On claims, by the agent"
+	onNodes  = "On nodes, by the agent"
+	onOthers = "By the controller"
+)
+
+const (
+	normal  = "Normal"
+	warning = "Warning"
+	// both: a problem is a Warning, and what may be intended is Normal.
+	both = "Normal or Warning"
+)
+
+const nothing = "Nothing."
+
+// events are all that the agent and the controller report. TestEvents compares them with the sources.
+var events = map[string][]event{
+	onClaims: {
+		{"DeviceHeld", warning, "Another claim or pod has a device that the claim was allocated. The message says whether the pod is evicted or waits.",
+			"Nothing if the pod is evicted. Otherwise wait, or delete the pod so that the next one is placed elsewhere."},
+		{"ClaimPendingEviction", warning, "The controller is evicting the pod of a claim that was reported with `DeviceHeld` before.",
+			"Nothing. If it lasts longer than a minute, look whether the controller runs."},
+		{"DeviceUnhealthy", warning, "The claim was allocated a device that is unhealthy, or one that admin access cannot show.",
+			"Nothing if the pod is evicted. Otherwise delete the pod and create it again. The event `GPUUnhealthy` on the node has the fault."},
+		{"UnknownDevice", warning, "The claim was allocated a device that the node does not have, or that is in MIG mode now.",
+			"As for `DeviceUnhealthy`."},
+		{"DeviceNotClean", warning, "A process outside all pods uses the device, or the device could not be restored or reset after its last holder.",
+			"End the processes that the event names. kubelet tries again."},
+		{"DevicesWithheld", warning, "The node gives no device to new holders, because another driver serves its GPUs or because their holders are not known.",
+			"Read the events of the node: `OtherDevicePlugin`, `ConflictingDriver`, `DeviceOfUnknownGPU` or `HoldersUnknown`."},
+		{"InvalidParameters", warning, "The parameters of the claim or its class are wrong. kubelet tries again in vain.",
+			"Correct them, and create the claim again."},
+		{"DaemonNotReady", warning, "The MPS daemon of the claim did not become ready in time. The message says what it waits for.",
+			"Read the events and the log of the pod that the event names. kubelet tries again."},
+		{"SharingNotApplied", warning, "The driver refused a time slice or a compute mode, or the claim asks for what one MPS daemon cannot give.",
+			"Read the message. kubelet tries again."},
+		{"SharingNotEnded", warning, "The claim has ended, and its MPS daemon does not stop or the driver does not restore the device, which is withdrawn.",
+			"Look for its pod, `kubectl get pods -A` and `tandem-mps-…`, and check the driver. The agent tries again."},
+		{"PartitionNotMade", warning, "The driver did not create the partition.", "Nothing: kubelet tries again within 90 seconds. If it goes on, check the GPU."},
+		{"PartitionInUse", warning, "The claim has ended, and a process still uses its partition.", "End the process that the event names."},
+		{"PartitionNotDestroyed", warning, "The claim has ended, and the driver does not destroy its partition.", "The agent tries again. Check the GPU."},
+		{"UnmanagedPartition", warning, "An administrator has created a partition where the one of the claim belongs.",
+			"Leave GPUs with `mig: dynamic` to Tandem, or make them static."},
+	},
+	onNodes: {
+		{"NoDriver", warning, "The agent finds no NVIDIA driver. The message lists where it looked.", "Install the driver, or set `driverRoot`."},
+		{"NoGPU", warning, "The driver reports no GPU, or none with a UUID.", "Read the kernel's log and `nvidia-smi`. The agent goes on by itself."},
+		{"DriverPaused", both, "GPU Operator works on the driver or on MIG, so no GPU is given to new pods and claims. A Warning: a call of the driver " +
+			"does not return, so that the driver cannot be unloaded.",
+			"Nothing for type Normal. For a Warning, find the GPU that hangs in the kernel's log; reset it or reboot the node."},
+		{"DriverResumed", normal, "The agent uses the driver again.", nothing},
+		{"OtherDevicePlugin", warning, "Another process registers the same extended resource with kubelet. No GPU is given to new pods and claims.",
+			"Uninstall the other device plugin: the event names its socket."},
+		{"ConflictingDriver", warning, "Another process registers the same DRA driver name with kubelet. No GPU is given to new pods and claims.",
+			"Uninstall the other DRA driver: the event names its socket."},
+		{"DeviceOfUnknownGPU", warning, "A pod has a device of another device plugin, and its ID does not say which GPU it is.",
+			"End the pods that the event names, or bring the GPU back."},
+		{"HoldersUnknown", warning, "The agent has started and cannot read which GPUs kubelet has given to pods.",
+			"Usually nothing. Restart kubelet if it lasts."},
+		{"LedgerLocked", warning, "Another agent process runs on the node.", "End that process. It is usually of a pod whose deletion was forced."},
+		{"NoClaimsAPI", warning, "The API server does not serve `resource.k8s.io/v1`.", "Enable it, or set the mode `DevicePluginOnly`."},
+		{"NoPartitionsOnDemand", warning, "The API server drops shared counters, so that GPUs with `mig: dynamic` are offered as they are.",
+			"Use Kubernetes 1.36 or newer with the feature gate DRAPartitionableDevices."},
+		{"InvalidResourceSlice", warning, "The API server refuses a ResourceSlice of the agent.",
+			"Report it with the message. The devices of the slice are not offered to claims."},
+		{"RuntimeWithoutCDI", warning, "The container runtime does not support CDI, so that containers start without the GPUs of their claims.",
+			"Enable CDI, or upgrade the container runtime."},
+		{"RuntimeMayLackCDI", warning, "The container runtime supports CDI only with a setting that the agent cannot read.",
+			"Check the setting that the event names. Ignore the event if CDI is enabled."},
+		{"ConfigRejected", warning, "The node configuration or a label that selects it is wrong. The previous configuration stays in use.",
+			"Correct what the event names."},
+		{"ConfigWithoutEffect", warning, "Settings that Tandem accepts and ignores, with the reason for each.", "Remove them, or ignore the event."},
+		{"ConfigMatchesNothing", both, "A rule of the node configuration matches no GPU of the node, or has no effect on those that it matches.",
+			"Correct the rule. Ignore type Normal if the rule is for other nodes."},
+		{"DevicesExcluded", warning, "No extended resource offers some devices of the node.", "Nothing, or set another MIG strategy, or replicas."},
+		{"NodeLabelsNotWritten", both, "Another field manager owns labels of GPU Feature Discovery, or NodeFeatures are not served.",
+			"Uninstall GPU Feature Discovery or set `gfd.enabled=false`; install Node Feature Discovery or set `nfd.enableNodeFeatureApi=false`."},
+		{"GPUUnhealthy", warning, "A GPU or a partition has a fault. The message has the reason and what happens.", "What the message says."},
+		{"GPUHealthy", normal, "The fault has ended.", nothing},
+		{"GPUReset", normal, "The agent has reset a GPU because of a fault (`ResetWhenIdle`).", nothing},
+		{"GPUResetFailed", warning, "The driver refuses a reset, or a reset did not end the fault.",
+			"End the processes that the event names. Replace the GPU after three resets that did not help."},
+		{"GPUNotClean", warning, "A process outside all pods uses a GPU without a holder, or the GPU could not be restored or reset.",
+			"End the processes that the event names. Otherwise drain the node and reboot it."},
+		{"GPUMaintenance", normal, "An administrator has taken a GPU out of service (`kubectl gpu drain`).", nothing},
+		{"GPUInService", normal, "The GPU is in service again.", nothing},
+		{"DeviceNotFreed", warning, "The holder of a device has ended, and the device waits for a process or for kubelet.",
+			"Find the process that the event names. Reset the GPU or restart the node if it stays in state D."},
+		{"DeviceNotInjectable", warning, "The CDI spec or its hook cannot be written, so the devices are not offered.",
+			"Make the path in the event writable, and free space or inodes on its disk."},
+		{"DeviceNotRecordable", warning, "The run directory cannot be written, so the devices are not offered.", "As for `DeviceNotInjectable`."},
+		{"PodConflict", warning, "A pod with limits was refused because another holder has its GPU. kubelet fails the pod.",
+			"Nothing if a controller owns the pod. Otherwise create it again."},
+	},
+	onOthers: {
+		{"EvictedAfterConflict", normal, "On a pod and its claim: the controller evicted the pod, because another holder has the device of its claim.", nothing},
+		{"CertificateRotated", normal, "On the Secret of the webhook: its certificates were renewed.", nothing},
+		{"CertificateReplaced", warning, "On the Secret of the webhook: it held certificates that the controller could not use.",
+			"Nothing, unless another program writes the Secret."},
+	},
+}
+
+// eventsPage has a heading for each event, so that pages and tools can link to it.
+func eventsPage(string) (string, error) {
+	var page strings.Builder
+	page.WriteString(header("Events", "hack/reference/events.go",
+		"`kubectl describe node` and `kubectl describe resourceclaim` show them. `kubectl get events -A --field-selector source=tandem` lists those of the "+
+			"agents, and `source=tandem-controller` those of the controller. Messages on claims name no objects of other namespaces. [Troubleshooting]"+
+			"(../user/troubleshooting.md) begins with symptoms, and says more about many of them."))
+	for _, section := range []string{onClaims, onNodes, onOthers} {
+		fmt.Fprintf(&page, "\n## %s\n", section)
+		for _, e := range slices.SortedFunc(slices.Values(events[section]), func(a, b event) int { return cmp.Compare(a.reason, b.reason) }) {
+			fmt.Fprintf(&page, "\n### %s\n\n%s\n\n%s\n", e.reason, wrap(e.kind+". "+e.when), wrap("**What to do:** "+e.do))
+		}
+	}
+	return page.String(), nil
+}

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package reference
+
+import (
+	"go/parser"
+	"go/token"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+)
+
+const root = "../.."
+
+// notEvents are names in the packages that report events, in the same form as reasons: kinds, and reasons of conditions and containers.
+var notEvents = []string{
+	"AllHealthy", "ContainerCreating", "DaemonSet", "DeviceClass", "GPUNode", "GPUsHealthy", "MemoryLimit", "NodeFeature", "NotServed", "OutOf",
+	"PodInitializing", "ResourceClaim", "ResourceClaimTemplate", "ResourceSlice", "SeveralFaults", "SharingApplied", "UnexpectedAdmissionError",
+	"ValidatingWebhookConfiguration",
+}
+
+// TestEvents: the table has the events of the sources, and no others.
+func TestEvents(t *testing.T) {
+	files, err := sources(root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	packages := regexp.MustCompile(`^(cmd/(kubelet-plugin|controller)|pkg/(controller|webhook|driver|gpunode|health|legacy|nodelabels|reconcile))$`)
+	reason := regexp.MustCompile(`^[A-Z]+[a-z]*[A-Z]+[a-z]*[A-Za-z]*$`)
+	used := map[string]string{}
+	for _, f := range files {
+		if packages.MatchString(f.pkg) {
+			literals(f.file, func(s string) {
+				if reason.MatchString(s) && strings.ToUpper(s) != s && !slices.Contains(notEvents, s) {
+					used[s] = component(f.pkg)
+				}
+			})
+		}
+	}
+	for section, listed := range events {
+		for _, e := range listed {
+			if by := used[e.reason]; by == "" {
+				t.Errorf("%s is in the table, and not in the sources", e.reason)
+			} else if !strings.Contains(section, by) {
+				t.Errorf("%s is in the section %q, and the %s reports it", e.reason, section, by)
+			}
+			delete(used, e.reason)
+		}
+	}
+	for name, by := range used {
+		t.Errorf("the sources of the %s have %s: add it to events if it is an event, and to notEvents otherwise", by, name)
+	}
+}
+
+// TestValuesHaveTheComments: each word of the comments of values.yaml is in the page.
+func TestValuesHaveTheComments(t *testing.T) {
+	page, err := values(root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	data, err := os.ReadFile(filepath.Join(root, chart, "values.yaml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for line := range strings.Lines(string(data)) {
+		comment, is := strings.CutPrefix(strings.TrimSpace(line), "#")
+		if m := option.FindStringSubmatch(comment); m != nil {
+			comment = m[2]
+		}
+		if is && !strings.Contains(page, strings.ReplaceAll(prose(comment), "|", `\|`)) {
+			t.Errorf("the page lacks the comment: %s", comment)
+		}
+	}
+}
+
+func TestMetrics(t *testing.T) {
+	read := func(t *testing.T, text string) ([]metric, error) {
+		t.Helper()
+		file, err := parser.ParseFile(token.NewFileSet(), "metrics.go", "package p\n"+text, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return registered([]source{{"pkg/driver", "metrics.go", file}})
+	}
+	found, err := read(t, `
+	var held = prometheus.NewDesc("tandem_held", "Held " + "devices.", []string{"kind"}, nil)
+	func newMetrics(r prometheus.Registerer) {
+		counter := func(name, help, label string) *prometheus.CounterVec {
+			return promauto.With(r).NewCounterVec(prometheus.CounterOpts{Name: name, Help: help}, []string{label, "result"})
+		}
+		counter("tandem_a_total", "A.", "node")
+		use(counter("tandem_b_total", "B.", "pod"))
+		prometheus.NewHistogram(prometheus.HistogramOpts{Name: "tandem_c_seconds", Help: "C.", Buckets: buckets})
+		prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "tandem_free", Help: "D."}, now)
+	}`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := []metric{
+		{"tandem_a_total", "counter", "A.", "agent", []string{"node", "result"}},
+		{"tandem_b_total", "counter", "B.", "agent", []string{"pod", "result"}},
+		{"tandem_c_seconds", "histogram", "C.", "agent", nil},
+		{"tandem_free", "gauge", "D.", "agent", nil},
+		{"tandem_held", "gauge", "Held devices.", "agent", []string{"kind"}},
+	}
+	if diff := cmp.Diff(want, found, cmp.AllowUnexported(metric{})); diff != "" {
+		t.Errorf("-want +got:\n%s", diff)
+	}
+	for name, text := range map[string]string{
+		"a variable as name": `func f(name string) { prometheus.NewGauge(prometheus.GaugeOpts{Name: name, Help: "Help."}) }`,
+		"a name elsewhere":   `var name = "tandem_hidden_total"`,
+	} {
+		if found, err := read(t, text); err == nil {
+			t.Errorf("%s: no error, and %v", name, found)
+		}
+	}
+}
+
+// TestCountersEndInTotal: the suffix and the type of each metric agree, as Prometheus recommends.
+func TestCountersEndInTotal(t *testing.T) {
+	files, err := sources(root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	all, err := registered(files)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, m := range all {
+		if strings.HasSuffix(m.name, "_total") != (m.kind == "counter") || !strings.HasSuffix(m.help, ".") {
+			t.Errorf("%+v", m)
+		}
+	}
+}
