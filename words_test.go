@@ -77,6 +77,58 @@ func TestMarkdownLinesAreShort(t *testing.T) {
 	}
 }
 
+var (
+	link        = regexp.MustCompile(`\]\(([^)\s]+)\)`)
+	codeBlock   = regexp.MustCompile("(?ms)^ *```.*?^ *```|`[^`\n]*`")
+	heading     = regexp.MustCompile(`(?m)^#+ +(.*?)\s*$`)
+	linkText    = regexp.MustCompile(`\[([^]]*)\]\([^)]*\)`)
+	notInAnchor = regexp.MustCompile(`[^\p{L}\p{N}_ -]`)
+)
+
+// TestLinksLeadSomewhere: links between pages name files that exist, and headings of theirs, by GitHub's rule for anchors.
+func TestLinksLeadSomewhere(t *testing.T) {
+	read := func(path string) string {
+		data, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(data)
+	}
+	anchors := map[string][]string{}
+	for _, page := range texts(t) {
+		if filepath.Ext(page) != ".md" {
+			continue
+		}
+		// A link may be broken into two lines.
+		for _, found := range link.FindAllStringSubmatch(codeBlock.ReplaceAllString(read(page), ""), -1) {
+			if strings.Contains(found[1], "://") {
+				continue
+			}
+			path, anchor, _ := strings.Cut(found[1], "#")
+			target := filepath.Join(filepath.Dir(page), path)
+			if path == "" {
+				target = page
+			}
+			if _, err := os.Stat(target); err != nil {
+				t.Errorf("%s links to %s: %v", page, found[1], err)
+				continue
+			}
+			if anchor == "" {
+				continue
+			}
+			if anchors[target] == nil {
+				for _, h := range heading.FindAllStringSubmatch(read(target), -1) {
+					plain := strings.ToLower(linkText.ReplaceAllString(h[1], "$1"))
+					anchors[target] = append(anchors[target], strings.ReplaceAll(notInAnchor.ReplaceAllString(plain, ""), " ", "-"))
+				}
+			}
+			if !slices.Contains(anchors[target], anchor) {
+				t.Errorf("%s links to %s, which has no such heading", page, found[1])
+			}
+		}
+	}
+}
+
 // TestPathsExist: docs/design/0014-paths.md names files and functions that exist, in tables `| step | file | function |`.
 func TestPathsExist(t *testing.T) {
 	const page = "docs/design/0014-paths.md"

@@ -185,7 +185,20 @@ var notInAnchor = regexp.MustCompile(`[^a-z0-9 -]`)
 
 // Each page and each heading that a finding names exists, and so does each event that it would quote.
 func TestPagesExist(t *testing.T) {
+	pages := map[string]bool{}
+	for _, c := range faults {
+		f := clean()
+		c.change(&f)
+		for _, finding := range Examine(f) {
+			pages[finding.Page] = true
+		}
+	}
 	for _, page := range []string{pageInstallation, pagePods, pageInstall, pageHealth} {
+		if !pages[page] {
+			t.Errorf("no finding of TestExamine names %s", page)
+		}
+	}
+	for page := range pages {
 		path, anchor, _ := strings.Cut(page, "#")
 		text, err := os.ReadFile(filepath.Join("..", "..", path))
 		if err != nil {
