@@ -222,6 +222,7 @@ func screens() map[string]func(*testing.T) string {
 		"ls-all":       show(with(whole, func(w *world) { w.given = true }), "ls", "node-1", "-A"),
 		"ls-colour":    show(with(whole, func(w *world) { w.style = overview.Style{Colour: true, UTF8: true} }), "ls", "node-1"),
 		"ls-empty":     show(world{}, "ls"),
+		"ls-idle":      show(of(h100s("node-1", 2)), "ls", "node-1"),
 		"ls-denied":    show(with(whole, func(w *world) { w.denied = []string{"gpunodes"} }), "ls"),
 		"ls-no-nodes":  show(with(whole, func(w *world) { w.denied = []string{"nodes"} }), "ls"),
 		"ls-unknown":   show(whole, "ls", "node-9"),
@@ -309,9 +310,15 @@ func TestScreens(t *testing.T) {
 	}
 }
 
-// TestScreensInDocs: each screen of docs/user/kubectl-gpu.md is one of TestScreens, whose name the comment above it has.
+// TestScreensInDocs: each screen of these pages is one of TestScreens, whose name the comment above it has.
 func TestScreensInDocs(t *testing.T) {
-	const path, begin = "../../docs/user/kubectl-gpu.md", "<!-- screen: "
+	for _, page := range []string{"kubectl-gpu", "questions"} {
+		t.Run(page, func(t *testing.T) { compareScreens(t, "../../docs/user/"+page+".md") })
+	}
+}
+
+func compareScreens(t *testing.T, path string) {
+	const begin = "<!-- screen: "
 	page, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)

@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -32,6 +33,22 @@ func TestValidKubernetes(t *testing.T) {
 	}
 	if KnownKubernetes[len(KnownKubernetes)-1] != DefaultKubernetes {
 		t.Errorf("default %s is not the newest known version", DefaultKubernetes)
+	}
+}
+
+// TestCompatibilityPage: the page for users names the versions that the tests run.
+func TestCompatibilityPage(t *testing.T) {
+	page, err := os.ReadFile(filepath.Join("..", "..", "docs", "user", "compatibility.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, version := range append(slices.Clone(KnownKubernetes), ContainerdVersion, RuncVersion, Helm().Version) {
+		if !strings.Contains(string(page), version) {
+			t.Errorf("the page does not have %s", version)
+		}
+	}
+	if want := "`make test`: " + DefaultKubernetes; !strings.Contains(string(page), want) {
+		t.Errorf("the page does not say %q", want)
 	}
 }
 
