@@ -13,8 +13,8 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: demo
-demo: ## the main job on a real one-node cluster with 8 simulated H100s
-	$(call run,demo)
+demo: ## the main job on a real one-node cluster with 8 simulated H100s (RECORD=docs/demo writes docs/demo.cast and .svg)
+	$(call run,demo) $(if $(RECORD),-record '$(RECORD)')
 
 .PHONY: demo-down
 demo-down: ## remove the demo's cluster

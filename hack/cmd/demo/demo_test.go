@@ -4,13 +4,17 @@ package main
 
 import (
 	"bytes"
+	"encoding/json"
+	"encoding/xml"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -32,6 +36,52 @@ func TestStepsKeepOneClock(t *testing.T) {
 	want := "T [1/2] cluster v1\nT       waiting for nodes\nT       nested 2.0s  inside\nT       plain\nT [2/2] last\n"
 	if got != want {
 		t.Errorf("got\n%swant\n%s", got, want)
+	}
+}
+
+func TestRecording(t *testing.T) {
+	r := newRecording("/home/me/tandem", "/home/me/.cache/tandem")
+	r.start = time.Now().Add(-1500 * time.Millisecond)
+	fmt.Fprintf(r, "   1.5s       written to /home/me/tandem/bin/image.tar\n\na <b> %s\nin /home/me/.cache/tandem/clusters   \n", strings.Repeat("x", columns))
+	cast, err := r.cast()
+	if err != nil {
+		t.Fatal(err)
+	}
+	lines := strings.Split(strings.TrimSpace(string(cast)), "\n")
+	var header struct{ Version, Width, Height int }
+	if err := json.Unmarshal([]byte(lines[0]), &header); err != nil || header.Version != 2 || header.Width != columns || header.Height != 5 {
+		t.Errorf("header %s: %+v, %v", lines[0], header, err)
+	}
+	var got []string
+	for _, line := range lines[1:] {
+		var event []any
+		if err := json.Unmarshal([]byte(line), &event); err != nil || len(event) != 3 || event[1] != "o" {
+			t.Fatalf("event %s: %v", line, err)
+		}
+		if at, is := event[0].(float64); !is || at < 1.5 || at > 60 {
+			t.Errorf("event %s is at another time", line)
+		}
+		got = append(got, event[2].(string))
+	}
+	want := []string{"   1.5s       written to bin/image.tar\r\n", "\r\n", "a <b> " + strings.Repeat("x", columns-7) + "…\r\n", "in ~/.cache/tandem/clusters\r\n"}
+	if !slices.Equal(got, want) {
+		t.Errorf("got %q, want %q", got, want)
+	}
+	svg, err := r.svg()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var picture struct {
+		Text []struct {
+			Text  string `xml:",chardata"`
+			Style string `xml:"style,attr"`
+		} `xml:"text"`
+	}
+	if err := xml.Unmarshal(svg, &picture); err != nil {
+		t.Fatal(err)
+	}
+	if len(picture.Text) != 3 || picture.Text[1].Text+"\r\n" != want[2] || picture.Text[0].Style != "animation-delay:1.5s" {
+		t.Errorf("the picture has %+v", picture.Text)
 	}
 }
 

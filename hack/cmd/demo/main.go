@@ -25,8 +25,8 @@ import (
 	"github.com/tandem-gpu/tandem/hack/install"
 )
 
-const usage = `usage: demo [-dir DIR] [-kubernetes VERSION]    start a cluster, install Tandem, show who gets which GPU; needs root
-       demo [-dir DIR] down                       remove everything of it
+const usage = `usage: demo [-dir DIR] [-kubernetes VERSION] [-record PATH]    start a cluster, install Tandem, show who gets which GPU; needs root
+       demo [-dir DIR] down                                      remove everything of it
 `
 
 func main() {
@@ -50,6 +50,7 @@ func run(ctx context.Context, args []string) error {
 	}
 	dir := flags.String("dir", filepath.Join(cache, "clusters", "demo"), "directory of the cluster")
 	version := flags.String("kubernetes", binaries.DefaultKubernetes, "Kubernetes version")
+	record := flags.String("record", "", "also write what is printed to `PATH`.cast, for asciinema, and PATH.svg")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
@@ -63,7 +64,7 @@ func run(ctx context.Context, args []string) error {
 	defer unlock()
 	switch {
 	case flags.NArg() == 0:
-		return show(ctx, *dir, *version)
+		return showTo(ctx, *record, cache, func(out io.Writer) error { return show(ctx, out, *dir, *version) })
 	case flags.NArg() == 1 && flags.Arg(0) == "down":
 		return down(ctx, *dir, os.Stderr)
 	}
@@ -86,12 +87,28 @@ func down(ctx context.Context, dir string, progress io.Writer) error {
 	return c.Stop(ctx)
 }
 
+// showTo gives show the standard output, and records what it writes if record is a path.
+func showTo(ctx context.Context, record, cache string, show func(io.Writer) error) error {
+	if record == "" {
+		return show(os.Stdout)
+	}
+	root, err := gotool.Root(ctx)
+	if err != nil {
+		return err
+	}
+	recorded := newRecording(root, cache)
+	if err := show(io.MultiWriter(os.Stdout, recorded)); err != nil {
+		return err
+	}
+	return recorded.save(record)
+}
+
 // show runs the demo. An error leaves the cluster as it is, to be looked into.
-func show(ctx context.Context, dir, version string) error {
-	steps := newSteps(os.Stdout, 7)
+func show(ctx context.Context, out io.Writer, dir, version string) error {
+	steps := newSteps(out, 7)
 	c, err := prepare(ctx, steps, dir, version)
 	if err == nil {
-		err = present(ctx, c, steps)
+		err = present(ctx, c, steps, out)
 	}
 	if err != nil && c != nil {
 		fmt.Fprintln(os.Stderr, "The cluster was left as it is, to be looked into; make demo-down removes it.")
@@ -102,8 +119,8 @@ func show(ctx context.Context, dir, version string) error {
 	return err
 }
 
-func present(ctx context.Context, c *cluster.Cluster, steps *steps) error {
-	d, err := newDemo(ctx, c, steps)
+func present(ctx context.Context, c *cluster.Cluster, steps *steps, out io.Writer) error {
+	d, err := newDemo(ctx, c, steps, out)
 	if err != nil {
 		return err
 	}

@@ -6,7 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
+	"io"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -58,9 +58,10 @@ type demo struct {
 	client   kubernetes.Interface
 	examples string
 	steps    *steps
+	out      io.Writer
 }
 
-func newDemo(ctx context.Context, c *cluster.Cluster, steps *steps) (*demo, error) {
+func newDemo(ctx context.Context, c *cluster.Cluster, steps *steps, out io.Writer) (*demo, error) {
 	root, err := gotool.Root(ctx)
 	if err != nil {
 		return nil, err
@@ -73,7 +74,7 @@ func newDemo(ctx context.Context, c *cluster.Cluster, steps *steps) (*demo, erro
 	if err != nil {
 		return nil, fmt.Errorf("make client: %w", err)
 	}
-	return &demo{cluster: c, client: client, examples: filepath.Join(root, "examples"), steps: steps}, nil
+	return &demo{cluster: c, client: client, examples: filepath.Join(root, "examples"), steps: steps, out: out}, nil
 }
 
 // run applies the examples and prints the outcome, right or wrong; the error says what is wrong.
@@ -91,12 +92,12 @@ func (d *demo) run(ctx context.Context) error {
 	if err != nil {
 		return errors.Join(problem, err)
 	}
-	fmt.Print("\n", table(pods, seen), "\n")
+	fmt.Fprint(d.out, "\n", table(pods, seen), "\n")
 	problem = errors.Join(problem, d.holders(ctx))
 	d.explain()
 	doubles := seen.DoublyOwned()
 	running, pending := count(pods)
-	fmt.Printf("demo: pods=%d running=%d pending=%d doubly_owned=%d\n", len(pods), running, pending, len(doubles))
+	fmt.Fprintf(d.out, "demo: pods=%d running=%d pending=%d doubly_owned=%d\n", len(pods), running, pending, len(doubles))
 	for _, double := range doubles {
 		problem = errors.Join(problem, errors.New(double.String()))
 	}
@@ -264,13 +265,13 @@ func (d *demo) holders(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	fmt.Printf("kubectl get gpunodes -o wide\n%s\n", out)
+	fmt.Fprintf(d.out, "kubectl get gpunodes -o wide\n%s\n", out)
 	return nil
 }
 
 func (d *demo) explain() {
 	enter := "go run ./hack/cmd/cluster -dir " + d.cluster.Config().Dir
-	fmt.Fprintf(os.Stdout, `Look around:  %[1]s exec kubectl get pods,resourceclaims,gpunodes
+	fmt.Fprintf(d.out, `Look around:  %[1]s exec kubectl get pods,resourceclaims,gpunodes
               %[1]s exec              a shell with kubectl and helm
               %[1]s node node-1       a shell on the node
 Remove it:    make demo-down
