@@ -96,7 +96,7 @@ func (t types) rows(to *table, prefix, pkg string, of ast.Expr) error {
 		if meaning == "" && structure == nil {
 			return fmt.Errorf("%s: key %s has no comment", pkg, name)
 		}
-		if strings.HasPrefix(words, "list") || strings.HasPrefix(words, "map") {
+		if strings.HasPrefix(words, "list") {
 			name += "[]"
 		}
 		to.row(code(name), words, describe(fieldName(field), meaning))

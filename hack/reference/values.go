@@ -83,21 +83,18 @@ func oneLine(value *yaml.Node) (string, error) {
 var option = regexp.MustCompile(`^ {3}(\S+) {2,}(\S.*)$`)
 
 func valueComment(comment string) string {
-	var text strings.Builder
+	text, between := "", ""
 	for line := range strings.Lines(comment) {
 		line = strings.TrimPrefix(strings.TrimRight(line, "\n"), "#")
 		if m := option.FindStringSubmatch(line); m != nil {
-			fmt.Fprintf(&text, "<br>%s: %s", code(m[1]), prose(m[2]))
-			continue
-		}
-		if words := prose(line); words != "" {
-			if text.Len() > 0 {
-				text.WriteString(" ")
-			}
-			text.WriteString(words)
+			text += fmt.Sprintf("<br>%s: %s", code(m[1]), prose(m[2]))
+			between = "<br>"
+		} else if words := prose(line); words != "" {
+			text += between + words
+			between = " "
 		}
 	}
-	return text.String()
+	return text
 }
 
 // schema is a part of a JSON schema that the tables need.

@@ -5,6 +5,7 @@ package e2e
 import (
 	"fmt"
 	"maps"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -217,4 +218,27 @@ func TestAdminAccess(t *testing.T) {
 		t.Errorf("the pods saw GPUs %v, after the monitor %v", before, now)
 	}
 	s.undisturbed(before)
+}
+
+// TestQuickStart: the manifest of the quick start gives each of its pods a GPU. Image and command are those of examples/.
+func TestQuickStart(t *testing.T) {
+	page, err := os.ReadFile("../../docs/user/quick-start.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, manifest, _ := strings.Cut(string(page), "kubectl apply -f - <<END\n")
+	manifest, _, found := strings.Cut(manifest, "\nEND\n")
+	if !found {
+		t.Fatal("docs/user/quick-start.md has no manifest")
+	}
+	manifest = strings.NewReplacer("docker.io/library/debian:12", "docker.io/library/busybox:1.37",
+		"[nvidia-smi, -L]", `[sh, -c, "trap exit TERM; sleep 300 & wait"]`).Replace(manifest)
+	s := begin(t)
+	s.manifest(manifest)
+	s.running(soon, 2, 0)
+	claim, limit := s.gpus("by-claim", ""), s.gpus("by-limit", "")
+	if len(claim) != 1 || len(limit) != 1 || claim[0] == limit[0] {
+		t.Errorf("the pods see GPUs %v and %v", claim, limit)
+	}
+	s.noDoubleOwners()
 }
