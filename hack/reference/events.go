@@ -39,7 +39,7 @@ var events = map[string][]event{
 			"Nothing if the pod is evicted. Otherwise wait, or delete the pod so that the next one is placed elsewhere."},
 		{"ClaimPendingEviction", warning, "The controller is evicting the pod of a claim that was reported with `DeviceHeld` before.",
 			"Nothing. If it lasts longer than a minute, look whether the controller runs."},
-		{"DeviceUnhealthy", warning, "The claim was allocated a device that is unhealthy, or one that admin access cannot show.",
+		{"DeviceUnhealthy", warning, "The claim was allocated an unhealthy device. A claim with admin access is prepared without that device.",
 			"Nothing if the pod is evicted. Otherwise delete the pod and create it again. The event `GPUUnhealthy` on the node has the fault."},
 		{"UnknownDevice", warning, "The claim was allocated a device that the node does not have, or that is in MIG mode now.",
 			"As for `DeviceUnhealthy`."},
