@@ -80,7 +80,7 @@ func TestRecording(t *testing.T) {
 	if err := xml.Unmarshal(svg, &picture); err != nil {
 		t.Fatal(err)
 	}
-	if len(picture.Text) != 3 || picture.Text[1].Text+"\r\n" != want[2] || picture.Text[0].Style != "animation-delay:1.5s" {
+	if len(picture.Text) != 3 || picture.Text[1].Text+"\r\n" != want[2] || picture.Text[0].Style != "animation-delay:1.0s" {
 		t.Errorf("the picture has %+v", picture.Text)
 	}
 }

@@ -43,8 +43,12 @@ func (r *recording) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// columns is the width of the terminal that is shown. Longer lines are cut.
-const columns = 132
+const (
+	// columns is the width of the terminal that is shown. Longer lines are cut.
+	columns = 132
+	// longestPause is how long a viewer waits where the demo took longer, as while it compiles.
+	longestPause = time.Second
+)
 
 func (l recordedLine) cut() string {
 	if utf8.RuneCountInString(l.text) <= columns {
@@ -57,7 +61,9 @@ func (l recordedLine) cut() string {
 func (r *recording) cast() ([]byte, error) {
 	var out bytes.Buffer
 	encoder := json.NewEncoder(&out)
-	err := encoder.Encode(map[string]any{"version": 2, "width": columns, "height": len(r.lines) + 1, "title": "make demo"})
+	err := encoder.Encode(map[string]any{
+		"version": 2, "width": columns, "height": len(r.lines) + 1, "title": "make demo", "idle_time_limit": longestPause.Seconds(),
+	})
 	for _, line := range r.lines {
 		if err == nil {
 			err = encoder.Encode([]any{float64(line.at.Milliseconds()) / 1000, "o", line.cut() + "\r\n"})
@@ -72,7 +78,7 @@ const (
 	characterWidth               = 7.25
 )
 
-// svg is a picture in which each line appears at its time. It shows all lines where motion is not wanted.
+// svg is a picture in which each line appears at its time, without long pauses. It shows all lines where motion is not wanted.
 func (r *recording) svg() ([]byte, error) {
 	var out bytes.Buffer
 	width, height := int(columns*characterWidth)+2*margin, len(r.lines)*lineHeight+2*margin
@@ -84,11 +90,14 @@ text { font: %[3]dpx ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospac
 </style>
 <rect width="100%%" height="100%%" rx="8" fill="#1d2430"/>
 `, width, height, fontSize)
+	var before, shown time.Duration
 	for i, line := range r.lines {
+		shown += min(line.at-before, longestPause)
+		before = line.at
 		if line.text == "" {
 			continue
 		}
-		fmt.Fprintf(&out, `<text x="%d" y="%d" xml:space="preserve" style="animation-delay:%.1fs">`, margin, margin+(i+1)*lineHeight-4, line.at.Seconds())
+		fmt.Fprintf(&out, `<text x="%d" y="%d" xml:space="preserve" style="animation-delay:%.1fs">`, margin, margin+(i+1)*lineHeight-4, shown.Seconds())
 		if err := xml.EscapeText(&out, []byte(line.cut())); err != nil {
 			return nil, err
 		}
