@@ -96,13 +96,13 @@ func (p *plugin) watch(ctx context.Context, cluster overview.Cluster, namespace 
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	err := cluster.Watch(ctx, func(node overview.Node, gone bool) {
-		uses := true
+	err := cluster.Watch(ctx, func(change overview.Change) {
+		node, uses := overview.NodeOf(change.GPUNode), true
 		if namespace != "" {
 			node, uses = node.In(namespace)
 		}
 		var rows []overview.Row
-		if !gone && uses {
+		if !change.Gone && uses {
 			rows = p.style.Rows(node, wide)
 		}
 		changed := overview.Changes(shown[node.Name], rows)
@@ -112,7 +112,7 @@ func (p *plugin) watch(ctx context.Context, cluster overview.Cluster, namespace 
 		if err := p.print(p.style.Changed(changed)); err != nil {
 			cancel(err)
 		}
-	}, names...)
+	}, func() {}, names...)
 	if cause := context.Cause(ctx); err == nil && cause != nil && !errors.Is(cause, context.Canceled) {
 		return cause
 	}

@@ -87,11 +87,19 @@ func (f Facts) named(h v1alpha1.DeviceHolder) string {
 	if namespace := namespaceOf(h); namespace != "" && f.MayName != nil && f.MayName(namespace) {
 		return Holder(h)
 	}
-	if h.Kind == v1alpha1.HolderPod {
+	return Unnamed(h.Kind)
+}
+
+// Unnamed returns a holder that the viewer may not know, for users. It is pure. Views call it.
+func Unnamed(kind v1alpha1.HolderKind) string {
+	if kind == v1alpha1.HolderPod {
 		return "another namespace (limits)"
 	}
 	return "another namespace (claim)"
 }
+
+// UnnamedProcess is what a holder waits for that the viewer may not know.
+const UnnamedProcess = "the last process of a pod of another namespace"
 
 // blockers returns which holders have the devices that would satisfy a need, and what would free them.
 func (f Facts) blockers(s *stock, short shortage, node string) (holders, frees []string) {
@@ -197,7 +205,7 @@ func (f Facts) waitsFor(s *stock, name availability.Name) string {
 			case f.MayName != nil && f.MayName(namespaceOf(h)):
 				return OneLine(h.WaitsFor)
 			default:
-				return "the last process of a pod of another namespace"
+				return UnnamedProcess
 			}
 		}
 	}

@@ -238,9 +238,16 @@ func (c Cluster) eachSlice(ctx context.Context, selector fields.Selector, visit 
 	return nil
 }
 
-// Watch calls show with each state of the named nodes, or of all, first with those that exist. gone is set for a node whose GPUNode was
-// deleted. It returns when ctx is done, or with an error of the first list.
-func (c Cluster) Watch(ctx context.Context, show func(node Node, gone bool), names ...string) error {
+// Change is a newer state of a GPUNode.
+type Change struct {
+	v1alpha1.GPUNode
+	// Gone is set if it was deleted. Then it has only its name.
+	Gone bool
+}
+
+// Watch calls show with each state of the named nodes, or of all, first with those that exist, and listed whenever it has shown all of
+// those. It returns when ctx is done, with an error of the first list, or if the viewer may not list or watch any more.
+func (c Cluster) Watch(ctx context.Context, show func(Change), listed func(), names ...string) error {
 	wanted := func(name string) bool { return len(names) == 0 || slices.Contains(names, name) }
 	last := map[string]bool{}
 	for first := true; ctx.Err() == nil; first = false {
@@ -248,7 +255,7 @@ func (c Cluster) Watch(ctx context.Context, show func(node Node, gone bool), nam
 		version, err := c.EachGPUNode(ctx, func(n v1alpha1.GPUNode) {
 			if wanted(n.Name) {
 				now[n.Name] = true
-				show(NodeOf(n), false)
+				show(Change{GPUNode: n})
 			}
 		})
 		if err != nil && (first || apierrors.IsForbidden(err)) {
@@ -257,10 +264,11 @@ func (c Cluster) Watch(ctx context.Context, show func(node Node, gone bool), nam
 		if err == nil {
 			for name := range last {
 				if !now[name] {
-					show(Node{Name: name}, true)
+					show(gone(name))
 				}
 			}
 			last = now
+			listed()
 			err = c.watchFrom(ctx, version, wanted, last, show)
 		}
 		if err != nil && apierrors.IsForbidden(err) {
@@ -272,7 +280,11 @@ func (c Cluster) Watch(ctx context.Context, show func(node Node, gone bool), nam
 	return nil
 }
 
-func (c Cluster) watchFrom(ctx context.Context, version string, wanted func(string) bool, last map[string]bool, show func(Node, bool)) error {
+func gone(name string) Change {
+	return Change{GPUNode: v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{Name: name}}, Gone: true}
+}
+
+func (c Cluster) watchFrom(ctx context.Context, version string, wanted func(string) bool, last map[string]bool, show func(Change)) error {
 	watcher, err := c.gpuNodes().Watch(ctx, metav1.ListOptions{ResourceVersion: version})
 	if err != nil {
 		return err
@@ -296,10 +308,10 @@ func (c Cluster) watchFrom(ctx context.Context, version string, wanted func(stri
 		case err != nil || !wanted(node.Name):
 		case event.Type == watch.Deleted:
 			delete(last, node.Name)
-			show(Node{Name: node.Name}, true)
+			show(gone(node.Name))
 		default:
 			last[node.Name] = true
-			show(NodeOf(node), false)
+			show(Change{GPUNode: node})
 		}
 	}
 }
@@ -314,17 +326,28 @@ func (c Cluster) Picture(ctx context.Context, name string) (Picture, []string, e
 	if err != nil {
 		return Picture{}, nil, err
 	}
-	var published []resourceapi.ResourceSlice
 	var notes []string
-	selector := fields.OneTermEqualSelector(resourceapi.ResourceSliceSelectorNodeName, name)
-	if err := c.eachSlice(ctx, selector, func(s resourceapi.ResourceSlice) {
-		if s.Spec.NodeName != nil && *s.Spec.NodeName == name {
+	published, err := c.SlicesOf(ctx, name)
+	if err != nil {
+		notes = append(notes, NotPublished(err))
+	}
+	return PictureOf(NodeOf(node), published, c.DriverName), notes, nil
+}
+
+// NotPublished is the note of a picture without the node's slices.
+func NotPublished(err error) string {
+	return fmt.Sprintf("NUMA nodes and NVLink are not known: %v", err)
+}
+
+// SlicesOf returns the driver's ResourceSlices of a node.
+func (c Cluster) SlicesOf(ctx context.Context, node string) (published []resourceapi.ResourceSlice, err error) {
+	selector := fields.OneTermEqualSelector(resourceapi.ResourceSliceSelectorNodeName, node)
+	err = c.eachSlice(ctx, selector, func(s resourceapi.ResourceSlice) {
+		if s.Spec.NodeName != nil && *s.Spec.NodeName == node {
 			published = append(published, s)
 		}
-	}); err != nil {
-		notes = append(notes, fmt.Sprintf("NUMA nodes and NVLink are not known: %v", err))
-	}
-	return PictureOf(node, published, c.DriverName), notes, nil
+	})
+	return published, err
 }
 
 // mostCompletions bounds what a shell completes.

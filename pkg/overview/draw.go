@@ -59,18 +59,17 @@ func (s Style) Draw(p Picture) string {
 		b.WriteString("\n" + links)
 	}
 	for _, c := range p.Node.Conflicts {
-		conflict := fmt.Sprintf("Conflict: claim %s/%s, %s: %s", c.Namespace, c.Name, strings.Join(c.Devices, ", "), c.Message)
-		fmt.Fprintf(&b, "\n%s\n", s.plain(conflict))
+		fmt.Fprintf(&b, "\n%s\n", s.plain("Conflict: "+c.String()))
 	}
 	return b.String()
 }
 
 func (s Style) gpuCells(n Node, gpu GPU) []cell {
-	holders, share := gpu.describe(n)
+	holders, share := gpu.Describe(n)
 	if share != "" {
 		holders = explain.Mebibytes(gpu.Sharing.MemoryBytes) + ", shared"
 	}
-	for _, more := range []string{gpu.whyOut(), gpu.Slowdown} {
+	for _, more := range []string{gpu.WhyOut(), gpu.Slowdown} {
 		if more != "" {
 			holders = strings.TrimPrefix(holders+"; "+more, "; ")
 		}
@@ -81,27 +80,25 @@ func (s Style) gpuCells(n Node, gpu GPU) []cell {
 	}
 	return []cell{
 		{text: gpu.Name}, {text: s.plain(cmp.Or(gpu.Model, "-"))}, {text: link},
-		{text: s.mark(gpu.State), state: gpu.State}, {text: s.plain(holders)},
+		{text: s.Mark(gpu.State), state: gpu.State}, {text: s.plain(holders)},
 	}
 }
 
-// mark returns the state with a sign, which distinguishes free from used ones without colour.
-func (s Style) mark(state State) string {
-	sign, ascii := "●", "*"
-	switch state {
-	case Free:
-		sign, ascii = "○", "."
-	case Unhealthy:
-		sign, ascii = "✗", "!"
-	case Maintenance:
-		sign, ascii = "◇", "#"
-	case Excluded:
-		sign, ascii = "–", "-"
+// signs distinguish the states without colour. The others have the first one.
+var signs = map[State]struct{ utf8, ascii string }{
+	"": {"●", "*"}, Free: {"○", "."}, Unhealthy: {"✗", "!"}, Maintenance: {"◇", "#"}, Excluded: {"–", "-"},
+}
+
+// Mark returns a state with its sign.
+func (s Style) Mark(state State) string {
+	sign, known := signs[state]
+	if !known {
+		sign = signs[""]
 	}
-	if !s.UTF8 {
-		sign = ascii
+	if s.UTF8 {
+		return sign.utf8 + " " + string(state)
 	}
-	return sign + " " + string(state)
+	return sign.ascii + " " + string(state)
 }
 
 // indent is that of what belongs to a GPU.
@@ -156,11 +153,11 @@ func (s Style) bar(n Node, gpu GPU) string {
 		what, holder := "free", ""
 		if d := part.Partition; d != nil {
 			label, state, what = d.Profile, d.State, d.Profile
-			holders, share := d.describe(n)
+			holders, share := d.Describe(n)
 			if share != "" {
 				holders += " [" + share + "]"
 			}
-			holder = s.plain(strings.TrimPrefix(holders+"; "+d.whyOut(), "; "))
+			holder = s.plain(strings.TrimPrefix(holders+"; "+d.WhyOut(), "; "))
 			holder = strings.TrimSuffix(holder, "; ")
 		}
 		label = s.plain(label)
@@ -170,13 +167,9 @@ func (s Style) bar(n Node, gpu GPU) string {
 		top.WriteString(topJoin + strings.Repeat(line.horizontal, width))
 		bottom.WriteString(bottomJoin + strings.Repeat(line.horizontal, width))
 		middle.WriteString(line.vertical + s.paint(label, state) + strings.Repeat(" ", width-utf8.RuneCountInString(label)))
-		at := fmt.Sprintf("slice %d", part.Start)
-		if part.Size > 1 {
-			at = fmt.Sprintf("slices %d-%d", part.Start, part.Start+part.Size-1)
-		}
-		row := []cell{{text: at}, {text: s.plain(what)}}
+		row := []cell{{text: part.Slices()}, {text: s.plain(what)}}
 		if part.Partition != nil {
-			row = append(row, cell{text: s.mark(state), state: state}, cell{text: holder})
+			row = append(row, cell{text: s.Mark(state), state: state}, cell{text: holder})
 		}
 		rows = append(rows, row)
 	}

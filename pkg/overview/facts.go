@@ -9,7 +9,6 @@ import (
 	"maps"
 	"slices"
 
-	authorizationv1 "k8s.io/api/authorization/v1"
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -72,9 +71,6 @@ func (c Cluster) Why(ctx context.Context, namespace, name string) (explain.Answe
 // mostEvents bounds the events of one object that are read.
 const mostEvents = 500
 
-// mostReviews bounds the questions about rights for one answer.
-const mostReviews = 64
-
 // answer asks pkg/explain twice: first to learn of which namespaces it would name holders.
 func (c Cluster) answer(ctx context.Context, f explain.Facts) explain.Answer {
 	asked := map[string]bool{}
@@ -86,27 +82,8 @@ func (c Cluster) answer(ctx context.Context, f explain.Facts) explain.Answer {
 	if len(asked) == 0 {
 		return answer
 	}
-	if c.mayListPods(ctx, metav1.NamespaceAll) {
-		f.MayName = func(string) bool { return true }
-		return explain.Why(f)
-	}
-	for i, namespace := range slices.Sorted(maps.Keys(asked)) {
-		if i < mostReviews || namespace == f.Pod.Namespace {
-			asked[namespace] = c.mayListPods(ctx, namespace)
-		}
-	}
-	f.MayName = func(namespace string) bool { return asked[namespace] }
+	f.MayName = NewRights(c, f.Pod.Namespace).MayName(ctx, slices.Sorted(maps.Keys(asked)))
 	return explain.Why(f)
-}
-
-// mayListPods reports whether the viewer may list the pods of a namespace. An error counts as no.
-func (c Cluster) mayListPods(ctx context.Context, namespace string) bool {
-	review, err := c.Client.AuthorizationV1().SelfSubjectAccessReviews().Create(ctx, &authorizationv1.SelfSubjectAccessReview{
-		Spec: authorizationv1.SelfSubjectAccessReviewSpec{ResourceAttributes: &authorizationv1.ResourceAttributes{
-			Namespace: namespace, Verb: "list", Resource: "pods",
-		}},
-	}, metav1.CreateOptions{})
-	return err == nil && review.Status.Allowed
 }
 
 // readClaims reads the claims of the pod, and the templates of those that do not exist yet. One that is missing is no error.

@@ -98,8 +98,8 @@ type Service struct {
 	Since  *metav1.Time `json:"since,omitempty"`
 }
 
-// whyOut is why a device gets no new holder, other than its holders; empty if that is not so.
-func (d Device) whyOut() string {
+// WhyOut returns why a device gets no new holder, other than its holders; empty if that is not so.
+func (d Device) WhyOut() string {
 	if d.UnhealthyReason != "" || d.Maintenance == nil {
 		return d.UnhealthyReason
 	}
@@ -131,6 +131,14 @@ type Claimed struct {
 	Name      string `json:"name"`
 }
 
+// String is the claim for users. A claim without a name is one that the viewer may not know.
+func (c Claimed) String() string {
+	if c.Name == "" {
+		return "a claim of another namespace"
+	}
+	return "claim " + c.Namespace + "/" + c.Name
+}
+
 // PodRef names a pod. Namespace and Name are empty while only the UID is known.
 type PodRef struct {
 	UID       string `json:"uid"`
@@ -155,6 +163,11 @@ type Conflict struct {
 	// PendingEviction is set if the controller evicts the claim's pods.
 	PendingEviction bool   `json:"pendingEviction"`
 	Message         string `json:"message"`
+}
+
+// String is the conflict for users.
+func (c Conflict) String() string {
+	return strings.TrimSuffix(fmt.Sprintf("%s, %s: %s", c.Claimed, strings.Join(c.Devices, ", "), c.Message), ": ")
 }
 
 // NodeOf describes a node by its GPUNode.

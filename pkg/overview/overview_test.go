@@ -147,7 +147,7 @@ func TestParts(t *testing.T) {
 			}
 			slice.Spec.SharedCounters = []resourceapi.CounterSet{set}
 		}
-		gpu := PictureOf(node, []resourceapi.ResourceSlice{slice}, "gpu.nvidia.com").Groups[0].GPUs[0]
+		gpu := PictureOf(NodeOf(node), []resourceapi.ResourceSlice{slice}, "gpu.nvidia.com").Groups[0].GPUs[0]
 		var parts []string
 		for _, p := range gpu.Parts {
 			what := "free"

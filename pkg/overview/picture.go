@@ -13,7 +13,6 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/dynamic-resource-allocation/deviceattribute"
 
-	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
@@ -50,9 +49,18 @@ type Part struct {
 	Partition *Device
 }
 
-// PictureOf describes a node by its GPUNode and its ResourceSlices, of which it uses those of the driver.
-func PictureOf(from v1alpha1.GPUNode, published []resourceapi.ResourceSlice, driver string) Picture {
-	p := Picture{Node: NodeOf(from)}
+// Slices names the memory slices, such as "slices 0-3".
+func (p Part) Slices() string {
+	if p.Size == 1 {
+		return fmt.Sprintf("slice %d", p.Start)
+	}
+	return fmt.Sprintf("slices %d-%d", p.Start, p.Start+p.Size-1)
+}
+
+// PictureOf describes a node with its ResourceSlices, of which it uses those of the driver. Without slices the sizes of partitions are
+// usual ones, and NUMA nodes and NVLink are not known.
+func PictureOf(node Node, published []resourceapi.ResourceSlice, driver string) Picture {
+	p := Picture{Node: node}
 	seen := newPublished(published, driver)
 	byNUMA := map[int]*Group{}
 	letters := map[string]string{}

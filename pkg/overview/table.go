@@ -52,11 +52,11 @@ func (s Style) Rows(n Node, wide bool) (rows []Row) {
 		if d.Parent != "" {
 			name, model = "  "+d.Name, d.Profile
 		}
-		holders, share := d.describe(n)
+		holders, share := d.Describe(n)
 		cells := []string{n.Name, name, cmp.Or(model, "-"), string(d.State), share}
 		if wide {
 			cells = append(cells, cmp.Or(d.UUID, "-"), cmp.Or(d.ExtendedResource, "-"), cmp.Or(d.ExtendedResourceState, "-"),
-				cmp.Or(holders, "-"), d.whyOut())
+				cmp.Or(holders, "-"), d.WhyOut())
 		} else {
 			cells = append(cells, cmp.Or(holders, "-"))
 		}
@@ -65,8 +65,9 @@ func (s Style) Rows(n Node, wide bool) (rows []Row) {
 	return rows
 }
 
-// describe returns the holders of a device and their shares. A GPU without a holder whose partitions have some says so.
-func (d Device) describe(n Node) (holders, shares string) {
+// Describe returns the holders of a device of node n and their shares for users, a few of many. A GPU without a holder whose partitions
+// have some says so. It is pure. Views call it.
+func (d Device) Describe(n Node) (holders, shares string) {
 	var texts, parts []string
 	for i, h := range d.Holders {
 		if i == mostHolders {
@@ -84,7 +85,7 @@ func (d Device) describe(n Node) (holders, shares string) {
 		parts = append(parts, cmp.Or(h.share, "all"))
 	}
 	for _, c := range d.Allocated {
-		texts = append(texts, fmt.Sprintf("claim %s/%s, not prepared yet", c.Namespace, c.Name))
+		texts = append(texts, c.String()+", not prepared yet")
 	}
 	inPartitions := slices.ContainsFunc(n.Devices, func(p Device) bool { return p.Parent == d.Name && len(p.Holders)+len(p.Allocated) > 0 })
 	if d.Parent == "" && len(texts) == 0 && (d.State == Claim || d.State == Pod || d.State == Draining || d.State == Allocated ||
