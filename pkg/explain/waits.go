@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 
+	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
@@ -15,12 +16,8 @@ import (
 
 // waits explains a pod that the scheduler has not placed.
 func (f Facts) waits(a *Answer, claims []claimOf, needs []need) {
-	if gates := f.Pod.Spec.SchedulingGates; len(gates) > 0 {
-		var names []string
-		for _, gate := range gates {
-			names = append(names, gate.Name)
-		}
-		a.Cause, a.Summary = CauseGated, "waits until its scheduling gates are removed: "+strings.Join(names, ", ")
+	if len(f.Pod.Spec.SchedulingGates) > 0 {
+		a.Cause, a.Summary = CauseGated, gated(f.Pod)
 		return
 	}
 	match := newMatcher(f.Driver)
@@ -57,6 +54,14 @@ func (f Facts) waits(a *Answer, claims []claimOf, needs []need) {
 		a.Cause, a.Summary = CauseNever, "cannot run: no node has "+in
 		a.Frees = append(a.Frees, "a request that a node can satisfy, or a node that can satisfy this one")
 	}
+}
+
+func gated(pod *corev1.Pod) string {
+	var names []string
+	for _, gate := range pod.Spec.SchedulingGates {
+		names = append(names, gate.Name)
+	}
+	return "waits until its scheduling gates are removed: " + strings.Join(names, ", ")
 }
 
 func requestsOf(needs []need) (texts []string) {

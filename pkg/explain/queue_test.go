@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package explain
+
+import (
+	"strings"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+)
+
+// TestQueue: the list says what a pod requests and why it waits, from the pod and the GPUNodes alone.
+func TestQueue(t *testing.T) {
+	full := v1alpha1.GPUNode{}
+	full.Name = "n1"
+	full.Status.ExtendedResource = "example.com/gpu"
+	full.Status.Counts = v1alpha1.DeviceCounts{Total: 2, Pods: 2}
+	full.Status.Devices = []v1alpha1.DeviceStatus{{Name: "gpu-0-mig", Parent: "gpu-0", ExtendedResource: "example.com/part"}}
+	away := v1alpha1.GPUNode{}
+	away.Name, away.Status.Waiting = "n2", "no driver"
+	away.Status.Counts = v1alpha1.DeviceCounts{Total: 8, Free: 8}
+	limits := func(name string, n int64) func(*corev1.Pod) {
+		return func(p *corev1.Pod) {
+			p.Spec.Containers[0].Resources.Limits = corev1.ResourceList{corev1.ResourceName(name): *resource.NewQuantity(n, resource.DecimalSI)}
+		}
+	}
+	says := func(message string) func(*corev1.Pod) {
+		return func(p *corev1.Pod) {
+			p.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Message: message}}
+		}
+	}
+	claim := func(p *corev1.Pod) { p.Spec.ResourceClaims = []corev1.PodResourceClaim{{Name: "gpu"}} }
+	on := func(p *corev1.Pod) {
+		p.Spec.NodeName = "n1"
+		p.Status.ContainerStatuses = []corev1.ContainerStatus{{Name: "c", State: corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "ImagePullBackOff"}}}}
+	}
+	gate := func(p *corev1.Pod) { p.Spec.SchedulingGates = []corev1.PodSchedulingGate{{Name: "queue"}} }
+	for name, c := range map[string]struct {
+		pod              *corev1.Pod
+		requests, reason string
+	}{
+		"no GPU":        {newPod("p", limits("cpu", 1)), "", "the scheduler has not reported a reason"},
+		"another's":     {newPod("p", limits("other.com/nic", 1)), "", "the scheduler has not reported a reason"},
+		"none of it":    {newPod("p", limits("example.com/gpu", 0)), "", "the scheduler has not reported a reason"},
+		"whole GPUs":    {newPod("p", limits("example.com/gpu", 1), says("scheduler")), "1 example.com/gpu", "all 2 GPUs of n1 are held: 2 by pods"},
+		"the usual":     {newPod("p", limits("nvidia.com/gpu", 1)), "1 nvidia.com/gpu", "the scheduler has not reported a reason"},
+		"a partition":   {newPod("p", limits("example.com/part", 1), says("scheduler")), "1 example.com/part", "scheduler"},
+		"a usual part":  {newPod("p", limits("nvidia.com/mig-1g.10gb", 1)), "1 nvidia.com/mig-1g.10gb", "the scheduler has not reported a reason"},
+		"a class":       {newPod("p", limits("deviceclass.resource.kubernetes.io/gpu", 3)), "3 deviceclass.resource.kubernetes.io/gpu", "the scheduler has not reported a reason"},
+		"a claim":       {newPod("p", claim, says("two\nlines")), "claim gpu", "two lines"},
+		"both":          {newPod("p", claim, limits("example.com/gpu", 1), says("scheduler")), "1 example.com/gpu, claim gpu", "scheduler"},
+		"a long reason": {newPod("p", claim, says(strings.Repeat("x", 300))), "claim gpu", strings.Repeat("x", mostReason) + "..."},
+		"gated":         {newPod("p", limits("example.com/gpu", 1), gate), "1 example.com/gpu", "waits until its scheduling gates are removed: queue"},
+		"placed":        {newPod("p", limits("example.com/gpu", 1), on), "1 example.com/gpu", "starts on n1: container c is waiting: ImagePullBackOff"},
+	} {
+		q := NewQueue([]v1alpha1.GPUNode{full, away})
+		for range 2 { // the second time from memory
+			requests, reason := strings.Join(q.Requests(c.pod), ", "), q.Reason(c.pod)
+			if requests != c.requests || reason != c.reason {
+				t.Errorf("%s: requests %q, want %q; %q, want %q", name, requests, c.requests, reason, c.reason)
+			}
+		}
+	}
+}
