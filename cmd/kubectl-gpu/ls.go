@@ -96,7 +96,7 @@ func (p *plugin) watch(ctx context.Context, cluster overview.Cluster, namespace 
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
-	err := cluster.Watch(ctx, func(change overview.Change) {
+	err := cluster.Watch(ctx, overview.Viewer{Show: func(change overview.Change) {
 		node, uses := overview.NodeOf(change.GPUNode), true
 		if namespace != "" {
 			node, uses = node.In(namespace)
@@ -112,7 +112,7 @@ func (p *plugin) watch(ctx context.Context, cluster overview.Cluster, namespace 
 		if err := p.print(p.style.Changed(changed)); err != nil {
 			cancel(err)
 		}
-	}, func() {}, names...)
+	}}, names...)
 	if cause := context.Cause(ctx); err == nil && cause != nil && !errors.Is(cause, context.Canceled) {
 		return cause
 	}

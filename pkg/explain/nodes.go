@@ -27,6 +27,20 @@ const (
 	FitNever Fit = "never" // it does not have it
 )
 
+// Words returns the fit for users.
+func (f Fit) Words() string {
+	switch f {
+	case FitRoom:
+		return "has room"
+	case FitFull:
+		return "is full"
+	case FitAgent:
+		return "serves no GPU"
+	default:
+		return "cannot run it"
+	}
+}
+
 // NodeAnswer is why one node, or several for the same reason, does not run the pod.
 type NodeAnswer struct {
 	Names []string
@@ -42,6 +56,15 @@ type NodeAnswer struct {
 	short []shortage
 	// unless is what would let the pod run on a node that has the requested devices and excludes the pod.
 	unless string
+}
+
+// Which names the nodes, such as "a, b and 3 more".
+func (n NodeAnswer) Which() string {
+	names := strings.Join(n.Names, ", ")
+	if more := n.Count - len(n.Names); more > 0 {
+		names += fmt.Sprintf(" and %d more", more)
+	}
+	return names
 }
 
 // lack is how many devices a node lacks.

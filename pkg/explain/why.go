@@ -108,6 +108,14 @@ type Answer struct {
 	NotRead []NotRead
 }
 
+// FreesTitle is the title of Frees.
+func (a Answer) FreesTitle() string {
+	if a.Cause == CauseFailed || a.Cause == CauseConflict {
+		return "What happens next"
+	}
+	return "What would let it run"
+}
+
 // Bounds of an answer.
 const (
 	mostNodes   = 6

@@ -245,9 +245,18 @@ type Change struct {
 	Gone bool
 }
 
-// Watch calls show with each state of the named nodes, or of all, first with those that exist, and listed whenever it has shown all of
-// those. It returns when ctx is done, with an error of the first list, or if the viewer may not list or watch any more.
-func (c Cluster) Watch(ctx context.Context, show func(Change), listed func(), names ...string) error {
+// Viewer is who watches. Watch calls its functions one at a time.
+type Viewer struct {
+	Show func(Change)
+	// Listed is called when all GPUNodes have been shown, and again after each interruption; Failed when one begins. Both may be nil.
+	Listed func()
+	Failed func(error)
+}
+
+// Watch shows each state of the named nodes, or of all, first those that exist. It returns when ctx is done, with an error of the first
+// list, or if the viewer may not list or watch any more.
+func (c Cluster) Watch(ctx context.Context, v Viewer, names ...string) error {
+	show := v.Show
 	wanted := func(name string) bool { return len(names) == 0 || slices.Contains(names, name) }
 	last := map[string]bool{}
 	for first := true; ctx.Err() == nil; first = false {
@@ -268,11 +277,16 @@ func (c Cluster) Watch(ctx context.Context, show func(Change), listed func(), na
 				}
 			}
 			last = now
-			listed()
+			if v.Listed != nil {
+				v.Listed()
+			}
 			err = c.watchFrom(ctx, version, wanted, last, show)
 		}
 		if err != nil && apierrors.IsForbidden(err) {
 			return gpuNodesError("watch", err)
+		}
+		if err != nil && v.Failed != nil && ctx.Err() == nil {
+			v.Failed(err)
 		}
 		// The API server ends watches after some minutes, and may be away: list again after a moment.
 		wait(ctx)

@@ -111,11 +111,11 @@ func TestRights(t *testing.T) {
 			t.Error("an error counts as a right")
 		}
 		time.Sleep(rightsFor)
-		failure = nil
 		gone, cancel := context.WithCancel(ctx)
 		cancel()
+		failure = gone.Err()
 		r.MayName(gone, []string{"a"})
-		if !r.MayName(ctx, []string{"a"})("a") {
+		if failure = nil; !r.MayName(ctx, []string{"a"})("a") {
 			t.Error("the answer for a caller that had gone is used")
 		}
 	})

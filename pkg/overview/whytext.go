@@ -10,10 +10,9 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/explain"
 )
 
-// fits are the words for explain.Fit, with the colour of a state.
-var fits = map[explain.Fit]cell{
-	explain.FitRoom: {"has room", Free}, explain.FitFull: {"is full", Claim}, explain.FitAgent: {"serves no GPU", Unhealthy},
-	explain.FitNever: {"cannot run it", Excluded},
+// fits have the colours of states.
+var fits = map[explain.Fit]State{
+	explain.FitRoom: Free, explain.FitFull: Claim, explain.FitAgent: Unhealthy, explain.FitNever: Excluded,
 }
 
 // Why returns why a pod waits or failed as text.
@@ -38,22 +37,14 @@ func (s Style) Why(a explain.Answer) string {
 		b.WriteString("\nNodes\n")
 	}
 	for _, n := range a.Nodes {
-		names := strings.Join(n.Names, ", ")
-		if more := n.Count - len(n.Names); more > 0 {
-			names += fmt.Sprintf(" and %d more", more)
-		}
-		word := fits[n.Fit]
-		line := wrap("  ", s.plain(fmt.Sprintf("%s: %s: %s", names, word.text, n.Reason)))
-		b.WriteString(strings.Replace(line, ": "+word.text+":", ": "+s.paint(word.text, word.state)+":", 1))
+		words := n.Fit.Words()
+		line := wrap("  ", s.plain(fmt.Sprintf("%s: %s: %s", n.Which(), words, n.Reason)))
+		b.WriteString(strings.Replace(line, ": "+words+":", ": "+s.paint(words, fits[n.Fit])+":", 1))
 		for _, holder := range n.Holders {
 			fmt.Fprintf(&b, "      %s\n", s.plain(holder))
 		}
 	}
-	next := "What would let it run"
-	if a.Cause == explain.CauseFailed || a.Cause == explain.CauseConflict {
-		next = "What happens next"
-	}
-	section(next, a.Frees...)
+	section(a.FreesTitle(), a.Frees...)
 	section("Quota", a.Quotas...)
 	section("Events, the newest first", a.Events...)
 	var notRead []string
