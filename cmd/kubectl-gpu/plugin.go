@@ -111,7 +111,7 @@ func (p *plugin) command() *cobra.Command {
 	root.SetOut(p.streams.Out)
 	root.SetErr(p.streams.ErrOut)
 	root.PersistentFlags().StringVar(&p.driverName, driverNameFlag, config.Defaults().DriverName, "name of Tandem's DRA driver")
-	root.AddCommand(p.ls(), p.why(), p.node(), p.drain(), p.undrain(), p.inspect(), p.doctor())
+	root.AddCommand(p.ls(), p.why(), p.node(), p.drain(), p.undrain(), p.inspect(), p.doctor(), p.ui())
 	return root
 }
 

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"fmt"
+	"net"
+
+	"github.com/spf13/cobra"
+
+	"github.com/tandem-gpu/tandem/pkg/page"
+)
+
+func (p *plugin) ui() *cobra.Command {
+	var port uint16
+	cmd := &cobra.Command{
+		Use:   "ui",
+		Short: "Serve a web page of the GPUs on this machine",
+		Long: "Serve a read-only web page of the GPUs, their holders and the pods that wait, until it is interrupted. The page shows what you may\n" +
+			"read. Only this machine can open it, and only with the address that is printed. The address has a password: keep it to yourself.",
+		Example: "  kubectl gpu ui\n  kubectl gpu ui --port 8001",
+		Args:    cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			c, err := p.open()
+			if err != nil {
+				return err
+			}
+			var config net.ListenConfig
+			listener, err := config.Listen(cmd.Context(), "tcp", fmt.Sprintf("127.0.0.1:%d", port))
+			if err != nil {
+				return fmt.Errorf("serve the page: %w", err)
+			}
+			view := page.New(c.cluster, c.namespace)
+			if err := p.print(fmt.Sprintf("http://%s%s\n", listener.Addr(), view.Path())); err != nil {
+				listener.Close()
+				return err
+			}
+			return view.Run(cmd.Context(), listener)
+		},
+	}
+	cmd.Flags().Uint16Var(&port, "port", 0, "port of 127.0.0.1; 0 is a free one")
+	return cmd
+}

@@ -1,0 +1,63 @@
+// Keeps the page up to date: it reads the same address again and replaces what differs. The page works without it.
+'use strict';
+(() => {
+  const main = document.querySelector('main[data-live]');
+  const filter = document.getElementById('q');
+  const every = 2000; // ms
+  let tag = '', timer = 0, newest = 0;
+
+  // merge makes the children of now those of next. A child that is equal stays, and so do the focus, and which details are open.
+  const merge = (now, next) => {
+    const known = new Map([...now.children].filter((e) => e.id).map((e) => [e.id, e]));
+    const children = [...next.children].map((fresh) => {
+      const old = known.get(fresh.id);
+      if (!old) return fresh;
+      if (old instanceof HTMLDetailsElement) fresh.open = old.open;
+      if (old.isEqualNode(fresh)) return old;
+      if (old.tagName === 'SECTION') {
+        merge(old, fresh);
+        return old;
+      }
+      return fresh;
+    });
+    if (children.length === now.children.length && children.every((e, i) => e === now.children[i])) return;
+    const focused = document.activeElement && document.activeElement.id;
+    now.replaceChildren(...children);
+    if (focused) document.getElementById(focused)?.focus();
+  };
+
+  const say = (text) => {
+    const live = document.getElementById('live');
+    if (live.textContent !== text) live.textContent = text;
+  };
+
+  const read = async () => {
+    clearTimeout(timer);
+    const mine = ++newest;
+    try {
+      const answer = await fetch(location.href, {headers: tag ? {'If-None-Match': tag} : {}, cache: 'no-store'});
+      const text = answer.ok ? await answer.text() : '';
+      if (mine !== newest) return;
+      if (answer.ok) {
+        const next = new DOMParser().parseFromString(text, 'text/html');
+        merge(main, next.querySelector('main'));
+        document.title = next.title;
+        tag = answer.headers.get('ETag');
+      }
+      say(answer.ok || answer.status === 304 ? '' : `Not up to date: kubectl gpu ui answers ${answer.status}.`);
+    } catch {
+      if (mine !== newest) return;
+      say('Not up to date: kubectl gpu ui has ended or cannot be reached.');
+    }
+    timer = setTimeout(() => document.hidden || read(), every);
+  };
+
+  if (!main) return;
+  document.addEventListener('visibilitychange', () => document.hidden || read());
+  filter?.addEventListener('input', () => {
+    history.replaceState(null, '', filter.value ? '?q=' + encodeURIComponent(filter.value) : './');
+    tag = '';
+    read();
+  });
+  read();
+})();

@@ -1,0 +1,209 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package page
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+
+	authorizationv1 "k8s.io/api/authorization/v1"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	dynamicfake "k8s.io/client-go/dynamic/fake"
+	"k8s.io/client-go/kubernetes/fake"
+	clienttesting "k8s.io/client-go/testing"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/overview"
+)
+
+// What the views show is tested in cmd/kubectl-gpu, whose tests have nodes.
+
+func newPage() *Page {
+	objects := dynamicfake.NewSimpleDynamicClientWithCustomListKinds(runtime.NewScheme(), map[schema.GroupVersionResource]string{v1alpha1.Resource: "GPUNodeList"})
+	return New(overview.Cluster{Client: fake.NewClientset(), Dynamic: objects, DriverName: "gpu.nvidia.com"}, "ml")
+}
+
+// hostile is a node with HTML in every text that an API server stores as it is.
+func hostile() v1alpha1.GPUNode {
+	const html = `<script>alert(1)</script>"'&`
+	var n v1alpha1.GPUNode
+	n.Name = html
+	n.Status = v1alpha1.GPUNodeStatus{Mode: html, Waiting: html,
+		Devices: []v1alpha1.DeviceStatus{
+			{Name: "gpu-0", UUID: html, Model: html, UnhealthyReason: html, Slowdown: html, Sharing: &v1alpha1.DeviceSharing{Strategy: html, Memory: 1},
+				Holders: []v1alpha1.DeviceHolder{{Kind: "Claim", Namespace: html, Name: html, WaitsFor: html, Pods: []v1alpha1.PodReference{{Namespace: html, Name: html}}}}},
+			{Name: "gpu-0-mig-1g10gb-19-0", Parent: "gpu-0", Profile: html, Maintenance: &v1alpha1.DeviceMaintenance{Reason: html}},
+		},
+		Conflicts: []v1alpha1.ConflictingClaim{{Namespace: html, Name: html, Devices: []string{html}, Message: html}},
+	}
+	return n
+}
+
+// ask sends one request to the page.
+func ask(p *Page, method, path, host string, change ...func(*http.Request)) *http.Response {
+	r := httptest.NewRequest(method, path, nil)
+	r.Host = host
+	for _, c := range change {
+		c(r)
+	}
+	w := httptest.NewRecorder()
+	p.ServeHTTP(w, r)
+	return w.Result()
+}
+
+// TestOnlyTheViewer: without the token, under another name of this machine and with another method there is no answer.
+func TestOnlyTheViewer(t *testing.T) {
+	p := newPage()
+	p.fleet.listed = true
+	for _, c := range []struct {
+		method, path, host string
+		want               int
+	}{
+		{"GET", p.Path(), "127.0.0.1:4711", 200},
+		{"GET", p.Path(), "localhost:4711", 200},
+		{"GET", p.Path(), "[::1]:4711", 200},
+		{"GET", p.Path(), "localhost", 200},
+		{"HEAD", p.Path(), "localhost", 200},
+		{"GET", p.Path() + "files/page.js", "localhost", 200},
+		{"GET", p.Path(), "evil.example", 403},
+		{"GET", p.Path(), "127.0.0.1.evil.example:4711", 403},
+		{"GET", p.Path(), "localhost.evil.example", 403},
+		{"GET", p.Path(), "", 403},
+		{"GET", "/", "localhost", 403},
+		{"GET", "/files/page.js", "localhost", 403},
+		{"GET", strings.ToLower(p.Path()), "localhost", 403},
+		{"GET", p.Path()[:len(p.Path())-2] + "/", "localhost", 403},
+		{"GET", "//" + p.Path(), "localhost", 403},
+		{"POST", p.Path(), "localhost", 405},
+		{"PUT", p.Path() + "node", "localhost", 405},
+		{"DELETE", p.Path() + "why", "localhost", 405},
+		{"OPTIONS", p.Path(), "localhost", 405},
+		{"GET", p.Path() + "metrics", "localhost", 404},
+		{"GET", p.Path() + "files/../page.go", "localhost", 307}, // to /page.go, which has no token
+	} {
+		answer := ask(p, c.method, c.path, c.host)
+		if answer.StatusCode != c.want {
+			t.Errorf("%s %s of %s: %d, want %d", c.method, c.path, c.host, answer.StatusCode, c.want)
+		}
+		body, _ := io.ReadAll(answer.Body)
+		if c.want != 200 && strings.Contains(string(body)+answer.Header.Get("Location"), p.token) {
+			t.Errorf("%s %s of %s tells the token: %s", c.method, c.path, c.host, body)
+		}
+		for name, want := range map[string]string{
+			"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store",
+			"Access-Control-Allow-Origin": "", "Set-Cookie": "",
+		} {
+			if got := answer.Header.Get(name); got != want {
+				t.Errorf("%s %s: %s is %q, want %q", c.method, c.path, name, got, want)
+			}
+		}
+	}
+	if another := newPage(); another.token == p.token || len(p.token) < 26 {
+		t.Errorf("tokens %q and %q", p.token, another.token)
+	}
+}
+
+// TestEscaping: no text of the cluster becomes HTML.
+func TestEscaping(t *testing.T) {
+	p := newPage()
+	p.fleet.show(overview.Change{GPUNode: hostile()})
+	p.fleet.listed = true
+	p.fleet.notes["a"] = hostile().Name
+	p.fleet.rights = allowed(p)
+	for _, path := range []string{"", "?q=%3Cscript%3E", "node?name=%3Cscript%3Ealert(1)%3C/script%3E%22%27%26"} {
+		answer := ask(p, "GET", p.Path()+path, "localhost")
+		body, _ := io.ReadAll(answer.Body)
+		if text := string(body); answer.StatusCode != 200 || strings.Contains(text, "<script>") || strings.Count(text, "alert(1)") < 10 {
+			t.Errorf("%s: %d\n%s", path, answer.StatusCode, body)
+		}
+	}
+}
+
+// TestUnchanged: a view is sent again only if it has changed.
+func TestUnchanged(t *testing.T) {
+	p := newPage()
+	p.fleet.listed = true
+	tag := ask(p, "GET", p.Path(), "localhost").Header.Get("ETag")
+	again := func(r *http.Request) { r.Header.Set("If-None-Match", tag) }
+	if answer := ask(p, "GET", p.Path(), "localhost", again); answer.StatusCode != http.StatusNotModified {
+		t.Errorf("unchanged: %d", answer.StatusCode)
+	}
+	p.fleet.show(overview.Change{GPUNode: hostile()})
+	if answer := ask(p, "GET", p.Path(), "localhost", again); answer.StatusCode != 200 || answer.Header.Get("ETag") == tag {
+		t.Errorf("changed: %d", answer.StatusCode)
+	}
+}
+
+// TestRun: the page is served on the loopback interface only, and ends with its context, also while a browser keeps its connection.
+func TestRun(t *testing.T) {
+	var config net.ListenConfig
+	everywhere, err := config.Listen(t.Context(), "tcp", "0.0.0.0:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	done, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := newPage().Run(done, everywhere); err == nil || !strings.Contains(err.Error(), "loopback") {
+		t.Errorf("on all interfaces: %v", err)
+	}
+	if _, err := everywhere.Accept(); !errors.Is(err, net.ErrClosed) {
+		t.Errorf("the listener is open: %v", err)
+	}
+	listener, err := config.Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := newPage()
+	ctx, stop := context.WithCancel(t.Context())
+	defer stop()
+	ended := make(chan error, 1)
+	go func() { ended <- p.Run(ctx, listener) }()
+	answer, err := http.Get("http://" + listener.Addr().String() + p.Path())
+	if err != nil || answer.StatusCode != 200 {
+		t.Fatal(answer, err)
+	}
+	defer answer.Body.Close()
+	stop()
+	select {
+	case err := <-ended:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(endsWithin + 10*time.Second):
+		t.Error("it does not end")
+	}
+}
+
+// TestTrim: what the list needs of a pod is kept, and the rest is not.
+func TestTrim(t *testing.T) {
+	var pod corev1.Pod
+	pod.Name, pod.Annotations = "p", map[string]string{"a": strings.Repeat("x", 1<<10)}
+	pod.Spec.Containers = []corev1.Container{{Name: "c", Image: "i", Resources: corev1.ResourceRequirements{Limits: corev1.ResourceList{"nvidia.com/gpu": {}}}}}
+	pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Message: "m"}, {Type: corev1.PodReady}}
+	object, err := trim(&pod)
+	got := object.(*corev1.Pod)
+	if err != nil || got.Name != "p" || got.Annotations != nil || got.Spec.Containers[0].Image != "" || len(got.Spec.Containers[0].Resources.Limits) != 1 ||
+		len(got.Status.Conditions) != 1 || got.Status.Conditions[0].Message != "m" {
+		t.Errorf("%v, %v", got, err)
+	}
+}
+
+// allowed are the rights of a viewer who may list all pods.
+func allowed(p *Page) *overview.Rights {
+	client := p.fleet.cluster.Client.(*fake.Clientset)
+	client.PrependReactor("create", "selfsubjectaccessreviews", func(action clienttesting.Action) (bool, runtime.Object, error) {
+		review := action.(clienttesting.CreateAction).GetObject().(*authorizationv1.SelfSubjectAccessReview)
+		review.Status.Allowed = true
+		return true, review, nil
+	})
+	return overview.NewRights(p.fleet.cluster, "ml")
+}
