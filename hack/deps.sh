@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs the Debian packages that building and testing need, those that are missing only.
+# Installs the Debian packages that building and testing need, those that are missing only. Without chromium, tests of a
+# web page in a browser are skipped.
 set -euo pipefail
 "$(dirname "$0")/go.sh"
 declare -A programs=([gcc]=gcc [libc6-dev]=/usr/include/stdio.h [shellcheck]=shellcheck)
@@ -7,11 +8,17 @@ missing=()
 for package in "${!programs[@]}"; do
 	command -v "${programs[$package]}" >/dev/null || [ -e "${programs[$package]}" ] || missing+=("$package")
 done
+install() {
+	echo "deps: installing $*"
+	apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "$@"
+}
+may_install() { [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; }
+if ! command -v chromium >/dev/null && may_install && ! install chromium; then
+	echo "deps: chromium could not be installed: tests in a browser are skipped"
+fi
 [ ${#missing[@]} -eq 0 ] && exit 0
-if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
+if ! may_install; then
 	echo "deps: ${missing[*]} missing: install them, or run this as root on Debian, where it does so itself" >&2
 	exit 1
 fi
-echo "deps: installing ${missing[*]}"
-apt-get update -q
-DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "${missing[@]}"
+install "${missing[@]}"

@@ -5,15 +5,11 @@ package main
 import (
 	"bytes"
 	"flag"
-	"html"
 	"net/http"
 	"net/http/httptest"
 	"net/http/httputil"
 	"net/url"
-	"os"
 	"os/exec"
-	"regexp"
-	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -24,50 +20,29 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/browser"
 )
 
 // screenshot names the file for a picture of the page, such as ../../docs/user/kubectl-gpu-ui.png.
 var screenshot = flag.String("screenshot", "", "write a screenshot of the page to this file")
 
-// browse runs a real browser without a window and returns what it prints. Virtual time lets the page's timers run at once.
+// browse runs the browser and returns what it prints.
 func browse(t *testing.T, args ...string) string {
 	t.Helper()
-	browser, err := exec.LookPath("chromium")
-	if err != nil {
-		t.Skip("Debian's chromium is not installed; make deps installs it")
+	if err := browser.Find(); err != nil {
+		t.Skip(err)
 	}
-	cmd := exec.CommandContext(t.Context(), browser, append([]string{"--headless", "--disable-gpu", "--no-first-run", "--hide-scrollbars",
-		"--enable-logging=stderr", "--user-data-dir=" + t.TempDir(), "--virtual-time-budget=10000"}, args...)...)
-	if os.Geteuid() == 0 { // its sandbox refuses root
-		cmd.Args = slices.Insert(cmd.Args, 1, "--no-sandbox")
-	}
+	cmd := exec.CommandContext(t.Context(), browser.Program, browser.Args(t.TempDir(), args...)...)
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr
 	out, err := cmd.Output()
 	if err != nil {
 		t.Fatalf("%v: %v\n%s", cmd.Args, err, &stderr)
 	}
-	for line := range strings.Lines(stderr.String()) {
-		if strings.Contains(line, "CONSOLE") { // an error of a script, or what the policy refuses
-			t.Error(line)
-		}
+	for _, complaint := range browser.Complaints(stderr.String()) {
+		t.Error(complaint)
 	}
 	return string(out)
-}
-
-// row is a device in the page.
-var row = regexp.MustCompile(`<th scope="row"[^>]*>([^<]*)</th><td>([^<]*)</td><td data-state="(\w+)">[^<]*</td><td>([^<]*)</td><td>([^<]*)</td><td>([^<]*)</td>`)
-
-// devices returns the devices of a page, with model, state, share, holders and reason.
-func devices(page string) (found [][]string) {
-	for _, match := range row.FindAllStringSubmatch(page, -1) {
-		var cells []string
-		for _, cell := range match[1:] {
-			cells = append(cells, html.UnescapeString(cell))
-		}
-		found = append(found, cells)
-	}
-	return found
 }
 
 // TestPageInABrowser: a real browser loads the page's style and script, and its document becomes that of a change after it was loaded. No
@@ -121,8 +96,8 @@ func TestPageInABrowser(t *testing.T) {
 	defer server.Close()
 	dom := browse(t, "--dump-dom", server.URL+target.Path)
 	after := awaitPage(t, address, "newcomer")
-	if diff := cmp.Diff(devices(after), devices(dom)); diff != "" || len(devices(dom)) != 15 || reads.Load() < 3 {
-		t.Errorf("%d reads, %d devices (-page +document):\n%s\n%s", reads.Load(), len(devices(dom)), diff, dom)
+	if diff := cmp.Diff(browser.Devices(after), browser.Devices(dom)); diff != "" || len(browser.Devices(dom)) != 15 || reads.Load() < 3 {
+		t.Errorf("%d reads, %d devices (-page +document):\n%s\n%s", reads.Load(), len(browser.Devices(dom)), diff, dom)
 	}
 	if !strings.Contains(dom, `<p id="live" role="status"></p>`) {
 		t.Errorf("the page says that it is not up to date:\n%s", dom)

@@ -3,10 +3,12 @@
 package e2e
 
 import (
+	"bufio"
 	"debug/elf"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"os"
 	"os/exec"
 	"path/filepath"
 	"slices"
@@ -17,6 +19,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/tandem-gpu/tandem/hack/gotool"
+	"github.com/tandem-gpu/tandem/internal/browser"
 	"github.com/tandem-gpu/tandem/pkg/overview"
 	"github.com/tandem-gpu/tandem/test/oracle"
 )
@@ -92,6 +95,126 @@ func TestKubectlGPU(t *testing.T) {
 		t.Errorf("inspect:\n%s", report)
 	}
 	s.pluginWithFewRights(plugin, waits.Name)
+	s.page(plugin)
+}
+
+// page serves the page as an administrator and as a user with few rights: it has what ls prints, a browser shows the same, names of other
+// namespaces are not in it, and it follows a change.
+func (s *story) page(plugin string) {
+	s.Helper()
+	address := s.serveUI(plugin)
+	want, err := s.kubectlGPU(plugin, "ls", "-o", "json")
+	if err != nil {
+		s.Fatal(err)
+	}
+	var o overview.Overview
+	if err := json.Unmarshal([]byte(want), &o); err != nil {
+		s.Fatalf("decode the list: %v", err)
+	}
+	var devices []string
+	for _, n := range o.Nodes {
+		for _, d := range n.Devices {
+			devices = append(devices, fmt.Sprint(d.Name, d.State, len(d.Holders) > 0))
+		}
+	}
+	listed := func(page string) error {
+		var got []string
+		for _, row := range browser.Devices(page) {
+			got = append(got, fmt.Sprint(row[0], row[2], row[4] != ""))
+		}
+		if diff := cmp.Diff(devices, got); diff != "" || strings.Count(page, s.namespace+"/") < gpusANode {
+			return fmt.Errorf("the page differs from ls (-ls +page):\n%s\n%s", diff, page)
+		}
+		if n := strings.Count(page, `href="why?namespace=`+s.namespace); n != 2 || !strings.Contains(page, "all 8 GPUs of "+gpuNode) {
+			return fmt.Errorf("%d pods wait:\n%s", n, page)
+		}
+		return nil
+	}
+	s.await(soon, "the page to be that of ls", func() error { return listed(s.read(address)) })
+	s.browsed(address, listed)
+
+	guest := s.serveUI(plugin, "--as=system:serviceaccount:"+s.namespace+":guest")
+	s.await(soon, "a page without names", func() error {
+		page := s.read(guest)
+		if n := strings.Count(page, "<td>another namespace ("); n != gpusANode || strings.Contains(page, s.namespace+"/") {
+			return fmt.Errorf("%d holders without a name:\n%s", n, page)
+		}
+		return nil
+	})
+
+	i := slices.IndexFunc(s.pods(), func(p corev1.Pod) bool { return p.Status.Phase == corev1.PodRunning })
+	s.kubectl("delete", "pod", "-n", s.namespace, s.pods()[i].Name, "--grace-period=1", "--wait=false")
+	s.await(soon, "the page to follow", func() error {
+		if n := strings.Count(s.read(address), `href="why?namespace=`+s.namespace); n != 1 {
+			return fmt.Errorf("%d pods wait", n)
+		}
+		return nil
+	})
+}
+
+// serveUI runs kubectl gpu ui until the story ends, and returns the page's address.
+func (s *story) serveUI(plugin string, flags ...string) (address string) {
+	s.Helper()
+	cmd, err := theCluster.Command(s.ctx, "sh", append([]string{"-c", `PATH="$0:$PATH" exec kubectl gpu ui "$@"`, filepath.Dir(plugin)}, flags...)...)
+	if err != nil {
+		s.Fatal(err)
+	}
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		s.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		s.Fatal(err)
+	}
+	s.Cleanup(func() {
+		if err := errors.Join(cmd.Process.Signal(os.Interrupt), cmd.Wait()); err != nil {
+			s.Errorf("kubectl gpu ui: %v", err)
+		}
+	})
+	address, err = bufio.NewReader(out).ReadString('\n')
+	if err != nil {
+		s.Fatalf("kubectl gpu ui prints no address: %v", err)
+	}
+	return strings.TrimSpace(address)
+}
+
+// read returns a page as the server sends it.
+func (s *story) read(address string) string {
+	s.Helper()
+	cmd, err := theCluster.Command(s.ctx, "busybox", "wget", "-q", "-O", "-", address)
+	if err != nil {
+		s.Fatal(err)
+	}
+	page, err := cmd.Output()
+	if err != nil {
+		s.Fatalf("read the page: %v", err)
+	}
+	return string(page)
+}
+
+// browsed checks the document that a browser has of a page.
+func (s *story) browsed(address string, check func(page string) error) {
+	s.Helper()
+	if err := browser.Find(); err != nil {
+		s.Log("the page is not opened in a browser:", err)
+		return
+	}
+	cmd, err := theCluster.Command(s.ctx, browser.Program, browser.Args(s.TempDir(), "--dump-dom", address)...)
+	if err != nil {
+		s.Fatal(err)
+	}
+	var complaints strings.Builder
+	cmd.Stderr = &complaints
+	document, err := cmd.Output()
+	if err != nil {
+		s.Fatalf("open the page in a browser: %v\n%s", err, &complaints)
+	}
+	if err := check(string(document)); err != nil {
+		s.Error(err)
+	}
+	for _, complaint := range browser.Complaints(complaints.String()) {
+		s.Error(complaint)
+	}
 }
 
 // pluginWithFewRights runs the plugin as users of the namespace.
