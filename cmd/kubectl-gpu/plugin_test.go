@@ -46,6 +46,8 @@ func TestWrongFlags(t *testing.T) {
 		"drain node-1/":                     `"node-1/" is not NODE or NODE/GPU`,
 		"drain /0":                          `"/0" is not NODE or NODE/GPU`,
 		"doctor x":                          `unknown command "x"`,
+		"ui x":                              `unknown command "x"`,
+		"ui --port 70000":                   `invalid argument "70000" for "--port"`,
 		"doctor -o wide":                    `--output: "wide" is not json`,
 		"undrain a b":                       "accepts 1 arg(s), received 2",
 		"drain node-1 --force":              "--force needs --evict",

@@ -13,10 +13,12 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sync/errgroup"
 	authorizationv1 "k8s.io/api/authorization/v1"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/watch"
 	dynamicfake "k8s.io/client-go/dynamic/fake"
 	"k8s.io/client-go/kubernetes/fake"
 	clienttesting "k8s.io/client-go/testing"
@@ -180,6 +182,30 @@ func TestRun(t *testing.T) {
 		}
 	case <-time.After(endsWithin + 10*time.Second):
 		t.Error("it does not end")
+	}
+}
+
+// TestNotUpToDate: a page says so while the watch is interrupted.
+func TestNotUpToDate(t *testing.T) {
+	p := newPage()
+	p.fleet.cluster.Dynamic.(*dynamicfake.FakeDynamicClient).PrependWatchReactor("gpunodes", func(clienttesting.Action) (bool, watch.Interface, error) {
+		return true, nil, errors.New("the API server is away")
+	})
+	group, ctx := errgroup.WithContext(t.Context())
+	ctx, cancel := context.WithCancel(ctx)
+	p.fleet.run(ctx, group)
+	for deadline := time.Now().Add(20 * time.Second); ; time.Sleep(time.Millisecond) {
+		body, _ := io.ReadAll(ask(p, "GET", p.Path(), "localhost").Body)
+		if strings.Contains(string(body), "<li>The nodes are not up to date: the API server is away</li>") {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("%s", body)
+		}
+	}
+	cancel()
+	if err := group.Wait(); err != nil {
+		t.Error(err)
 	}
 }
 
