@@ -16,7 +16,7 @@ import (
 const Program = "chromium"
 
 // ErrMissing says how to install the browser.
-var ErrMissing = errors.New("Debian's chromium is not installed: make deps installs it")
+var ErrMissing = errors.New("there is no chromium: make deps installs it on Debian")
 
 // Find returns ErrMissing if there is no browser.
 func Find() error {

@@ -5,7 +5,6 @@ package page
 import (
 	"context"
 	"errors"
-	"io"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -51,7 +50,7 @@ func hostile() v1alpha1.GPUNode {
 }
 
 // ask sends one request to the page.
-func ask(p *Page, method, path, host string, change ...func(*http.Request)) *http.Response {
+func ask(p *Page, method, path, host string, change ...func(*http.Request)) *httptest.ResponseRecorder {
 	r := httptest.NewRequest(method, path, nil)
 	r.Host = host
 	for _, c := range change {
@@ -59,7 +58,7 @@ func ask(p *Page, method, path, host string, change ...func(*http.Request)) *htt
 	}
 	w := httptest.NewRecorder()
 	p.ServeHTTP(w, r)
-	return w.Result()
+	return w
 }
 
 // TestOnlyTheViewer: without the token, under another name of this machine and with another method there is no answer.
@@ -93,18 +92,17 @@ func TestOnlyTheViewer(t *testing.T) {
 		{"GET", p.Path() + "files/../page.go", "localhost", 307}, // to /page.go, which has no token
 	} {
 		answer := ask(p, c.method, c.path, c.host)
-		if answer.StatusCode != c.want {
-			t.Errorf("%s %s of %s: %d, want %d", c.method, c.path, c.host, answer.StatusCode, c.want)
+		if answer.Code != c.want {
+			t.Errorf("%s %s of %s: %d, want %d", c.method, c.path, c.host, answer.Code, c.want)
 		}
-		body, _ := io.ReadAll(answer.Body)
-		if c.want != 200 && strings.Contains(string(body)+answer.Header.Get("Location"), p.token) {
+		if body := answer.Body.String(); c.want != 200 && strings.Contains(body+answer.Header().Get("Location"), p.token) {
 			t.Errorf("%s %s of %s tells the token: %s", c.method, c.path, c.host, body)
 		}
 		for name, want := range map[string]string{
 			"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store",
 			"Access-Control-Allow-Origin": "", "Set-Cookie": "",
 		} {
-			if got := answer.Header.Get(name); got != want {
+			if got := answer.Header().Get(name); got != want {
 				t.Errorf("%s %s: %s is %q, want %q", c.method, c.path, name, got, want)
 			}
 		}
@@ -123,9 +121,8 @@ func TestEscaping(t *testing.T) {
 	p.fleet.rights = allowed(p)
 	for _, path := range []string{"", "?q=%3Cscript%3E", "node?name=%3Cscript%3Ealert(1)%3C/script%3E%22%27%26"} {
 		answer := ask(p, "GET", p.Path()+path, "localhost")
-		body, _ := io.ReadAll(answer.Body)
-		if text := string(body); answer.StatusCode != 200 || strings.Contains(text, "<script>") || strings.Count(text, "alert(1)") < 10 {
-			t.Errorf("%s: %d\n%s", path, answer.StatusCode, body)
+		if body := answer.Body.String(); answer.Code != 200 || strings.Contains(body, "<script>") || strings.Count(body, "alert(1)") < 10 {
+			t.Errorf("%s: %d\n%s", path, answer.Code, body)
 		}
 	}
 }
@@ -134,14 +131,14 @@ func TestEscaping(t *testing.T) {
 func TestUnchanged(t *testing.T) {
 	p := newPage()
 	p.fleet.listed = true
-	tag := ask(p, "GET", p.Path(), "localhost").Header.Get("ETag")
+	tag := ask(p, "GET", p.Path(), "localhost").Header().Get("ETag")
 	again := func(r *http.Request) { r.Header.Set("If-None-Match", tag) }
-	if answer := ask(p, "GET", p.Path(), "localhost", again); answer.StatusCode != http.StatusNotModified {
-		t.Errorf("unchanged: %d", answer.StatusCode)
+	if answer := ask(p, "GET", p.Path(), "localhost", again); answer.Code != http.StatusNotModified {
+		t.Errorf("unchanged: %d", answer.Code)
 	}
 	p.fleet.show(overview.Change{GPUNode: hostile()})
-	if answer := ask(p, "GET", p.Path(), "localhost", again); answer.StatusCode != 200 || answer.Header.Get("ETag") == tag {
-		t.Errorf("changed: %d", answer.StatusCode)
+	if answer := ask(p, "GET", p.Path(), "localhost", again); answer.Code != 200 || answer.Header().Get("ETag") == tag {
+		t.Errorf("changed: %d", answer.Code)
 	}
 }
 
@@ -195,8 +192,8 @@ func TestNotUpToDate(t *testing.T) {
 	ctx, cancel := context.WithCancel(ctx)
 	p.fleet.run(ctx, group)
 	for deadline := time.Now().Add(20 * time.Second); ; time.Sleep(time.Millisecond) {
-		body, _ := io.ReadAll(ask(p, "GET", p.Path(), "localhost").Body)
-		if strings.Contains(string(body), "<li>The nodes are not up to date: the API server is away</li>") {
+		body := ask(p, "GET", p.Path(), "localhost").Body.String()
+		if strings.Contains(body, "<li>The nodes are not up to date: the API server is away</li>") {
 			break
 		}
 		if time.Now().After(deadline) {
