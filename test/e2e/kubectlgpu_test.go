@@ -95,12 +95,12 @@ func TestKubectlGPU(t *testing.T) {
 		t.Errorf("inspect:\n%s", report)
 	}
 	s.pluginWithFewRights(plugin, waits.Name)
-	s.page(plugin)
+	s.page(plugin, waits.Name)
 }
 
-// page serves the page as an administrator and as a user with few rights: it has what ls prints, a browser shows the same, names of other
-// namespaces are not in it, and it follows a change.
-func (s *story) page(plugin string) {
+// page serves the page as an administrator and as a user with few rights: it has what ls and why print, a browser shows the same, names of
+// other namespaces are not in it, and it follows a change.
+func (s *story) page(plugin, waits string) {
 	s.Helper()
 	address := s.serveUI(plugin)
 	want, err := s.kubectlGPU(plugin, "ls", "-o", "json")
@@ -125,13 +125,17 @@ func (s *story) page(plugin string) {
 		if diff := cmp.Diff(devices, got); diff != "" || strings.Count(page, s.namespace+"/") < gpusANode {
 			return fmt.Errorf("the page differs from ls (-ls +page):\n%s\n%s", diff, page)
 		}
-		if n := strings.Count(page, `href="why?namespace=`+s.namespace); n != 2 || !strings.Contains(page, "all 8 GPUs of "+gpuNode) {
+		if n := strings.Count(page, `href="why?namespace=`+s.namespace); n != 2 || strings.Count(page, "nodes are available") != n {
 			return fmt.Errorf("%d pods wait:\n%s", n, page)
 		}
 		return nil
 	}
 	s.await(soon, "the page to be that of ls", func() error { return listed(s.read(address)) })
 	s.browsed(address, listed)
+	answer := s.read(address + "why?namespace=" + s.namespace + "&pod=" + waits)
+	if words := "all 8 GPUs of " + gpuNode + " are held"; !strings.Contains(answer, words) {
+		s.Errorf("no %q in the answer of why:\n%s", words, answer)
+	}
 
 	guest := s.serveUI(plugin, "--as=system:serviceaccount:"+s.namespace+":guest")
 	s.await(soon, "a page without names", func() error {
