@@ -125,7 +125,7 @@ func (s *story) page(plugin, waits string) {
 		if diff := cmp.Diff(devices, got); diff != "" || strings.Count(page, s.namespace+"/") < gpusANode {
 			return fmt.Errorf("the page differs from ls (-ls +page):\n%s\n%s", diff, page)
 		}
-		if n := strings.Count(page, `href="why?namespace=`+s.namespace); n != 2 || strings.Count(page, "nodes are available") != n {
+		if n := strings.Count(page, `href="why?namespace=`+s.namespace); n != 2 || strings.Count(page, "<td>0/2 nodes are available") != n {
 			return fmt.Errorf("%d pods wait:\n%s", n, page)
 		}
 		return nil
@@ -146,8 +146,7 @@ func (s *story) page(plugin, waits string) {
 		return nil
 	})
 
-	i := slices.IndexFunc(s.pods(), func(p corev1.Pod) bool { return p.Status.Phase == corev1.PodRunning })
-	s.kubectl("delete", "pod", "-n", s.namespace, s.pods()[i].Name, "--grace-period=1", "--wait=false")
+	s.kubectl("scale", "deployment", "-n", s.namespace, "more-claims", "--replicas=4")
 	s.await(soon, "the page to follow", func() error {
 		if n := strings.Count(s.read(address), `href="why?namespace=`+s.namespace); n != 1 {
 			return fmt.Errorf("%d pods wait", n)
