@@ -50,7 +50,7 @@ type fleet struct {
 	notes map[string]string
 }
 
-// seen is a GPUNode, and what is shown of it.
+// seen is what is kept of a GPUNode, and what is shown of it.
 type seen struct {
 	gpus       v1alpha1.GPUNode
 	node       overview.Node
@@ -106,9 +106,11 @@ func (f *fleet) show(c overview.Change) {
 		delete(f.nodes, c.Name)
 		return
 	}
-	c.ManagedFields = nil
 	node := overview.NodeOf(c.GPUNode)
-	f.nodes[c.Name] = seen{c.GPUNode, node, node.Namespaces()}
+	// A queue of pods needs the status, without the line of all holders.
+	gpus := v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{Name: c.Name}, Status: c.Status}
+	gpus.Status.Holders = ""
+	f.nodes[c.Name] = seen{gpus, node, node.Namespaces()}
 }
 
 // findWithoutAgent lists the nodes that have GPUs, now and again.
