@@ -18,21 +18,22 @@ import (
 )
 
 // besideBroken checks on an empty node that two GPUs of which each claim would be allocated the first ones do not keep others from the
-// rest. The first is that of a claim's pod that was force-deleted and whose processes do not end: the owner's next pod must get another
-// one. The second is lost after a claim was allocated it and before kubelet prepares the claim: the claim has to be healed. All that fits
-// on the other GPUs has to run before either is whole again. Claims must not be offered the two meanwhile.
+// rest. The first is that of a claim that stays while its pod was force-deleted and has processes that do not end: Kubernetes deallocates
+// the claim, and the next one must get another GPU. The second is lost after a claim was allocated it and before kubelet prepares the
+// claim: the claim has to be healed. All that fits on the other GPUs has to run before either is whole again. Claims must not be offered
+// the two meanwhile.
 func (r *run) besideBroken(ctx context.Context, u user) error {
 	if err := u.settle(ctx); err != nil {
 		return err
 	}
 	began := time.Now()
-	hung := Workload{Name: "hung", Shape: Deployment, API: oracle.Claim, GPUs: 1, Replicas: 1}
+	hung := Workload{Name: "hung", Shape: Shared, API: oracle.Claim, GPUs: 1, Replicas: 1}
 	lost := Workload{Name: "lost", Shape: Deployment, API: oracle.Claim, GPUs: 1, Replicas: 1, Late: true}
 	whole := gpusANode
 	if r.hardware != nil {
 		whole = wholeGPUs
 	}
-	others := Workload{Name: "limits", Shape: Deployment, API: oracle.Limits, GPUs: 1, Replicas: whole - 4}
+	others := Workload{Name: "limits", Shape: Deployment, API: oracle.Limits, GPUs: 1, Replicas: whole - 3}
 	ended := r.statistics.faultBegins(Op{Kind: HangPod}.recovery())
 	undo, err := r.breakTwo(ctx, u, hung, lost)
 	if errors.Is(err, errAway) {
