@@ -103,8 +103,7 @@ func controllerMissing(ctx context.Context, client kubernetes.Interface) (string
 	return leaderMissing(ctx, client)
 }
 
-// leaderMissing wants a pod that exists to have the Lease. One that was ended in the moment it got the Lease keeps it for half a minute, in
-// which no controller works.
+// leaderMissing wants a pod that exists to have the Lease. One that was killed keeps it for half a minute, in which no controller works.
 func leaderMissing(ctx context.Context, client kubernetes.Interface) (string, error) {
 	lease, err := client.CoordinationV1().Leases(Namespace).Get(ctx, leaseName, metav1.GetOptions{})
 	if apierrors.IsNotFound(err) {

@@ -21,7 +21,6 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/leaderelection/resourcelock"
 	"k8s.io/client-go/util/workqueue"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/ptr"
@@ -34,14 +33,6 @@ import (
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/webhook"
-)
-
-// The Lease outlasts a restart of the API server. Long times do not delay a takeover: a restarted container still holds the Lease,
-// and a pod that ends releases it.
-const (
-	leaseDuration = 30 * time.Second
-	renewDeadline = 25 * time.Second
-	retryPeriod   = 2 * time.Second
 )
 
 // syncTimeout never expires: the controller waits for an API server that does not answer, and is not ready meanwhile.
@@ -82,10 +73,9 @@ func New(c Config) (*Controller, error) {
 	if err != nil {
 		return nil, err
 	}
-	lock, err := resourcelock.NewFromKubeconfig(resourcelock.LeasesResourceLock, c.Namespace, c.LeaseName,
-		resourcelock.ResourceLockConfig{Identity: c.Identity}, rest.CopyConfig(c.REST), renewDeadline)
+	lock, err := newLease(c)
 	if err != nil {
-		return nil, fmt.Errorf("make lease %s/%s: %w", c.Namespace, c.LeaseName, err)
+		return nil, err
 	}
 	cached := cacheOptions(c.DriverName, c.limits())
 	var hook *webhook.Webhook

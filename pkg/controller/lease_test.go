@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package controller
+
+import (
+	"context"
+	"encoding/json"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	clientscheme "k8s.io/client-go/kubernetes/scheme"
+	"k8s.io/utils/ptr"
+)
+
+// leaseServer is an API server that serves one Lease and fails all other requests.
+type leaseServer struct {
+	*httptest.Server
+	mu    sync.Mutex
+	lease *coordinationv1.Lease
+	// written is called after each write and before its answer.
+	written func(*http.Request)
+}
+
+func newLeaseServer(t *testing.T, lease *coordinationv1.Lease) *leaseServer {
+	t.Helper()
+	s := &leaseServer{lease: lease, written: func(*http.Request) {}}
+	s.Server = httptest.NewServer(s)
+	t.Cleanup(s.Close)
+	return s
+}
+
+func (s *leaseServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	switch {
+	case !strings.Contains(r.URL.Path, "/leases"):
+		http.Error(w, "not now", http.StatusServiceUnavailable)
+		return
+	case r.Method != http.MethodGet:
+		body, err := io.ReadAll(r.Body)
+		if err != nil {
+			return
+		}
+		lease := &coordinationv1.Lease{}
+		if _, _, err := clientscheme.Codecs.UniversalDeserializer().Decode(body, nil, lease); err != nil {
+			http.Error(w, err.Error(), http.StatusBadRequest)
+			return
+		}
+		s.mu.Lock()
+		s.lease = lease
+		s.mu.Unlock()
+		s.written(r)
+	case s.holder() == nil:
+		http.NotFound(w, r)
+		return
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	w.Header().Set("Content-Type", "application/json")
+	s.lease.TypeMeta = metav1.TypeMeta{APIVersion: "coordination.k8s.io/v1", Kind: "Lease"}
+	_ = json.NewEncoder(w).Encode(s.lease) // a client that has gone needs no answer
+}
+
+// holder returns who holds the Lease; nil without a Lease.
+func (s *leaseServer) holder() *string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.lease == nil {
+		return nil
+	}
+	return ptr.To(ptr.Deref(s.lease.Spec.HolderIdentity, ""))
+}
+
+// TestStopDuringAcquisition: a controller that is stopped while its write of the Lease is in flight does not keep the Lease.
+func TestStopDuringAcquisition(t *testing.T) {
+	meta := metav1.ObjectMeta{Namespace: "ns", Name: "l", ResourceVersion: "1"}
+	tests := map[string]*coordinationv1.Lease{
+		"first Lease":    nil,
+		"released Lease": {ObjectMeta: meta, Spec: coordinationv1.LeaseSpec{HolderIdentity: ptr.To("")}},
+		"own Lease": {ObjectMeta: meta, Spec: coordinationv1.LeaseSpec{
+			HolderIdentity: ptr.To("pod-1"), LeaseDurationSeconds: ptr.To(int32(30)), RenewTime: ptr.To(metav1.NowMicro()),
+		}},
+	}
+	for name, lease := range tests {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			server := newLeaseServer(t, lease)
+			ctx, stop := context.WithCancel(t.Context())
+			var once sync.Once
+			server.written = func(r *http.Request) {
+				once.Do(func() {
+					stop()
+					// Not waiting long enough would only hide a failure.
+					select {
+					case <-r.Context().Done():
+					case <-time.After(2 * time.Second):
+					}
+				})
+			}
+			if err := newController(t, server.URL, freePort(t)).Run(ctx); err != nil {
+				t.Fatal(err)
+			}
+			if holder := server.holder(); holder == nil || *holder != "" {
+				t.Errorf("the Lease is held by %q after the controller has stopped", ptr.Deref(holder, "nil"))
+			}
+		})
+	}
+}
+
+// TestStandbyStops: a replica that waits for the Lease ends and leaves the Lease to its holder.
+func TestStandbyStops(t *testing.T) {
+	server := newLeaseServer(t, &coordinationv1.Lease{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: "l", ResourceVersion: "1"},
+		Spec: coordinationv1.LeaseSpec{
+			HolderIdentity: ptr.To("pod-2"), LeaseDurationSeconds: ptr.To(int32(30)), RenewTime: ptr.To(metav1.NowMicro()),
+		},
+	})
+	ctx, stop := context.WithTimeout(t.Context(), 3*retryPeriod)
+	defer stop()
+	server.written = func(*http.Request) { t.Error("wrote the Lease of another replica") }
+	if err := newController(t, server.URL, freePort(t)).Run(ctx); err != nil {
+		t.Fatal(err)
+	}
+	if holder := server.holder(); *holder != "pod-2" {
+		t.Errorf("the Lease is held by %q", *holder)
+	}
+}
