@@ -21,10 +21,15 @@ import (
 
 func newController(t *testing.T, host string, webhookPort int) *Controller {
 	t.Helper()
+	return newControllerOf(t, "pod-1", host, webhookPort)
+}
+
+func newControllerOf(t *testing.T, pod, host string, webhookPort int) *Controller {
+	t.Helper()
 	ctrllog.SetLogger(klog.Background())
 	c, err := New(Config{
 		REST: &rest.Config{Host: host}, DriverName: testDriver, ResourceName: testResource,
-		Namespace: "ns", LeaseName: "l", Identity: "pod-1", WebhookName: "w", WebhookPort: webhookPort, Registerer: prometheus.NewRegistry(),
+		Namespace: "ns", LeaseName: "l", Identity: pod, WebhookName: "w", WebhookPort: webhookPort, Registerer: prometheus.NewRegistry(),
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -24,24 +24,24 @@ type leaseServer struct {
 	*httptest.Server
 	mu    sync.Mutex
 	lease *coordinationv1.Lease
-	// written is called after each write and before its answer.
-	written func(*http.Request)
+	// served is called for each request of the Lease, after a write and before the answer.
+	served func(*http.Request)
 }
 
 func newLeaseServer(t *testing.T, lease *coordinationv1.Lease) *leaseServer {
 	t.Helper()
-	s := &leaseServer{lease: lease, written: func(*http.Request) {}}
+	s := &leaseServer{lease: lease, served: func(*http.Request) {}}
 	s.Server = httptest.NewServer(s)
 	t.Cleanup(s.Close)
 	return s
 }
 
 func (s *leaseServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	switch {
-	case !strings.Contains(r.URL.Path, "/leases"):
+	if !strings.Contains(r.URL.Path, "/leases") {
 		http.Error(w, "not now", http.StatusServiceUnavailable)
 		return
-	case r.Method != http.MethodGet:
+	}
+	if r.Method != http.MethodGet {
 		body, err := io.ReadAll(r.Body)
 		if err != nil {
 			return
@@ -54,13 +54,14 @@ func (s *leaseServer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		s.mu.Lock()
 		s.lease = lease
 		s.mu.Unlock()
-		s.written(r)
-	case s.holder() == nil:
+	}
+	s.served(r)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.lease == nil {
 		http.NotFound(w, r)
 		return
 	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
 	w.Header().Set("Content-Type", "application/json")
 	s.lease.TypeMeta = metav1.TypeMeta{APIVersion: "coordination.k8s.io/v1", Kind: "Lease"}
 	_ = json.NewEncoder(w).Encode(s.lease) // a client that has gone needs no answer
@@ -92,7 +93,10 @@ func TestStopDuringAcquisition(t *testing.T) {
 			server := newLeaseServer(t, lease)
 			ctx, stop := context.WithCancel(t.Context())
 			var once sync.Once
-			server.written = func(r *http.Request) {
+			server.served = func(r *http.Request) {
+				if r.Method == http.MethodGet {
+					return
+				}
 				once.Do(func() {
 					stop()
 					// Not waiting long enough would only hide a failure.
@@ -122,11 +126,55 @@ func TestStandbyStops(t *testing.T) {
 	})
 	ctx, stop := context.WithTimeout(t.Context(), 3*retryPeriod)
 	defer stop()
-	server.written = func(*http.Request) { t.Error("wrote the Lease of another replica") }
+	server.served = func(r *http.Request) {
+		if r.Method != http.MethodGet {
+			t.Error("wrote the Lease of another replica")
+		}
+	}
 	if err := newController(t, server.URL, freePort(t)).Run(ctx); err != nil {
 		t.Fatal(err)
 	}
 	if holder := server.holder(); *holder != "pod-2" {
 		t.Errorf("the Lease is held by %q", *holder)
 	}
+}
+
+// TestHandOver: when the leader is stopped, a standby leads within five seconds.
+func TestHandOver(t *testing.T) {
+	server := newLeaseServer(t, nil)
+	reads := make(chan struct{}, 100)
+	server.served = func(r *http.Request) {
+		if r.Method == http.MethodGet {
+			reads <- struct{}{}
+		}
+	}
+	held := func(by string, patience time.Duration) {
+		t.Helper()
+		ticker := time.NewTicker(10 * time.Millisecond)
+		defer ticker.Stop()
+		for deadline := time.Now().Add(patience); ptr.Deref(server.holder(), "") != by; <-ticker.C {
+			if time.Now().After(deadline) {
+				t.Fatalf("after %s the Lease is held by %q, want %q", patience, ptr.Deref(server.holder(), ""), by)
+			}
+		}
+	}
+	run := func(pod string) (stop func()) {
+		c := newControllerOf(t, pod, server.URL, freePort(t))
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error, 1)
+		go func() { done <- c.Run(ctx) }()
+		return func() {
+			cancel()
+			if err := <-done; err != nil {
+				t.Error(err)
+			}
+		}
+	}
+	stopLeader := run("pod-1")
+	held("pod-1", time.Minute)
+	<-reads
+	defer run("pod-2")()
+	<-reads // a leader that has the Lease only writes it, so the standby has looked
+	stopLeader()
+	held("pod-2", 5*time.Second)
 }
