@@ -9,8 +9,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-
-	"github.com/tandem-gpu/tandem/hack/install"
 )
 
 // TestDoctor: doctor finds nothing on a cluster as the chart made it, and names what is broken afterwards.
@@ -28,11 +26,7 @@ func TestDoctor(t *testing.T) {
 	s.await(soon, "doctor to find nothing", nothing)
 
 	const policy = "tandem-gpunode-status"
-	replicas := s.kubectl("get", "-n", install.Namespace, "deployment/tandem-controller", "-o", "jsonpath={.spec.replicas}")
-	startController := s.undo(func() error { return errors.Join(s.scaleController(replicas), install.Ready(s.ctx, theCluster)) })
-	if err := s.scaleController("0"); err != nil {
-		t.Fatal(err)
-	}
+	startControllers := s.withoutControllers()
 	binding := s.kubectl("get", "validatingadmissionpolicybinding", policy, "-o", "yaml")
 	bind := s.undo(func() error { return s.apply(binding) })
 	s.kubectl("delete", "validatingadmissionpolicybinding", policy)
@@ -63,6 +57,6 @@ func TestDoctor(t *testing.T) {
 		return nil
 	})
 	bind()
-	startController()
+	startControllers()
 	s.await(soon, "doctor to find nothing again", nothing)
 }

@@ -206,10 +206,7 @@ func TestMonitoring(t *testing.T) {
 	end()
 	s.stops("TandemGPUNotFreed")
 
-	lead := s.undo(func() error { return s.scaleController("1") })
-	if err := s.scaleController("0"); err != nil {
-		t.Fatal(err)
-	}
+	lead := s.withoutControllers()
 	s.fires("TandemNoLeader")
 	lead()
 	s.stops("TandemNoLeader")
@@ -253,9 +250,20 @@ spec:
         resources: {claims: [{name: gpu}]}
 `
 
-func (s *story) scaleController(replicas string) error {
-	_, err := theCluster.Kubectl(s.ctx, "scale", "deployment", "-n", install.Namespace, install.Release+"-controller", "--replicas="+replicas)
-	return err
+// withoutControllers ends the controllers, and returns a function that starts as many again.
+func (s *story) withoutControllers() (start func()) {
+	s.Helper()
+	deployment := "deployment/" + install.Release + "-controller"
+	scale := func(replicas string) error {
+		_, err := theCluster.Kubectl(s.ctx, "scale", "-n", install.Namespace, deployment, "--replicas="+replicas)
+		return err
+	}
+	replicas := s.kubectl("get", "-n", install.Namespace, deployment, "-o", "jsonpath={.spec.replicas}")
+	start = s.undo(func() error { return errors.Join(scale(replicas), install.Ready(s.ctx, theCluster)) })
+	if err := scale("0"); err != nil {
+		s.Fatal(err)
+	}
+	return start
 }
 
 // withoutGPUNodes takes the right to GPUNodes from the agents, restarts one, does something, and gives the right back.

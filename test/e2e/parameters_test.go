@@ -125,7 +125,7 @@ func (s *story) judged() {
 // each mistake with its path, wherever it is. The same holds after the webhook's certificates were damaged.
 func TestMistakesAreToldWhenApplied(t *testing.T) {
 	s := begin(t)
-	s.values("claimParameters.validate=false", "controller.replicas=2")
+	s.values("claimParameters.validate=false")
 	s.judged()
 	for _, c := range s.mistakes() {
 		errs, paths := s.dry(s.saying(c.Parameters))
