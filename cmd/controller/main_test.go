@@ -74,14 +74,9 @@ func TestProcess(t *testing.T) {
 		http.Error(w, "not now", http.StatusServiceUnavailable)
 	}))
 	defer server.Close()
-	kubeconfig := filepath.Join(t.TempDir(), "kubeconfig")
-	text := "apiVersion: v1\nkind: Config\nclusters: [{name: c, cluster: {server: \"" + server.URL + "\"}}]\ncontexts: [{name: c, context: {cluster: c}}]\ncurrent-context: c\n"
-	if err := os.WriteFile(kubeconfig, []byte(text), 0o600); err != nil {
-		t.Fatal(err)
-	}
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
-	cmd := exec.CommandContext(ctx, os.Args[0], append([]string{"--kubeconfig=" + kubeconfig, "--http-endpoint="}, lease...)...)
+	cmd := exec.CommandContext(ctx, os.Args[0], append([]string{"--kubeconfig=" + kubeconfig(t, server.URL), "--http-endpoint="}, lease...)...)
 	cmd.Env = append(os.Environ(), asController+"=1")
 	stderr, err := cmd.StderrPipe()
 	if err != nil {
@@ -102,4 +97,15 @@ func TestProcess(t *testing.T) {
 	if err := cmd.Wait(); err != nil || !waits {
 		t.Errorf("waited: %t, then ended by SIGTERM: %v", waits, err)
 	}
+}
+
+// kubeconfig returns a file for an API server without authentication.
+func kubeconfig(t testing.TB, url string) string {
+	t.Helper()
+	file := filepath.Join(t.TempDir(), "kubeconfig")
+	text := "apiVersion: v1\nkind: Config\nclusters: [{name: c, cluster: {server: \"" + url + "\"}}]\ncontexts: [{name: c, context: {cluster: c}}]\ncurrent-context: c\n"
+	if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return file
 }
