@@ -5,7 +5,6 @@ package controller
 import (
 	"context"
 	"fmt"
-	"maps"
 	"slices"
 
 	admissionregistrationv1 "k8s.io/api/admissionregistration/v1"
@@ -15,7 +14,6 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/api/meta"
-	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -62,11 +60,14 @@ func cacheOptions(driver string, limits device.Resources) cache.Options {
 		ReaderFailOnMissingInformer: true,
 		DefaultTransform:            cache.TransformStripManagedFields(),
 		ByObject: map[client.Object]cache.ByObject{
-			&v1alpha1.GPUNode{}:          {},
+			&v1alpha1.GPUNode{}:          {Transform: trim(trimGPUNode)},
 			&resourceapi.ResourceClaim{}: {Transform: trim(func(c *resourceapi.ResourceClaim) { trimClaim(c, driver) })},
 			&corev1.Node{}:               {Transform: trim(func(n *corev1.Node) { trimNode(n, limits) })},
 			&corev1.Pod{}: {
-				Field:     fields.OneTermEqualSelector("status.phase", string(corev1.PodPending)),
+				// Many pods wait for a node in a cluster that is full, and no reconciler acts on them.
+				Field: fields.AndSelectors(
+					fields.OneTermEqualSelector("status.phase", string(corev1.PodPending)), fields.OneTermNotEqualSelector("spec.nodeName", ""),
+				),
 				Transform: trim(trimPod),
 			},
 		},
@@ -100,14 +101,6 @@ func trim[T client.Object](of func(T)) toolscache.TransformFunc {
 	}
 }
 
-// trimMeta keeps identity and owners.
-func trimMeta(m *metav1.ObjectMeta) {
-	*m = metav1.ObjectMeta{
-		Name: m.Name, Namespace: m.Namespace, UID: m.UID, ResourceVersion: m.ResourceVersion,
-		CreationTimestamp: m.CreationTimestamp, DeletionTimestamp: m.DeletionTimestamp, OwnerReferences: m.OwnerReferences,
-	}
-}
-
 // identity keeps what tells an object and its versions apart.
 func identity(m metav1.ObjectMeta) metav1.ObjectMeta {
 	return metav1.ObjectMeta{Name: m.Name, Namespace: m.Namespace, UID: m.UID, ResourceVersion: m.ResourceVersion}
@@ -121,53 +114,90 @@ func trimClaim(claim *resourceapi.ResourceClaim, driver string) {
 		*claim = resourceapi.ResourceClaim{ObjectMeta: identity(claim.ObjectMeta)}
 		return
 	}
-	trimMeta(&claim.ObjectMeta)
-	requests := claim.Spec.Devices.Requests
-	for i, r := range requests {
-		requests[i] = resourceapi.DeviceRequest{Name: r.Name, FirstAvailable: r.FirstAvailable}
-		if r.Exactly != nil {
-			requests[i].Exactly = &resourceapi.ExactDeviceRequest{Capacity: r.Exactly.Capacity}
+	claim.ObjectMeta = identity(claim.ObjectMeta)
+	claim.Spec = resourceapi.ResourceClaimSpec{Devices: resourceapi.DeviceClaim{Requests: withCapacity(claim.Spec.Devices.Requests)}}
+	allocation := claim.Status.Allocation
+	allocation.NodeSelector, allocation.AllocationTimestamp = nil, nil
+	allocation.Devices.Results = slices.DeleteFunc(allocation.Devices.Results,
+		func(r resourceapi.DeviceRequestAllocationResult) bool { return r.Driver != driver })
+	allocation.Devices.Config = slices.DeleteFunc(allocation.Devices.Config,
+		func(c resourceapi.DeviceAllocationConfiguration) bool {
+			return c.Opaque == nil || c.Opaque.Driver != driver
+		})
+	claim.Status = resourceapi.ResourceClaimStatus{ReservedFor: claim.Status.ReservedFor, Allocation: allocation}
+}
+
+// withCapacity returns the names and the capacity of the requests that have one. Few do.
+func withCapacity(requests []resourceapi.DeviceRequest) (kept []resourceapi.DeviceRequest) {
+	for _, r := range requests {
+		k := resourceapi.DeviceRequest{Name: r.Name}
+		if r.Exactly != nil && r.Exactly.Capacity != nil {
+			k.Exactly = &resourceapi.ExactDeviceRequest{Capacity: r.Exactly.Capacity}
 		}
-		for j, s := range r.FirstAvailable {
-			r.FirstAvailable[j] = resourceapi.DeviceSubRequest{Name: s.Name, Capacity: s.Capacity}
+		for _, s := range r.FirstAvailable {
+			if s.Capacity != nil {
+				k.FirstAvailable = append(k.FirstAvailable, resourceapi.DeviceSubRequest{Name: s.Name, Capacity: s.Capacity})
+			}
+		}
+		if k.Exactly != nil || k.FirstAvailable != nil {
+			kept = append(kept, k)
 		}
 	}
-	claim.Spec = resourceapi.ResourceClaimSpec{Devices: resourceapi.DeviceClaim{Requests: requests}}
-	status := claim.Status
-	claim.Status = resourceapi.ResourceClaimStatus{ReservedFor: status.ReservedFor, Allocation: &resourceapi.AllocationResult{}}
-	for _, r := range status.Allocation.Devices.Results {
-		if r.Driver == driver {
-			claim.Status.Allocation.Devices.Results = append(claim.Status.Allocation.Devices.Results, r)
-		}
+	return kept
+}
+
+// trimGPUNode drops what only people read. It copies the slices because the JSON decoder makes room for four elements, and most have one.
+func trimGPUNode(node *v1alpha1.GPUNode) {
+	generation := node.Generation
+	node.ObjectMeta = identity(node.ObjectMeta)
+	node.Generation = generation
+	node.Spec.Claims = slices.Clone(node.Spec.Claims)
+	for i := range node.Spec.Claims {
+		c := &node.Spec.Claims[i]
+		c.Devices, c.Pools = slices.Clone(c.Devices), slices.Clone(c.Pools)
 	}
-	for _, c := range status.Allocation.Devices.Config {
-		if c.Opaque != nil && c.Opaque.Driver == driver {
-			claim.Status.Allocation.Devices.Config = append(claim.Status.Allocation.Devices.Config, c)
+	node.Status.BootID, node.Status.Holders = "", ""
+	node.Status.Devices = slices.Clone(node.Status.Devices)
+	for i := range node.Status.Devices {
+		d := &node.Status.Devices[i]
+		d.UUID, d.Model, d.Profile, d.Slowdown = "", "", "", ""
+		d.Holders = slices.Clone(d.Holders)
+		for j := range d.Holders {
+			h := &d.Holders[j]
+			h.Namespace, h.Name, h.Pods, h.WaitsFor, h.WaitsSince = "", "", nil, "", nil
 		}
 	}
 }
 
 // trimNode keeps the numbers of Tandem's resources and its condition.
 func trimNode(node *corev1.Node, limits device.Resources) {
-	trimMeta(&node.ObjectMeta)
+	node.ObjectMeta = identity(node.ObjectMeta)
 	node.Spec = corev1.NodeSpec{}
 	conditions := slices.DeleteFunc(node.Status.Conditions, func(c corev1.NodeCondition) bool { return c.Type != ConditionGPUsHealthy })
 	node.Status = corev1.NodeStatus{
-		Allocatable: node.Status.Allocatable, Capacity: node.Status.Capacity, Conditions: slices.Clip(slices.Clone(conditions)),
+		Allocatable: only(node.Status.Allocatable, limits), Capacity: only(node.Status.Capacity, limits), Conditions: slices.Clone(conditions),
 	}
-	others := func(name corev1.ResourceName, _ resource.Quantity) bool { return !limits.Has(string(name)) }
-	maps.DeleteFunc(node.Status.Allocatable, others)
-	maps.DeleteFunc(node.Status.Capacity, others)
 }
 
-// trimPod keeps the node, the claims and the limits of a pod, and whether the scheduler bound it. Of a pod without a node, which no
-// reconciler acts on, it keeps the identity: many pods wait for a GPU in a cluster that is full.
-func trimPod(pod *corev1.Pod) {
-	if pod.Spec.NodeName == "" {
-		*pod = corev1.Pod{ObjectMeta: identity(pod.ObjectMeta), Status: corev1.PodStatus{Phase: pod.Status.Phase}}
-		return
+// only returns the numbers of Tandem's resources. A map does not shrink when entries are deleted, so it makes a new one.
+func only(all corev1.ResourceList, limits device.Resources) corev1.ResourceList {
+	var kept corev1.ResourceList
+	for name, number := range all {
+		if limits.Has(string(name)) {
+			if kept == nil {
+				kept = corev1.ResourceList{}
+			}
+			kept[name] = number
+		}
 	}
-	trimMeta(&pod.ObjectMeta)
+	return kept
+}
+
+// trimPod keeps the owners, the node, the claims and the limits of a pod, and whether the scheduler bound it.
+func trimPod(pod *corev1.Pod) {
+	owners, deleted := pod.OwnerReferences, pod.DeletionTimestamp
+	pod.ObjectMeta = identity(pod.ObjectMeta)
+	pod.OwnerReferences, pod.DeletionTimestamp = owners, deleted
 	for _, containers := range [][]corev1.Container{pod.Spec.InitContainers, pod.Spec.Containers} {
 		for i, c := range containers {
 			containers[i] = corev1.Container{Name: c.Name, Resources: corev1.ResourceRequirements{Limits: c.Resources.Limits}}

@@ -5,6 +5,7 @@ package controller
 import (
 	"encoding/json"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 	corev1 "k8s.io/api/core/v1"
@@ -16,6 +17,8 @@ import (
 	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/client/apiutil"
 
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/capacity"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
@@ -23,11 +26,21 @@ import (
 func TestTrimmingChangesNoDecision(t *testing.T) {
 	claim := newClaim("a", "gpu-0", "gpu-1")
 	claim.Status.Allocation.Devices.Results[1].AdminAccess = ptr.To(true)
+	// A part of gpu-0's memory, by a request that has alternatives.
+	memory := map[resourceapi.QualifiedName]resource.Quantity{capacity.Memory: resource.MustParse("4Gi")}
+	claim.Spec.Devices.Requests = append(claim.Spec.Devices.Requests, resourceapi.DeviceRequest{Name: "either", FirstAvailable: []resourceapi.DeviceSubRequest{
+		{Name: "whole"}, {Name: "part", Capacity: &resourceapi.CapacityRequirements{Requests: memory}},
+	}})
+	part := &claim.Status.Allocation.Devices.Results[0]
+	part.Request, part.ShareID, part.ConsumedCapacity = "either/part", ptr.To(types.UID("share")), memory
 	saying(testDriver, misspelt)(claim)
 	whole := claim.DeepCopy()
 	trimClaim(claim, testDriver)
 	if !Refused(whole, testDriver) || !Refused(claim, testDriver) {
 		t.Error("the parameters are gone")
+	}
+	if relayed := Relay([]resourceapi.ResourceClaim{*whole}, testDriver, "node-1"); len(relayed[0].Shares) != 1 {
+		t.Errorf("no share: %+v", relayed)
 	}
 	if diff := cmp.Diff(Relay([]resourceapi.ResourceClaim{*whole}, testDriver, "node-1"), Relay([]resourceapi.ResourceClaim{*claim}, testDriver, "node-1")); diff != "" {
 		t.Error(diff)
@@ -45,6 +58,52 @@ func TestTrimmingChangesNoDecision(t *testing.T) {
 	}
 	if metav1.GetControllerOf(pod) == nil {
 		t.Error("the owner is gone")
+	}
+}
+
+// TestTrimmedGPUNodeChangesNoDecision also covers all that a reconciler decides from a GPUNode of its cache.
+func TestTrimmedGPUNodeChangesNoDecision(t *testing.T) {
+	whole := gpuNode(func(s *v1alpha1.GPUNodeStatus) {
+		for i := range s.Devices {
+			d := filled[v1alpha1.DeviceStatus](i)
+			d.Name, d.Parent, d.Sharing, d.Maintenance = s.Devices[i].Name, "", nil, nil
+			d.ExtendedResource, d.ExtendedResourceState = testResource, v1alpha1.ExtendedResourceAllocatable
+			d.Holders[0].Kind, d.Holders[0].State = v1alpha1.HolderPod, v1alpha1.HoldHeld
+			s.Devices[i] = d
+		}
+		s.Devices[0].Holders[0].Kind, s.Devices[0].Holders[0].State, s.Devices[0].Holders[0].UID = v1alpha1.HolderClaim, v1alpha1.HoldRestored, "uid-a"
+		s.Devices[0].UnhealthyReason = ""
+		s.Daemons, s.UnknownDaemons = filled[[]v1alpha1.MPSDaemon](1), []string{"unknown"}
+		s.Conflicts, s.BootID, s.Holders = filled[[]v1alpha1.ConflictingClaim](1), "boot", "holders"
+	})
+	whole.Generation, whole.Labels = 3, map[string]string{"a": "b"}
+	whole.Spec.Claims = Relay([]resourceapi.ResourceClaim{*newClaim("a", "gpu-0")}, testDriver, "node-1")
+	trimmed := whole.DeepCopy()
+	trimGPUNode(trimmed)
+	decide := func(n *v1alpha1.GPUNode) []any {
+		number, known := Allocatable(n.Status, n.Spec.Claims, testResource)
+		condition, served := GPUsHealthy(n.Status)
+		plan := PlanDaemons(n, nil, DaemonPods{DriverRoots: []string{"text-of-usual-length-1"}}, time.Unix(0, 0))
+		waiting := map[types.UID][]types.UID{"uid-a": {"p"}}
+		return []any{number, known, condition, served, plan, Retries(n.Status, n.Spec.Claims, waiting), n.Spec, n.Generation, n.UID, n.ResourceVersion}
+	}
+	if diff := cmp.Diff(decide(whole), decide(trimmed)); diff != "" {
+		t.Errorf("of the whole (-) and the trimmed (+) GPUNode: %s", diff)
+	}
+	if number, _ := Allocatable(trimmed.Status, trimmed.Spec.Claims, testResource); number == 0 {
+		t.Error("this decides nothing")
+	}
+	if d := trimmed.Status.Devices[0]; d.UUID+d.Model+d.Holders[0].Name+trimmed.Status.BootID != "" || d.Holders[0].Pods != nil || trimmed.Labels != nil {
+		t.Errorf("what only people read is kept: %+v", trimmed)
+	}
+}
+
+// TestOnlyBoundPodsAreWatched: the pods that wait for a node are not cached. There may be many.
+func TestOnlyBoundPodsAreWatched(t *testing.T) {
+	for kind, by := range cacheOptions(testDriver, device.Resources{GPU: testResource}).ByObject {
+		if _, is := kind.(*corev1.Pod); is && by.Field.String() != "status.phase=Pending,spec.nodeName!=" {
+			t.Errorf("pods are selected by %q", by.Field)
+		}
 	}
 }
 
@@ -73,9 +132,6 @@ func TestTrimmedIsSmall(t *testing.T) {
 	saying(testDriver, rightGPU)(claim)
 	foreign := claim.DeepCopy()
 	foreign.Status.Allocation.Devices.Results[0].Driver = "net.example.com"
-	unbound := pod.DeepCopy()
-	unbound.Spec.NodeName, unbound.Status.Phase = "", corev1.PodPending
-	trimPod(unbound)
 	trimPod(pod)
 	trimNode(node, device.Resources{GPU: testResource})
 	trimClaim(claim, testDriver)
@@ -91,9 +147,6 @@ func TestTrimmedIsSmall(t *testing.T) {
 	}
 	if diff := cmp.Diff(&resourceapi.ResourceClaim{ObjectMeta: identity(foreign.ObjectMeta)}, foreign); diff != "" {
 		t.Errorf("of a claim with another driver's device is kept: %s", diff)
-	}
-	if diff := cmp.Diff(&corev1.Pod{ObjectMeta: identity(unbound.ObjectMeta), Status: corev1.PodStatus{Phase: corev1.PodPending}}, unbound); diff != "" {
-		t.Errorf("of a pod without a node is kept: %s", diff)
 	}
 	if _, ok := node.Status.Allocatable[corev1.ResourceCPU]; ok {
 		t.Error("CPUs are kept")

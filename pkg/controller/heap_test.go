@@ -62,12 +62,6 @@ func BenchmarkHeap(b *testing.B) {
 				Spec:       resourceapi.ResourceClaimSpec{Devices: resourceapi.DeviceClaim{Requests: []resourceapi.DeviceRequest{{Name: "gpu", Exactly: &resourceapi.ExactDeviceRequest{DeviceClassName: fmt.Sprint("gpu.nvidia.com", i)}}}}},
 			}
 		},
-		"pending pod without a node": func(i int) client.Object {
-			return &corev1.Pod{ObjectMeta: meta(i, 6), Spec: corev1.PodSpec{
-				ResourceClaims: []corev1.PodResourceClaim{{Name: "gpu"}},
-				Containers:     []corev1.Container{{Name: "c", Image: fmt.Sprint("image-", i), Resources: corev1.ResourceRequirements{Limits: corev1.ResourceList{"cpu": resource.MustParse("1"), "memory": resource.MustParse("1Gi")}}}},
-			}}
-		},
 		"GPUNode": func(i int) client.Object {
 			n := &v1alpha1.GPUNode{ObjectMeta: meta(i, 0)}
 			for at := range 8 {
