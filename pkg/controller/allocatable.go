@@ -13,7 +13,6 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
-	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/types"
@@ -187,6 +186,7 @@ func (o *observed) judge(now time.Time, current, want, listed int64) (write bool
 type allocatable struct {
 	client  client.Client
 	claims  claimReader
+	changes source.Source // of claims' allocations
 	limits  device.Resources
 	breaker *breaker
 	metrics *metrics
@@ -225,7 +225,7 @@ func (r *allocatable) register(m manager.Manager) error {
 	reported := changed(func(n *corev1.Node) any { return []corev1.ResourceList{n.Status.Allocatable, n.Status.Capacity} })
 	return builder.ControllerManagedBy(m).Named("allocatable").
 		For(&v1alpha1.GPUNode{}).
-		Watches(&resourceapi.ResourceClaim{}, claimHandler(r.claims.driver), builder.WithPredicates(allocationChanged)).
+		WatchesRawSource(r.changes).
 		WatchesRawSource(source.Channel(r.breaker.opened, &handler.EnqueueRequestForObject{})).
 		Watches(&corev1.Node{}, &handler.EnqueueRequestForObject{}, builder.WithPredicates(reported)).
 		WithOptions(options(4)).

@@ -162,7 +162,7 @@ func TestJudgeAllocatable(t *testing.T) {
 }
 
 func (w *world) allocatable() *allocatable {
-	return &allocatable{client: w.client, claims: claimReader{client: w.client, driver: testDriver}, limits: device.Resources{GPU: testResource}, breaker: w.breaker(), metrics: w.metrics, now: w.now}
+	return &allocatable{client: w.client, claims: w.claims(), limits: device.Resources{GPU: testResource}, breaker: w.breaker(), metrics: w.metrics, now: w.now}
 }
 
 func (w *world) offers() string {

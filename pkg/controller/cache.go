@@ -52,17 +52,15 @@ func mapper(types *runtime.Scheme) meta.RESTMapper {
 	return m
 }
 
-// cacheOptions limits the caches to the fields that the reconcilers read. A large cluster has many more claims, nodes and pods than
-// GPUs.
-func cacheOptions(driver string, limits device.Resources) cache.Options {
+// cacheOptions limits the caches to the fields that the reconcilers read. A large cluster has many more nodes and pods than GPUs.
+func cacheOptions(limits device.Resources) cache.Options {
 	return cache.Options{
 		// Reading another kind is a mistake: it would be cached completely.
 		ReaderFailOnMissingInformer: true,
 		DefaultTransform:            cache.TransformStripManagedFields(),
 		ByObject: map[client.Object]cache.ByObject{
-			&v1alpha1.GPUNode{}:          {Transform: trim(trimGPUNode)},
-			&resourceapi.ResourceClaim{}: {Transform: trim(func(c *resourceapi.ResourceClaim) { trimClaim(c, driver) })},
-			&corev1.Node{}:               {Transform: trim(func(n *corev1.Node) { trimNode(n, limits) })},
+			&v1alpha1.GPUNode{}: {Transform: trim(trimGPUNode)},
+			&corev1.Node{}:      {Transform: trim(func(n *corev1.Node) { trimNode(n, limits) })},
 			&corev1.Pod{}: {
 				// Many pods wait for a node in a cluster that is full, and no reconciler acts on them.
 				Field: fields.AndSelectors(
@@ -211,30 +209,6 @@ func trimPod(pod *corev1.Pod) {
 		Phase: pod.Status.Phase, ResourceClaimStatuses: pod.Status.ResourceClaimStatuses,
 		ExtendedResourceClaimStatus: pod.Status.ExtendedResourceClaimStatus, Conditions: scheduled(pod),
 	}
-}
-
-// claimReader reads claims from the cache by the node of their devices.
-type claimReader struct {
-	client client.Reader
-	driver string
-}
-
-// on returns the claims with devices of a node.
-func (r claimReader) on(ctx context.Context, node string) ([]v1alpha1.AllocatedClaim, error) {
-	var list resourceapi.ResourceClaimList
-	if err := r.client.List(ctx, &list, client.MatchingFields{nodeIndex: node}); err != nil {
-		return nil, fmt.Errorf("list claims on node %s: %w", node, err)
-	}
-	return Relay(list.Items, r.driver, node), nil
-}
-
-// get returns a claim; an empty one if it does not exist.
-func (r claimReader) get(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error) {
-	claim := &resourceapi.ResourceClaim{}
-	if err := r.client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, claim); client.IgnoreNotFound(err) != nil {
-		return nil, fmt.Errorf("get claim %s/%s: %w", namespace, name, err)
-	}
-	return claim, nil
 }
 
 // podsOf returns the existing pods that have the claim reserved. If only is set, it reads just the pod with that UID.

@@ -100,7 +100,7 @@ func TestTrimmedGPUNodeChangesNoDecision(t *testing.T) {
 
 // TestOnlyBoundPodsAreWatched: the pods that wait for a node are not cached. There may be many.
 func TestOnlyBoundPodsAreWatched(t *testing.T) {
-	for kind, by := range cacheOptions(testDriver, device.Resources{GPU: testResource}).ByObject {
+	for kind, by := range cacheOptions(device.Resources{GPU: testResource}).ByObject {
 		if _, is := kind.(*corev1.Pod); is && by.Field.String() != "status.phase=Pending,spec.nodeName!=" {
 			t.Errorf("pods are selected by %q", by.Field)
 		}

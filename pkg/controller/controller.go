@@ -77,7 +77,7 @@ func New(c Config) (*Controller, error) {
 	if err != nil {
 		return nil, err
 	}
-	cached := cacheOptions(c.DriverName, c.limits())
+	cached := cacheOptions(c.limits())
 	var hook *webhook.Webhook
 	if c.WebhookName != "" {
 		hook = webhook.New(webhook.Config{
@@ -121,23 +121,32 @@ func New(c Config) (*Controller, error) {
 
 // register adds the reconcilers.
 func (c *Controller) register(config Config) error {
-	if err := c.manager.Add(filler{c, config.DriverName}); err != nil {
-		return fmt.Errorf("add runnable: %w", err)
+	api, err := claimClient(c.manager)
+	if err != nil {
+		return err
+	}
+	claims, err := newClaimCache(api, config.DriverName)
+	if err != nil {
+		return err
+	}
+	for _, r := range []manager.Runnable{claims, filler{c, claims}} {
+		if err := c.manager.Add(r); err != nil {
+			return fmt.Errorf("add runnable %T: %w", r, err)
+		}
 	}
 	measured := newMetrics(config.Registerer)
 	config.Registerer.MustRegister(gpuNodes{cache: c.manager.GetCache(), synced: c.synced.Load})
 	config.Daemons.Namespace = config.Namespace
 	writer, live := c.manager.GetClient(), c.manager.GetAPIReader()
 	recorder := c.manager.GetEventRecorder("tandem-controller")
-	claims := claimReader{writer, config.DriverName}
 	breaker := newBreaker(writer, live, config.limits(), measured, time.Now)
 	for _, r := range []interface{ register(manager.Manager) error }{
-		&relay{client: writer, claims: claims},
+		&relay{client: writer, claims: claims, changes: claims.changes()},
 		breaker,
-		&allocatable{client: writer, claims: claims, limits: config.limits(), breaker: breaker, metrics: measured, now: time.Now},
+		&allocatable{client: writer, claims: claims, changes: claims.changes(), limits: config.limits(), breaker: breaker, metrics: measured, now: time.Now},
 		&conditions{client: writer, now: time.Now},
-		&healer{client: writer, driver: config.DriverName, live: live, recorder: recorder, metrics: measured, evictions: newEvictions(time.Now), turns: map[string]turn{}},
-		&retrier{client: writer, live: live, claims: claims, metrics: measured, now: time.Now, nodes: map[string]schedule{}},
+		&healer{client: writer, claims: claims, driver: config.DriverName, live: live, recorder: recorder, metrics: measured, evictions: newEvictions(time.Now), turns: map[string]turn{}},
+		&retrier{client: writer, live: live, claims: claims, changes: claims.changes(), driver: config.DriverName, metrics: measured, now: time.Now, nodes: map[string]schedule{}},
 		&daemons{client: writer, config: config.Daemons, metrics: measured, now: time.Now},
 	} {
 		if err := r.register(c.manager); err != nil {
@@ -169,25 +178,15 @@ func optionsFor[T comparable](workers int) ctrlcontroller.TypedOptions[T] {
 // runs: the manager would wait for them and would not end on SIGTERM.
 type filler struct {
 	*Controller
-	driver string
+	claims *claimCache
 }
 
 // NeedLeaderElection implements manager.LeaderElectionRunnable.
 func (filler) NeedLeaderElection() bool { return false }
 
-// Start implements manager.Runnable. A reconciler that lists claims before their index exists fails and runs again.
+// Start implements manager.Runnable.
 func (f filler) Start(ctx context.Context) error {
-	err := f.manager.GetFieldIndexer().IndexField(ctx, &resourceapi.ResourceClaim{}, nodeIndex, func(o client.Object) []string {
-		claim, ok := o.(*resourceapi.ResourceClaim)
-		if !ok {
-			return nil
-		}
-		return nodesOf(claim, f.driver)
-	})
-	if err != nil {
-		return fmt.Errorf("index claims: %w", err)
-	}
-	for kind := range cacheOptions("", device.Resources{}).ByObject {
+	for kind := range cacheOptions(device.Resources{}).ByObject {
 		if _, err := f.manager.GetCache().GetInformer(ctx, kind); err != nil {
 			if ctx.Err() != nil {
 				return nil
@@ -195,7 +194,7 @@ func (f filler) Start(ctx context.Context) error {
 			return fmt.Errorf("watch %T: %w", kind, err)
 		}
 	}
-	f.synced.Store(true)
+	f.synced.Store(f.claims.synced(ctx))
 	<-ctx.Done()
 	return nil
 }

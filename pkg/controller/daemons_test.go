@@ -455,7 +455,7 @@ func TestAPodOfARefusedDaemonIsLeft(t *testing.T) {
 func TestDaemonsAndClaimsAreWrittenApart(t *testing.T) {
 	w, d := daemonWorld(t, interceptor.Funcs{}, gpuNode(wanting("a")), newClaim("c", "gpu-0"))
 	d.config.Template = nil
-	r := &relay{client: w.client, claims: claimReader{client: w.client, driver: testDriver}}
+	r := &relay{client: w.client, claims: w.claims()}
 	w.twice(r, "node-1")
 	w.twice(d, "node-1")
 	w.twice(r, "node-1")

@@ -111,6 +111,7 @@ func hasStarted(pod *corev1.Pod) bool {
 // fails without it.
 type healer struct {
 	client client.Client
+	claims claimReader
 	driver string
 	// live reads from the API server: an eviction needs the current state.
 	live      client.Reader
@@ -185,10 +186,10 @@ func (h *healer) pending(ctx context.Context, node *v1alpha1.GPUNode) (claims []
 		if !conflict.PendingEviction {
 			continue
 		}
-		claim := &resourceapi.ResourceClaim{}
 		key := types.NamespacedName{Namespace: conflict.Namespace, Name: conflict.Name}
-		if err := h.client.Get(ctx, key, claim); client.IgnoreNotFound(err) != nil {
-			return nil, true, fmt.Errorf("get claim %s, which is pending eviction: %w", key, err)
+		claim, err := h.claims.get(ctx, key.Namespace, key.Name)
+		if err != nil {
+			return nil, true, fmt.Errorf("pending eviction: %w", err)
 		}
 		some = true
 		if claim.UID == conflict.UID && stillConflicting(conflict, claim, h.driver, node.Name) {

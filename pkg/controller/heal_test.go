@@ -127,7 +127,7 @@ func TestPlanEviction(t *testing.T) {
 
 func (w *world) healer() *healer {
 	return &healer{
-		client: w.client, driver: testDriver, live: w.client, recorder: w.recorder, metrics: w.metrics, evictions: newEvictions(w.now), turns: map[string]turn{},
+		client: w.client, claims: w.claims(), driver: testDriver, live: w.client, recorder: w.recorder, metrics: w.metrics, evictions: newEvictions(w.now), turns: map[string]turn{},
 	}
 }
 

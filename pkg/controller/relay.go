@@ -20,14 +20,12 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	"sigs.k8s.io/controller-runtime/pkg/predicate"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/capacity"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
-
-// nodeIndex finds claims by the nodes that they have devices of.
-const nodeIndex = "tandem.node"
 
 // Relay returns the claims that are allocated devices of a node, for GPUNode.spec: each with the names of its devices and their
 // pools, in a stable order. Devices with admin access do not count. A claim that has no other devices is included, because with
@@ -93,15 +91,16 @@ func nodesOf(claim *resourceapi.ResourceClaim, driver string) []string {
 
 // relay writes GPUNode.spec. It creates no GPUNode: each agent creates its own. TestPodRefusedForClaim fails without it.
 type relay struct {
-	client client.Client
-	claims claimReader
+	client  client.Client
+	claims  claimReader
+	changes source.Source // of claims' allocations
 }
 
 func (r *relay) register(m manager.Manager) error {
 	return builder.ControllerManagedBy(m).Named("relay").
 		// The generation also changes when a user edits the spec.
 		For(&v1alpha1.GPUNode{}, builder.WithPredicates(predicate.GenerationChangedPredicate{})).
-		Watches(&resourceapi.ResourceClaim{}, claimHandler(r.claims.driver), builder.WithPredicates(allocationChanged)).
+		WatchesRawSource(r.changes).
 		WithOptions(options(4)).
 		Complete(r)
 }

@@ -48,7 +48,7 @@ func TestRelay(t *testing.T) {
 }
 
 func (w *world) relay() *relay {
-	return &relay{client: w.client, claims: claimReader{client: w.client, driver: testDriver}}
+	return &relay{client: w.client, claims: w.claims()}
 }
 
 func TestRelayWritesOnceAndEndsWithTheClaim(t *testing.T) {

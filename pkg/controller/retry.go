@@ -24,6 +24,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	parametersv1beta1 "github.com/tandem-gpu/tandem/api/parameters/v1beta1"
@@ -172,6 +173,8 @@ type retrier struct {
 	// live reads pods from the API server: the cache has Pending pods only, and not all of their fields.
 	live    client.Reader
 	claims  claimReader
+	changes source.Source // of claims' allocations
+	driver  string
 	metrics *metrics
 	now     func() time.Time
 
@@ -199,7 +202,7 @@ const (
 func (n *retrier) register(m manager.Manager) error {
 	return builder.ControllerManagedBy(m).Named("retry").
 		For(&v1alpha1.GPUNode{}).
-		Watches(&resourceapi.ResourceClaim{}, claimHandler(n.claims.driver), builder.WithPredicates(allocationChanged)).
+		WatchesRawSource(n.changes).
 		// Another pod of an allocated claim changes neither GPUNode nor claim.
 		Watches(&corev1.Pod{}, handler.EnqueueRequestsFromMapFunc(nodeOfPod), builder.WithPredicates(bindingChanged)).
 		WithOptions(options(1)).
@@ -292,7 +295,7 @@ func (n *retrier) due(node string, retries []Retry) (due []Retry, wait time.Dura
 func (n *retrier) retry(ctx context.Context, node string, retry Retry) error {
 	claim, err := n.claims.get(ctx, retry.Namespace, retry.Name)
 	// The node's status may name any claim.
-	if err != nil || claim.UID != retry.UID || !slices.Contains(nodesOf(claim, n.claims.driver), node) {
+	if err != nil || claim.UID != retry.UID || !slices.Contains(nodesOf(claim, n.driver), node) {
 		return err
 	}
 	pods, err := podsOf(ctx, n.live, claim, retry.Pod)
@@ -318,7 +321,7 @@ func (n *retrier) retry(ctx context.Context, node string, retry Retry) error {
 func (n *retrier) refused(ctx context.Context, pod *corev1.Pod) (bool, error) {
 	for name := range resourceclaim.PodClaims(pod) {
 		claim, err := n.claims.get(ctx, pod.Namespace, name)
-		if err != nil || Refused(claim, n.claims.driver) {
+		if err != nil || Refused(claim, n.driver) {
 			return err == nil, err
 		}
 	}

@@ -226,8 +226,8 @@ func TestUnstarted(t *testing.T) {
 }
 
 func (w *world) retrier() *retrier {
-	claims := claimReader{client: w.client, driver: testDriver}
-	return &retrier{client: w.client, live: w.client, claims: claims, metrics: w.metrics, now: w.now, nodes: map[string]schedule{}}
+	claims := w.claims()
+	return &retrier{client: w.client, live: w.client, claims: claims, driver: testDriver, metrics: w.metrics, now: w.now, nodes: map[string]schedule{}}
 }
 
 func (w *world) retry(name string) string {

@@ -87,6 +87,24 @@ func (w *world) counting() interceptor.Funcs {
 	}
 }
 
+// claims reads claims from the world.
+func (w *world) claims() claimReader { return worldClaims{w.client} }
+
+type worldClaims struct{ client client.Reader }
+
+func (c worldClaims) on(ctx context.Context, node string) ([]v1alpha1.AllocatedClaim, error) {
+	var list resourceapi.ResourceClaimList
+	if err := c.client.List(ctx, &list, client.MatchingFields{nodeIndex: node}); err != nil {
+		return nil, err
+	}
+	return Relay(list.Items, testDriver, node), nil
+}
+
+func (c worldClaims) get(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error) {
+	claim := &resourceapi.ResourceClaim{}
+	return claim, client.IgnoreNotFound(c.client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, claim))
+}
+
 // hasHeard is a client whose cache has an object of this kind as it was, whatever has become of it.
 func hasHeard[O interface {
 	client.Object

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package controller
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/sets"
+	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	toolscache "k8s.io/client-go/tools/cache"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
+	"sigs.k8s.io/controller-runtime/pkg/source"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+)
+
+// claimReader reads the claims that have devices of Tandem's driver.
+type claimReader interface {
+	// on returns the claims with devices of a node.
+	on(ctx context.Context, node string) ([]v1alpha1.AllocatedClaim, error)
+	// get returns a claim, which callers do not change. It is empty if the claim does not exist or has never had a device.
+	get(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error)
+}
+
+// claimCache is the cache of the claims that have or had devices of Tandem's driver. A large cluster has many more claims that wait for
+// a device. The manager's cache would keep them, because the API server cannot select claims by driver. It is a manager.Runnable.
+type claimCache struct {
+	driver   string
+	informer toolscache.SharedIndexInformer
+}
+
+// nodeIndex finds claims by the nodes that they have devices of.
+const nodeIndex = "tandem.node"
+
+func newClaimCache(api kubernetes.Interface, driver string) (*claimCache, error) {
+	informer := toolscache.NewSharedIndexInformerWithOptions(watchAllocated(api, driver), &resourceapi.ResourceClaim{},
+		toolscache.SharedIndexInformerOptions{Indexers: toolscache.Indexers{nodeIndex: func(o any) ([]string, error) {
+			claim, ok := o.(*resourceapi.ResourceClaim)
+			if !ok {
+				return nil, nil
+			}
+			return nodesOf(claim, driver), nil
+		}}})
+	if err := informer.SetTransform(trim(func(c *resourceapi.ResourceClaim) { trimClaim(c, driver) })); err != nil {
+		return nil, fmt.Errorf("make cache of claims: %w", err)
+	}
+	return &claimCache{driver, informer}, nil
+}
+
+// claimClient returns a client with the manager's connections.
+func claimClient(m manager.Manager) (kubernetes.Interface, error) {
+	config := rest.CopyConfig(m.GetConfig())
+	config.ContentType = runtime.ContentTypeProtobuf
+	client, err := kubernetes.NewForConfigAndClient(config, m.GetHTTPClient())
+	if err != nil {
+		return nil, fmt.Errorf("make client for claims: %w", err)
+	}
+	return client, nil
+}
+
+// NeedLeaderElection implements manager.LeaderElectionRunnable: standby replicas fill the cache too.
+func (c *claimCache) NeedLeaderElection() bool { return false }
+
+// Start implements manager.Runnable.
+func (c *claimCache) Start(ctx context.Context) error {
+	c.informer.RunWithContext(ctx)
+	return nil
+}
+
+// synced waits until the cache is filled. It returns false if ctx is done first.
+func (c *claimCache) synced(ctx context.Context) bool {
+	return toolscache.WaitForCacheSync(ctx.Done(), c.informer.HasSynced)
+}
+
+func (c *claimCache) on(_ context.Context, node string) ([]v1alpha1.AllocatedClaim, error) {
+	objects, err := c.informer.GetIndexer().ByIndex(nodeIndex, node)
+	if err != nil {
+		return nil, fmt.Errorf("list claims on node %s: %w", node, err)
+	}
+	claims := make([]resourceapi.ResourceClaim, 0, len(objects))
+	for _, o := range objects {
+		if claim, ok := o.(*resourceapi.ResourceClaim); ok {
+			claims = append(claims, *claim)
+		}
+	}
+	return Relay(claims, c.driver, node), nil
+}
+
+func (c *claimCache) get(_ context.Context, namespace, name string) (*resourceapi.ResourceClaim, error) {
+	o, _, err := c.informer.GetIndexer().GetByKey(types.NamespacedName{Namespace: namespace, Name: name}.String())
+	if err != nil {
+		return nil, fmt.Errorf("get claim %s/%s: %w", namespace, name, err)
+	}
+	if claim, ok := o.(*resourceapi.ResourceClaim); ok {
+		return claim, nil
+	}
+	return &resourceapi.ResourceClaim{}, nil
+}
+
+// changes enqueues the nodes of claims whose allocation changed. The reconciler's workers start once the cache is filled.
+func (c *claimCache) changes() source.SyncingSource {
+	return claimChanges{&source.Informer{
+		Informer: c.informer, Handler: claimHandler(c.driver), Predicates: []predicate.Predicate{allocationChanged},
+	}, c}
+}
+
+type claimChanges struct {
+	*source.Informer
+	cache *claimCache
+}
+
+// WaitForSync implements source.SyncingSource.
+func (s claimChanges) WaitForSync(ctx context.Context) error {
+	if !s.cache.synced(ctx) && !errors.Is(ctx.Err(), context.Canceled) {
+		return fmt.Errorf("fill cache of claims: %w", context.Cause(ctx))
+	}
+	return nil
+}
+
+// allocatedClaims passes the claims that have or had devices of a driver, as the API server does for objects that a watch selects.
+type allocatedClaims struct {
+	driver string
+
+	mu sync.Mutex
+	// passed are the claims that were passed and not deleted since. A claim that loses its devices is passed once more, so that its
+	// nodes are told.
+	passed sets.Set[types.UID]
+}
+
+// watchAllocated lists and watches the claims that have or had devices of a driver.
+func watchAllocated(api kubernetes.Interface, driver string) toolscache.ListerWatcher {
+	claims := api.ResourceV1().ResourceClaims(metav1.NamespaceAll)
+	filter := &allocatedClaims{driver: driver, passed: sets.New[types.UID]()}
+	return toolscache.ToListWatcherWithWatchListSemantics(&toolscache.ListWatch{
+		ListWithContextFunc: func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
+			list, err := claims.List(ctx, o)
+			if err != nil {
+				return nil, err //nolint:wrapcheck // the informer compares it
+			}
+			list.Items = slices.DeleteFunc(list.Items, func(c resourceapi.ResourceClaim) bool { return !filter.passes(watch.Added, &c) })
+			return list, nil
+		},
+		WatchFuncWithContext: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
+			all, err := claims.Watch(ctx, o)
+			if err != nil {
+				return nil, err //nolint:wrapcheck // the informer compares it
+			}
+			return watch.Filter(all, func(e watch.Event) (watch.Event, bool) {
+				claim, is := e.Object.(*resourceapi.ResourceClaim)
+				return e, !is || filter.passes(e.Type, claim)
+			}), nil
+		},
+	}, api)
+}
+
+// passes reports whether to pass an event of a claim.
+func (f *allocatedClaims) passes(event watch.EventType, claim *resourceapi.ResourceClaim) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	before := f.passed.Has(claim.UID)
+	switch {
+	case event == watch.Bookmark:
+		return true
+	case event == watch.Deleted:
+		f.passed.Delete(claim.UID)
+	case len(nodesOf(claim, f.driver)) > 0:
+		f.passed.Insert(claim.UID)
+		return true
+	}
+	return before
+}
