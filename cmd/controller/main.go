@@ -13,6 +13,7 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"runtime/debug"
 	"strconv"
 	"syscall"
 
@@ -40,6 +41,10 @@ func main() {
 	}
 }
 
+// gcPercent makes the garbage collector run more often than Go's default of 100 does. Most of the heap is caches, which live long, and the
+// controller uses little CPU time. BenchmarkFleet measures both.
+const gcPercent = 40
+
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if len(args) > 0 {
 		switch args[0] {
@@ -55,6 +60,9 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	c, err := config.LoadController(args, os.LookupEnv, stderr)
 	if err != nil {
 		return err
+	}
+	if _, set := os.LookupEnv("GOGC"); !set {
+		debug.SetGCPercent(gcPercent)
 	}
 	if err := new(klog.Level).Set(strconv.Itoa(c.Verbosity)); err != nil {
 		return fmt.Errorf("set log verbosity: %w", err)
