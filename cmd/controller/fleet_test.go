@@ -89,9 +89,11 @@ func measure(b *testing.B, f *fleet) {
 		}
 	}
 	b.ReportMetric(time.Since(began).Seconds(), "s-catch-up")
-	b.ReportMetric(metrics(ctx, endpoint)["process_cpu_seconds_total"], "s-cpu")
+	before := metrics(ctx, endpoint)["process_cpu_seconds_total"]
+	b.ReportMetric(before, "s-cpu")
 	close(f.caughtUp)
 	time.Sleep(traffic)
+	b.ReportMetric(100*(metrics(ctx, endpoint)["process_cpu_seconds_total"]-before)/traffic.Seconds(), "%-cpu-in-traffic")
 	b.ReportMetric(memory(b, cmd.Process.Pid, "VmRSS:"), "MiB-steady")
 	b.ReportMetric(memory(b, cmd.Process.Pid, "VmHWM:"), "MiB-peak")
 	b.ReportMetric(metrics(ctx, endpoint)["go_memstats_next_gc_bytes"]/(1<<20), "MiB-next-GC")

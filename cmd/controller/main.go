@@ -43,7 +43,7 @@ func main() {
 
 // gcPercent makes the garbage collector run more often than Go's default of 100 does. Most of the heap is caches, which live long, and the
 // controller uses little CPU time. BenchmarkFleet measures both.
-const gcPercent = 40
+const gcPercent = 30
 
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if len(args) > 0 {

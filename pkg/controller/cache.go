@@ -153,6 +153,11 @@ func trimGPUNode(node *v1alpha1.GPUNode) {
 	for i := range node.Spec.Claims {
 		c := &node.Spec.Claims[i]
 		c.Devices, c.Pools = slices.Clone(c.Devices), slices.Clone(c.Pools)
+		for j, pool := range c.Pools {
+			if pool == node.Name {
+				c.Pools[j] = node.Name // shares the memory
+			}
+		}
 	}
 	node.Status.BootID, node.Status.Holders = "", ""
 	node.Status.Devices = slices.Clone(node.Status.Devices)

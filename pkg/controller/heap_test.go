@@ -20,7 +20,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// BenchmarkHeap measures what a cached object occupies. The table of sizes in the chart's README is made of these numbers.
+// BenchmarkHeap measures what a cached object occupies. The chart's README has these numbers.
 func BenchmarkHeap(b *testing.B) {
 	meta := func(i, labels int) metav1.ObjectMeta {
 		m := metav1.ObjectMeta{Name: fmt.Sprintf("object-of-usual-length-%d", i), Namespace: "a-namespace", UID: types.UID(fmt.Sprintf("%036d", i)), Labels: map[string]string{}}
@@ -55,12 +55,6 @@ func BenchmarkHeap(b *testing.B) {
 				NodeName: fmt.Sprint("node-", i), ResourceClaims: []corev1.PodResourceClaim{{Name: "gpu"}},
 				Containers: []corev1.Container{{Name: "c", Image: fmt.Sprint("image-", i), Resources: corev1.ResourceRequirements{Limits: corev1.ResourceList{"cpu": resource.MustParse("1"), "memory": resource.MustParse("1Gi")}}}},
 			}}
-		},
-		"claim without a device": func(i int) client.Object {
-			return &resourceapi.ResourceClaim{
-				ObjectMeta: meta(i, 3),
-				Spec:       resourceapi.ResourceClaimSpec{Devices: resourceapi.DeviceClaim{Requests: []resourceapi.DeviceRequest{{Name: "gpu", Exactly: &resourceapi.ExactDeviceRequest{DeviceClassName: fmt.Sprint("gpu.nvidia.com", i)}}}}},
-			}
 		},
 		"GPUNode": func(i int) client.Object {
 			n := &v1alpha1.GPUNode{ObjectMeta: meta(i, 0)}
