@@ -146,7 +146,7 @@ func watchAllocated(api kubernetes.Interface, driver string) toolscache.ListerWa
 		ListWithContextFunc: func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
 			list, err := claims.List(ctx, o)
 			if err != nil {
-				return nil, err //nolint:wrapcheck // the informer compares it
+				return nil, err // the informer compares it
 			}
 			list.Items = slices.DeleteFunc(list.Items, func(c resourceapi.ResourceClaim) bool { return !filter.passes(watch.Added, &c) })
 			return list, nil
@@ -154,14 +154,26 @@ func watchAllocated(api kubernetes.Interface, driver string) toolscache.ListerWa
 		WatchFuncWithContext: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
 			all, err := claims.Watch(ctx, o)
 			if err != nil {
-				return nil, err //nolint:wrapcheck // the informer compares it
+				return nil, err // the informer compares it
 			}
-			return watch.Filter(all, func(e watch.Event) (watch.Event, bool) {
+			return filteredWatch{watch.Filter(all, func(e watch.Event) (watch.Event, bool) {
 				claim, is := e.Object.(*resourceapi.ResourceClaim)
 				return e, !is || filter.passes(e.Type, claim)
-			}), nil
+			})}, nil
 		},
 	}, api)
+}
+
+// filteredWatch ends the goroutine of watch.Filter when it is stopped. Otherwise that may wait forever for a reader of its next event.
+type filteredWatch struct{ watch.Interface }
+
+// Stop implements watch.Interface.
+func (w filteredWatch) Stop() {
+	w.Interface.Stop()
+	go func() {
+		for range w.ResultChan() { // it is closed soon
+		}
+	}()
 }
 
 // passes reports whether to pass an event of a claim.

@@ -5,6 +5,7 @@ package controller
 import (
 	"context"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
@@ -47,6 +48,17 @@ func TestAllocatedClaimsPass(t *testing.T) {
 			}
 		}
 	}
+}
+
+// TestStoppedWatchEnds fails if a goroutine is left.
+func TestStoppedWatchEnds(t *testing.T) {
+	synctest.Test(t, func(*testing.T) {
+		all := watch.NewFakeWithChanSize(1, false)
+		w := filteredWatch{watch.Filter(all, func(e watch.Event) (watch.Event, bool) { return e, true })}
+		all.Add(newClaim("a"))
+		synctest.Wait() // the filter has the event, and nothing reads it
+		w.Stop()
+	})
 }
 
 // TestClaimCache: the cache has the claims with devices, and the nodes of a claim are enqueued when it gets and loses devices.
