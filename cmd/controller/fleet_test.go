@@ -289,7 +289,7 @@ func metaOf(kind byte, namespace, name string, i int) metav1.ObjectMeta {
 		Namespace: namespace, Name: name, UID: uid(kind, i), ResourceVersion: strconv.Itoa(1000000 + i), CreationTimestamp: metav1.Now(),
 		ManagedFields: []metav1.ManagedFieldsEntry{{
 			Manager: "kube-controller-manager", Operation: metav1.ManagedFieldsOperationUpdate, APIVersion: "v1", Time: ptr.To(metav1.Now()), FieldsType: "FieldsV1",
-			FieldsV1: &metav1.FieldsV1{Raw: []byte(`{"f:metadata":{"f:annotations":{".":{}},"f:ownerReferences":{".":{},"k:{\"uid\":\"x\"}":{}}},"f:spec":{"f:devices":{"f:requests":{}}}}`)},
+			FieldsV1: metav1.NewFieldsV1(`{"f:metadata":{"f:annotations":{".":{}},"f:ownerReferences":{".":{},"k:{\"uid\":\"x\"}":{}}},"f:spec":{"f:devices":{"f:requests":{}}}}`),
 		}},
 	}
 }
