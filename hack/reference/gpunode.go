@@ -9,6 +9,7 @@ import (
 	"maps"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 
@@ -65,7 +66,19 @@ func fieldRows(t *table, prefix string, of *schema) {
 		if field.Items != nil {
 			below, path, words = field.Items, path+"[]", "list of "+field.Items.words()
 		}
-		t.row(code(path), words, prose(field.Description))
+		t.row(code(path), words, meaning(name, field))
 		fieldRows(t, path, below)
 	}
+}
+
+// copula is the beginning of a comment of Go: "UnhealthyReason is …".
+var copula = regexp.MustCompile(`^([A-Z]\w*) (?:is|are) (\w)`)
+
+// meaning is the description of a field, without the name that its comment in Go begins with.
+func meaning(name string, field *schema) string {
+	text := prose(field.Description)
+	if m := copula.FindStringSubmatch(text); m != nil && strings.EqualFold(m[1], name) {
+		return strings.ToUpper(m[2]) + text[len(m[0]):]
+	}
+	return text
 }

@@ -137,3 +137,18 @@ func TestCountersEndInTotal(t *testing.T) {
 		}
 	}
 }
+
+// TestMeaning: the description of a field begins without the field's name in Go, where the rest is a description by itself.
+func TestMeaning(t *testing.T) {
+	for text, want := range map[string]string{
+		"WaitsFor is what the device waits for.": "What the device waits for.",
+		"WaitsFor are pods.":                     "Pods.",
+		"WaitsFor of the holder.":                "WaitsFor of the holder.",
+		"Waits is another word.":                 "Waits is another word.",
+		"":                                       "",
+	} {
+		if got := meaning("waitsFor", &schema{Description: text}); got != want {
+			t.Errorf("%q is %q, want %q", text, got, want)
+		}
+	}
+}

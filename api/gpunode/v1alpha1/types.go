@@ -31,8 +31,8 @@ func AddToScheme(s *runtime.Scheme) error {
 }
 
 // GPUNode reports which pod has which GPU of a node, and which GPUs the scheduler has allocated. It has the name of its Node, which
-// owns it. The node's agent creates it and writes the status. The controller writes the spec, and administrators its maintenance. An
-// admission policy allows agent and controller only their parts.
+// owns it. The node's agent creates it and writes the status. The controller writes the spec, except its maintenance, which administrators
+// write. An admission policy restricts the agent and the controller to their parts.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
@@ -81,7 +81,7 @@ type GPUNodeSpec struct {
 	// +listMapKey=name
 	Daemons []WaitingDaemon `json:"daemons,omitempty"`
 	// Maintenance are GPUs that an administrator has taken out of service, with their partitions: no new claim or pod gets them. Their
-	// holders keep them. An administrator writes it (kubectl gpu drain); neither the agent nor the controller may.
+	// holders keep them. An administrator writes this list (kubectl gpu drain). The agent and the controller may not write it.
 	//
 	// +kubebuilder:validation:MaxItems=64
 	// +listType=map
@@ -91,12 +91,12 @@ type GPUNodeSpec struct {
 
 // GPUMaintenance takes a GPU out of service.
 type GPUMaintenance struct {
-	// UUID of the GPU. The node may have no such GPU, as after a board was replaced.
+	// UUID of the GPU. The node may no longer have that GPU, for example after a repair.
 	//
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=128
 	UUID string `json:"uuid"`
-	// Reason for users, in one line.
+	// Reason for the maintenance, which users see, in one line.
 	//
 	// +kubebuilder:validation:MaxLength=256
 	Reason string `json:"reason,omitempty"`
@@ -126,6 +126,8 @@ type WaitingDaemon struct {
 
 // AllocatedClaim is a ResourceClaim with devices of this node.
 type AllocatedClaim struct {
+	// UID of the claim.
+	//
 	// +kubebuilder:validation:Type=string
 	// +kubebuilder:validation:MaxLength=128
 	UID types.UID `json:"uid"`
@@ -206,7 +208,7 @@ type GPUNodeStatus struct {
 	// +kubebuilder:validation:MaxLength=32768
 	Holders string `json:"holders,omitempty"`
 	// ExtendedResource is the extended resource of whole GPUs, and of partitions with migStrategy single. It is empty if the node does
-	// not serve the device plugin API, as while no agent runs. Each device has its own resource in devices.
+	// not serve the device plugin API, for example while no agent runs. Each device has its own resource in devices.
 	//
 	// +kubebuilder:validation:MaxLength=317
 	ExtendedResource string `json:"extendedResource,omitempty"`
@@ -234,13 +236,13 @@ type GPUNodeStatus struct {
 	// +kubebuilder:validation:items:MaxLength=63
 	// +listType=set
 	UnknownDaemons []string `json:"unknownDaemons,omitempty"`
-	// Omitted is how many entries the agent left out because a list was too long. No list of a real node is.
+	// Omitted is how many entries the agent left out because a list was too long. That does not happen on real nodes.
 	Omitted int32 `json:"omitted,omitempty"`
 }
 
 // MPSDaemon is an MPS control daemon. With other settings it is another daemon, in another pod.
 type MPSDaemon struct {
-	// Name on this node. It is the name of the daemon's directory and a part of its pod's name.
+	// Name of the daemon on this node. It is the name of the daemon's directory and a part of its pod's name.
 	//
 	// +kubebuilder:validation:MaxLength=52
 	// +kubebuilder:validation:Pattern=`^[a-z0-9]([-a-z0-9]*[a-z0-9])?$`
@@ -423,8 +425,11 @@ const (
 
 // DeviceHolder is a claim or a pod that has a device.
 type DeviceHolder struct {
-	Kind  HolderKind `json:"kind"`
-	State HoldState  `json:"state"`
+	// Kind is the API through which the holder got the device: Claim, or Pod for limits.
+	Kind HolderKind `json:"kind"`
+	// State of the hold. Restored: read after a restart and not confirmed yet. Held: the device was handed to kubelet. Draining: ends once no
+	// container can use the device.
+	State HoldState `json:"state"`
 	// Shared is set if the holder has a share of the device; absent for the whole device.
 	Shared bool `json:"shared,omitempty"`
 	// Memory of the holder's share in bytes; absent for the whole device, and for a share without memory of its own.
@@ -435,7 +440,7 @@ type DeviceHolder struct {
 	//
 	// +kubebuilder:validation:Minimum=0
 	Shares int64 `json:"shares,omitempty"`
-	// UID of the claim; empty for a pod.
+	// UID of the claim; absent for a pod.
 	//
 	// +kubebuilder:validation:Type=string
 	// +kubebuilder:validation:MaxLength=128
@@ -462,6 +467,8 @@ type DeviceHolder struct {
 
 // PodReference names a pod.
 type PodReference struct {
+	// UID of the pod.
+	//
 	// +kubebuilder:validation:Type=string
 	// +kubebuilder:validation:MaxLength=128
 	UID types.UID `json:"uid"`
@@ -475,6 +482,8 @@ type PodReference struct {
 
 // ConflictingClaim is a claim that was allocated a device which another holder has.
 type ConflictingClaim struct {
+	// UID of the claim.
+	//
 	// +kubebuilder:validation:Type=string
 	// +kubebuilder:validation:MaxLength=128
 	UID types.UID `json:"uid"`
