@@ -35,8 +35,8 @@ func values(root string) (string, error) {
 		return "", err
 	}
 	return header("Values of the chart", chart+"/values.yaml and values.schema.json",
-		"`helm` refuses other keys and other types. The keys of NVIDIA's charts work as well ([what they do here](../../"+chart+
-			"/README.md#values-of-nvidias-charts)). The [chart's page](../../"+chart+"/README.md) has what to set on which cluster.") + "\n" + t.String(), nil
+		"`helm` refuses other keys and other types. It accepts the keys of NVIDIA's charts as well ([what they do here](../../"+chart+
+			"/README.md#values-of-nvidias-charts)). The [page of the chart](../../"+chart+"/README.md) says what to set on which cluster.") + "\n" + t.String(), nil
 }
 
 // valueRows adds the keys of a map. A map has a row of its own if it has a comment or no keys.
