@@ -20,7 +20,7 @@ func configuration(root string) (string, error) {
 	var page strings.Builder
 	page.WriteString(header("Node configuration and claim parameters", "the types in internal/config and api/parameters/v1beta1",
 		"Unknown keys are refused. [Configuration](../user/configuration.md) says where the node configuration comes from, what overrides it, and "+
-			"what differs from NVIDIA's device plugin. [Sharing](../user/sharing.md) and [MIG](../user/mig.md) have examples of both."))
+			"what differs from NVIDIA's device plugin. [Sharing](../user/sharing.md) and [MIG](../user/mig.md) have examples."))
 	for _, part := range []struct{ title, text, pkg, typ string }{
 		{"Node configuration", "The section `tandem` is Tandem's own. The other keys are those of NVIDIA's device plugin.", "internal/config", "file"},
 		{"Parameters of GPUs and partitions", "The parameters of a claim, a template or a DeviceClass, with `apiVersion: resource.nvidia.com/v1beta1` and " +
@@ -109,7 +109,8 @@ func (t types) rows(to *table, prefix, pkg string, of ast.Expr) error {
 	return nil
 }
 
-// describe turns a comment of Go, "Replicas is the number …" or "Unlimited lets …", into the description of a key: "The number …", "Lets …".
+// describe turns a comment of Go, such as "Replicas is the number …" or "Unlimited lets …", into the description of a key: "The number …" or
+// "Lets …".
 func describe(name, comment string) string {
 	comment = strings.TrimPrefix(comment, name+" ")
 	for _, verb := range []string{"is ", "are "} {

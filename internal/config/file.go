@@ -31,24 +31,24 @@ type file struct {
 	Flags fileFlags `json:"flags"`
 	// Resources has no effect: flags.migStrategy names the resources.
 	Resources fileResources `json:"resources"`
-	// Sharing shares the GPUs that no rule in tandem.devices shares.
+	// Sharing shares the GPUs for which no rule in tandem.devices has sharing.
 	Sharing fileSharing `json:"sharing"`
 	// IMEX gives containers channels of NVIDIA's IMEX, by which GPUs of several nodes share memory.
 	IMEX struct {
 		// ChannelIDs are the channels that containers get: [0], or none.
 		ChannelIDs []int `json:"channelIDs"`
-		// Required offers no GPU while the channel does not exist.
+		// Required keeps the agent from offering GPUs while the channel does not exist on the node.
 		Required bool `json:"required"`
 	} `json:"imex"`
-	// Tandem has the settings that NVIDIA's device plugin does not have.
+	// Tandem are the settings that NVIDIA's device plugin does not have.
 	Tandem fileTandem `json:"tandem"`
 }
 
 // fileFlags has pointers only for keys without effect, to report those that are set. For the others a missing key, null and the zero
 // value all mean the default.
 type fileFlags struct {
-	// MIGStrategy is how pods with limits get static partitions: none (GPUs only, the default), single (partitions under the resource of
-	// GPUs, if all GPUs have the same ones), or mixed (partitions under a resource for each profile).
+	// MIGStrategy is how pods with limits get static partitions: none (GPUs only, the default), single (partitions under the resource name
+	// of GPUs, if all GPUs have the same ones), or mixed (partitions under a resource name for each profile).
 	MIGStrategy device.MIGStrategy `json:"migStrategy"`
 	// FailOnInitError has no effect: the agent waits for the driver.
 	FailOnInitError *bool `json:"failOnInitError"`
@@ -69,9 +69,9 @@ type fileFlags struct {
 	UseNodeFeatureAPI bool `json:"useNodeFeatureAPI"`
 	// DeviceDiscoveryStrategy is how GPUs are found: auto or nvml, which are the same. Others are refused.
 	DeviceDiscoveryStrategy string `json:"deviceDiscoveryStrategy"`
-	// Plugin has settings for pods with limits.
+	// Plugin are settings for pods with limits.
 	Plugin struct {
-		// PassDeviceSpecs gives containers the device nodes in kubelet's answer as well.
+		// PassDeviceSpecs lists the device nodes in the answer to kubelet as well, with envvar and volume-mounts.
 		PassDeviceSpecs bool `json:"passDeviceSpecs"`
 		// DeviceListStrategy is how containers get their devices: cdi-cri (the default), cdi-annotations, envvar, volume-mounts, or a list
 		// of them.
@@ -87,7 +87,7 @@ type fileFlags struct {
 		// SharedDevicesAllocationPolicy is how replicas of shared devices are spread: distributed (the default) or packed.
 		SharedDevicesAllocationPolicy string `json:"sharedDevicesAllocationPolicy"`
 	} `json:"plugin"`
-	// GFD has settings for the labels of the node.
+	// GFD are settings for the labels of the node.
 	GFD fileGFD `json:"gfd"`
 }
 
@@ -101,7 +101,7 @@ type fileGFD struct {
 	SleepInterval interval `json:"sleepInterval"`
 	// OutputFile has no effect: the agent writes the labels to the API server.
 	OutputFile *string `json:"outputFile"`
-	// MachineTypeFile has the value of the label nvidia.com/gpu.machine. Empty: the product name in the machine's DMI.
+	// MachineTypeFile is the path of a file with the value of the label nvidia.com/gpu.machine. Empty: the product name in the machine's DMI.
 	MachineTypeFile string `json:"machineTypeFile"`
 }
 
@@ -147,7 +147,7 @@ type fileResource struct {
 type fileTandem struct {
 	// Mode is which APIs serve the node's GPUs. The default is Dual. The node's label tandem-gpu.dev/mode overrides it.
 	Mode *Mode `json:"mode"`
-	// Devices are rules for single GPUs.
+	// Devices are rules, each for the GPUs that it matches.
 	Devices []DeviceRule `json:"devices"`
 	// Strict lets the scheduler bind a pod only after the node has reserved the devices of its claims. The chart's value strict sets it.
 	Strict bool `json:"strict"`

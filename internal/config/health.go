@@ -13,17 +13,17 @@ import (
 
 // HealthRule sets what to do about a fault, by its class. An empty action is the node's, or NoSchedule.
 type HealthRule struct {
-	// Contained is for XIDs that ended programs and after which the GPU still works.
+	// Contained is for XIDs that end programs and leave the GPU working.
 	Contained device.FaultAction `json:"contained,omitempty"`
-	// Fabric is for faults of NVLink's fabric. It has no ResetWhenIdle.
+	// Fabric is for faults of NVLink's fabric. ResetWhenIdle is not allowed.
 	Fabric device.FaultAction `json:"fabric,omitempty"`
 	// Memory is for faults of the GPU's memory.
 	Memory device.FaultAction `json:"memory,omitempty"`
 	// Reset is for faults that end with a reset of the GPU.
 	Reset device.FaultAction `json:"reset,omitempty"`
-	// Reboot is for faults that end with a reboot of the node. It has no ResetWhenIdle.
+	// Reboot is for faults that end with a reboot of the node. ResetWhenIdle is not allowed.
 	Reboot device.FaultAction `json:"reboot,omitempty"`
-	// Lost is for GPUs that do not answer. It has neither Ignore nor ResetWhenIdle.
+	// Lost is for GPUs that do not answer. Ignore and ResetWhenIdle are not allowed.
 	Lost device.FaultAction `json:"lost,omitempty"`
 }
 

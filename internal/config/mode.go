@@ -57,7 +57,7 @@ const (
 type DeviceRule struct {
 	// Match selects GPUs, by one of its keys.
 	Match DeviceMatch `json:"match"`
-	// Use is the API that serves the GPUs in mode Split, where GPUs without a use serve claims. The use none excludes them in every mode.
+	// Use is the API that serves the GPUs in mode Split: claims (the default) or limits. In every mode, none excludes the GPUs.
 	Use Use `json:"use,omitempty"`
 	// MIG is who creates partitions: an administrator (static, the default), or Tandem for each claim (dynamic).
 	MIG MIGPolicy `json:"mig,omitempty"`
@@ -73,7 +73,7 @@ type DeviceMatch struct {
 	UUID *string `json:"uuid,omitempty"`
 	// Index is NVML's index of a GPU. It can change in a reboot.
 	Index *int `json:"index,omitempty"`
-	// Model is the product name of GPUs, as in the attribute productName.
+	// Model is the product name of GPUs, as in the attribute productName of ResourceSlices.
 	Model *string `json:"model,omitempty"`
 }
 

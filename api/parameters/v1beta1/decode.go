@@ -136,11 +136,11 @@ type (
 	// deviceConfig is for both kinds of devices. A partition has no TimeSlicingConfig.
 	deviceConfig struct {
 		metav1.TypeMeta `json:",inline"`
-		// Sharing is how the containers of the claim share the device. Without it there is no sharing.
+		// Sharing is how the containers of the claim share the device. Without it, no sharing settings are applied.
 		Sharing *struct {
 			// Strategy is required if there are settings. TimeSlicing has no effect on a partition.
 			Strategy *Strategy `json:"strategy,omitempty"`
-			// MPSConfig has the settings of the claim's daemon, for strategy MPS.
+			// MPSConfig are the settings of the claim's daemon, for strategy MPS.
 			MPSConfig *mps `json:"mpsConfig,omitempty"`
 			// TimeSlicingConfig is for strategy TimeSlicing of whole GPUs.
 			TimeSlicingConfig *struct {
