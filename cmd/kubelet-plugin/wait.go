@@ -202,10 +202,10 @@ func newMetrics() metrics {
 	}, []string{"version", "commit"})
 	build.WithLabelValues(version.Version, version.Commit).Set(1)
 	modes := prometheus.NewGaugeVec(prometheus.GaugeOpts{
-		Name: "tandem_mode", Help: "Mode in which the node is served (Dual, ClaimsOnly, DevicePluginOnly, Split); 1 for the one it is.",
+		Name: "tandem_mode", Help: "1 for the mode of the node: Dual, ClaimsOnly, DevicePluginOnly or Split.",
 	}, []string{"mode"})
 	rejected := prometheus.NewGauge(prometheus.GaugeOpts{
-		Name: "tandem_config_rejected", Help: "1 while the newest configuration of the node (file and label) is wrong and the one before is in use.",
+		Name: "tandem_config_rejected", Help: "1 while the newest configuration of the node (file and label) is wrong and the previous one is in use.",
 	})
 	registry.MustRegister(build, modes, rejected)
 	return metrics{Registry: registry, modes: modes, rejected: rejected}

@@ -31,8 +31,9 @@ func metrics(root string) (string, error) {
 	}
 	var page strings.Builder
 	page.WriteString(header("Metrics", "the calls that register them",
-		"The agent of each node and the controller serve `/metrics` on port 8080, besides these with those of the Go runtime, of the process, "+
-			"and (controller) of controller-runtime. [Monitoring](../user/monitoring.md) has scraping, the dashboard and the alerts. "+
+		"The agent of each node and the controller serve these metrics at `/metrics` on port 8080. They also serve the metrics of the Go runtime "+
+			"and of the process, and the controller those of controller-runtime. [Monitoring](../user/monitoring.md) describes scraping, the "+
+			"dashboard and the alerts. "+
 			"A histogram has the series `_bucket`, `_sum` and `_count`."))
 	for _, program := range []string{"agent", "controller"} {
 		t := newTable("metric", "type", "labels", "meaning")

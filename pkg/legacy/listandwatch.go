@@ -271,14 +271,13 @@ func newMetrics(registerer prometheus.Registerer) *metrics {
 		}),
 		devices: factory.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "tandem_device_plugin_devices",
-			Help: "Devices in the list sent to kubelet: healthy ones, unhealthy ones, and those withdrawn because a claim has " +
-				"them, is allocated them or waits for them, or a pod that is ending holds them, or they are not shared yet as the node's " +
-				"policy says.",
+			Help: "Devices in the list sent to kubelet, by state: healthy, unhealthy, or withdrawn (a claim has it, was allocated it or " +
+				"waits for it; a pod that is ending holds it; or its sharing settings are not applied yet).",
 		}, []string{"resource", "state"}),
 		excluded: factory.NewGauge(prometheus.GaugeOpts{
 			Name: "tandem_device_plugin_devices_excluded",
-			Help: "Devices that limits have no resource for, such as a partition of another profile where all must be alike, or a GPU " +
-				"that only claims share by MPS.",
+			Help: "Devices that no extended resource offers, such as a partition of another profile with the MIG strategy single, or a " +
+				"GPU that only claims share by MPS.",
 		}),
 		withdrawals: factory.NewCounter(prometheus.CounterOpts{
 			Name: "tandem_device_plugin_withdrawals_total",

@@ -21,13 +21,13 @@ var (
 		"Devices with a holder, by the kind of holder (claim, pod) and by state (restored, held, draining).",
 		[]string{"kind", "state"}, nil)
 	oldestDescription = prometheus.NewDesc("tandem_oldest_hold_age_seconds",
-		"Age of the oldest hold that is not settled: expected since a restart, or draining since it was asked to go (a limit: since it was given out).",
+		"Age of the oldest hold: a restored one since the agent read it, a draining one since it began to drain (a pod's: since Allocate).",
 		[]string{"kind", "state"}, nil)
 	waitingDescription = prometheus.NewDesc("tandem_waiting_holds",
 		"Holds whose holder ended over two seconds ago and that wait for processes or for kubelet (GPUNode, waitsFor), by kind of holder.",
 		[]string{"kind"}, nil)
 	longestWaitDescription = prometheus.NewDesc("tandem_longest_wait_seconds",
-		"How long the first of the waiting holds has been waiting; 0 if there is none.", []string{"kind"}, nil)
+		"How long the oldest waiting hold has been waiting; 0 if there is none.", []string{"kind"}, nil)
 	conflictsDescription = prometheus.NewDesc("tandem_conflicting_claims",
 		"Claims that are not prepared because another holder has their device: pending eviction, or waiting.",
 		[]string{"state"}, nil)
