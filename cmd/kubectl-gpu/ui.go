@@ -16,8 +16,8 @@ func (p *plugin) ui() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "ui",
 		Short: "Serve a web page of the GPUs on this machine",
-		Long: "Serve a read-only web page of the GPUs, their holders and the pods that wait, until it is interrupted. The page shows what you may\n" +
-			"read. Only this machine can open it, and only with the address that is printed. The address has a password: keep it to yourself.",
+		Long: "Serve a read-only web page of the GPUs, their holders and the waiting pods until the command is interrupted. The page shows only what\n" +
+			"you may read. Open the printed address in a browser on this machine. The address contains a password: do not share it.",
 		Example: "  kubectl gpu ui\n  kubectl gpu ui --port 8001",
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -38,6 +38,6 @@ func (p *plugin) ui() *cobra.Command {
 			return view.Run(cmd.Context(), listener)
 		},
 	}
-	cmd.Flags().Uint16Var(&port, "port", 0, "port of 127.0.0.1; 0 is a free one")
+	cmd.Flags().Uint16Var(&port, "port", 0, "port on 127.0.0.1; 0 selects a free one")
 	return cmd
 }

@@ -15,14 +15,14 @@ import (
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 )
 
-// Queue describes pods that wait, for a list of them. It knows the pods and the GPUNodes, so that a long list costs no request. Why reads
-// more and says more. It is for one goroutine.
+// Queue describes waiting pods for a list of them. It uses only the pods and the GPUNodes, so that a long list needs no requests. Why reads
+// more and says more. A Queue is for one goroutine.
 type Queue struct {
 	// nodes are those whose agents serve GPUs.
 	nodes []v1alpha1.GPUNode
 	// whole are the extended resources of GPUs on the nodes, and parts those of their devices.
 	whole, parts map[string]bool
-	// reasons are those found before: many pods request the same.
+	// reasons are kept by request, because many pods request the same.
 	reasons map[Request]string
 }
 

@@ -248,7 +248,8 @@ type Change struct {
 // Viewer is who watches. Watch calls its functions one at a time.
 type Viewer struct {
 	Show func(Change)
-	// Listed is called when all GPUNodes have been shown, and again after each interruption; Failed when one begins. Both may be nil.
+	// Listed is called when all GPUNodes have been shown, and again after each interruption. Failed is called when an interruption begins. Both
+	// may be nil.
 	Listed func()
 	Failed func(error)
 }

@@ -42,7 +42,7 @@ type fleet struct {
 	nodes map[string]seen
 	// listed is set once all GPUNodes are in nodes.
 	listed bool
-	// without are nodes with GPUs and no agent, or that had none at the last list.
+	// without are the nodes with GPUs at the last list, as they are shown while they have no GPUNode.
 	without map[string]overview.Node
 	pods    cache.Store
 	slices  map[string]published
@@ -50,7 +50,7 @@ type fleet struct {
 	notes map[string]string
 }
 
-// seen is what is kept of a GPUNode, and what is shown of it.
+// seen is a GPUNode as the page keeps it, and the node as it is shown.
 type seen struct {
 	gpus       v1alpha1.GPUNode
 	node       overview.Node
@@ -113,7 +113,7 @@ func (f *fleet) show(c overview.Change) {
 	f.nodes[c.Name] = seen{gpus, node, node.Namespaces()}
 }
 
-// findWithoutAgent lists the nodes that have GPUs, now and again.
+// findWithoutAgent lists the nodes that have GPUs, at once and then every nodesEvery.
 func (f *fleet) findWithoutAgent(ctx context.Context) error {
 	ticker := time.NewTicker(nodesEvery)
 	defer ticker.Stop()

@@ -48,7 +48,7 @@ func New(cluster overview.Cluster, namespace string) *Page {
 	return p
 }
 
-// Path is that of the page. It has a random token: other users of the machine, and other pages in the viewer's browser, do not know it.
+// Path is the path of the page. It contains a random token, which other users of the machine and other pages in the viewer's browser do not know.
 func (p *Page) Path() string { return "/" + p.token + "/" }
 
 const (
@@ -65,7 +65,7 @@ const (
 func (p *Page) Run(ctx context.Context, listener net.Listener) error {
 	defer listener.Close()
 	if address, err := netip.ParseAddrPort(listener.Addr().String()); err != nil || !address.Addr().IsLoopback() {
-		return fmt.Errorf("serve the page on %s: it is no address of the loopback interface", listener.Addr())
+		return fmt.Errorf("serve the page on %s: it is not an address of the loopback interface", listener.Addr())
 	}
 	group, ctx := errgroup.WithContext(ctx)
 	p.fleet.run(ctx, group)

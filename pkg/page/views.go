@@ -25,7 +25,7 @@ import (
 // Bounds of a view. The filter reaches what is beyond them.
 const (
 	mostNodes = 100
-	// mostOpen is up to how many nodes are shown with their devices at first.
+	// mostOpen is the largest number of nodes that are shown with their devices at first.
 	mostOpen    = 4
 	mostPending = 100
 	mostQuery   = 200
@@ -291,7 +291,7 @@ func (p *Page) showNode(w http.ResponseWriter, r *http.Request) {
 	name := r.URL.Query().Get("name")
 	s := p.fleet.now(r.Context(), name)
 	if len(s.nodes) == 0 {
-		http.Error(w, "No such node has GPUs, or it is not known yet.", http.StatusNotFound)
+		http.Error(w, "No node of this name has GPUs, or it is not known yet.", http.StatusNotFound)
 		return
 	}
 	picture, note := p.fleet.picture(r.Context(), s.nodes[0])
