@@ -26,6 +26,8 @@ import (
 const (
 	// nodesEvery is how often nodes are listed to find those without an agent.
 	nodesEvery = 5 * time.Minute
+	// asksEvery is how often a viewer's rights are asked for who may list no pods.
+	asksEvery = time.Minute
 	// slicesFor is how long the ResourceSlices of a node are used: they change with the node's partitions.
 	slicesFor = 30 * time.Second
 	// mostSlices bounds the nodes whose slices are kept.
@@ -135,18 +137,16 @@ func (f *fleet) findWithoutAgent(ctx context.Context) error {
 	return nil
 }
 
-// watchPods watches pending pods, of all namespaces if the viewer may.
+// watchPods watches pending pods, of all namespaces if the viewer may. While the viewer may list none, it asks again now and then: an error
+// counts as no.
 func (f *fleet) watchPods(ctx context.Context) error {
-	namespace := metav1.NamespaceAll
-	may := f.rights.MayName(ctx, []string{f.namespace})
-	switch {
-	case may(metav1.NamespaceAll):
-	case may(f.namespace):
-		namespace = f.namespace
-		f.note(aboutPods, fmt.Sprintf("Waiting pods are those of namespace %s: you may not list the pods of all namespaces.", namespace))
-	default:
-		f.note(aboutPods, fmt.Sprintf("Waiting pods are not shown: you may list neither the pods of all namespaces nor those of %s.", f.namespace))
-		return nil
+	namespace, may := f.podsOf(ctx)
+	for ; !may; namespace, may = f.podsOf(ctx) {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-time.After(asksEvery):
+		}
 	}
 	factory := informers.NewSharedInformerFactoryWithOptions(f.cluster.Client, 0, informers.WithNamespace(namespace), informers.WithTransform(trim),
 		informers.WithTweakListOptions(func(o *metav1.ListOptions) {
@@ -167,6 +167,27 @@ func (f *fleet) watchPods(ctx context.Context) error {
 	defer factory.Shutdown()
 	<-ctx.Done()
 	return nil
+}
+
+// podsOf returns the namespace whose pods the viewer may list; "" is all. It notes which pods are not shown.
+func (f *fleet) podsOf(ctx context.Context) (namespace string, may bool) {
+	is := f.rights.MayName(ctx, []string{f.namespace})
+	note := ""
+	switch {
+	case is(metav1.NamespaceAll):
+		may = true
+	case is(f.namespace):
+		namespace, may = f.namespace, true
+		note = fmt.Sprintf("Waiting pods are those of namespace %s: you may not list the pods of all namespaces.", namespace)
+	default:
+		note = fmt.Sprintf("Waiting pods are not shown: you may list neither the pods of all namespaces nor those of %s.", f.namespace)
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.notes[aboutPods] = note; note == "" {
+		delete(f.notes, aboutPods)
+	}
+	return namespace, may
 }
 
 // trim keeps what a list of waiting pods shows.

@@ -9,12 +9,15 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"strings"
+	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"golang.org/x/sync/errgroup"
 	authorizationv1 "k8s.io/api/authorization/v1"
 	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/watch"
@@ -204,6 +207,39 @@ func TestNotUpToDate(t *testing.T) {
 	if err := group.Wait(); err != nil {
 		t.Error(err)
 	}
+}
+
+// TestPodsLater: an API server that does not answer at first does not hide the waiting pods for long.
+func TestPodsLater(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPage()
+		client := p.fleet.cluster.Client.(*fake.Clientset)
+		if err := client.Tracker().Add(&corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "web", Name: "late"}, Status: corev1.PodStatus{Phase: corev1.PodPending}}); err != nil {
+			t.Fatal(err)
+		}
+		p.fleet.rights = allowed(p)
+		var answers atomic.Bool
+		client.PrependReactor("create", "selfsubjectaccessreviews", func(clienttesting.Action) (bool, runtime.Object, error) {
+			return !answers.Load(), nil, errors.New("the API server is away")
+		})
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error)
+		go func() { done <- p.fleet.watchPods(ctx) }()
+		synctest.Wait()
+		if s := p.fleet.now(ctx); s.notes[aboutPods] == "" || len(s.pending) > 0 {
+			t.Errorf("at first: %q, %d pods", s.notes[aboutPods], len(s.pending))
+		}
+		answers.Store(true)
+		time.Sleep(asksEvery)
+		synctest.Wait()
+		if s := p.fleet.now(ctx); s.notes[aboutPods] != "" || len(s.pending) != 1 {
+			t.Errorf("later: %q, %d pods", s.notes[aboutPods], len(s.pending))
+		}
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
 }
 
 // TestTrim: what the list needs of a pod is kept, and the rest is not.
