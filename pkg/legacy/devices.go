@@ -43,10 +43,10 @@ type item struct {
 	idle time.Time
 }
 
-// compare orders items as claims are allocated, from the lowest up.
+// compare orders items as claims are allocated, from the least memory and the lowest up.
 func (i item) compare(other item) int {
 	a, b := i.Ref(), other.Ref()
-	return cmp.Or(cmp.Compare(i.GPU.Minor, other.GPU.Minor), cmp.Compare(a.GPU, b.GPU),
+	return cmp.Or(cmp.Compare(i.MemoryBytes(), other.MemoryBytes()), cmp.Compare(i.GPU.Minor, other.GPU.Minor), cmp.Compare(a.GPU, b.GPU),
 		cmp.Compare(a.Placement.Start, b.Placement.Start), cmp.Compare(a.Compute.Start, b.Compute.Start),
 		cmp.Compare(len(i.id), len(other.id)), cmp.Compare(i.id, other.id)) // "::9" before "::10"
 }

@@ -82,6 +82,18 @@ func TestPreferredAvoidsWhatALimitHas(t *testing.T) {
 	}
 }
 
+// TestPreferredStartsWhereClaimsEnd: the slices list GPUs of little memory first, so pods with limits get the others first.
+func TestPreferredStartsWhereClaimsEnd(t *testing.T) {
+	c := devicesOf(device.GPU{UUID: "GPU-a", Minor: 0, MemoryBytes: 80 << 30}, device.GPU{UUID: "GPU-b", Minor: 1, MemoryBytes: 80 << 30},
+		device.GPU{UUID: "GPU-c", Minor: 2, MemoryBytes: 24 << 30})
+	for size, want := range map[int32][]string{1: {"GPU-b"}, 2: {"GPU-b", "GPU-a"}} {
+		request := &pluginapi.ContainerPreferredAllocationRequest{AvailableDeviceIDs: []string{"GPU-a", "GPU-b", "GPU-c"}, AllocationSize: size}
+		if got := c.prefer(request, usageOf(fixedLedger{}, noAllocations)); !slices.Equal(got, want) {
+			t.Errorf("%d: %q, want %q", size, got, want)
+		}
+	}
+}
+
 // TestHeldOnly: what a pod has is healthy, so that its containers restart, and nothing is given to another pod.
 func TestHeldOnly(t *testing.T) {
 	f := newFixture(t, release137)
