@@ -10,6 +10,7 @@ import (
 	"net/http/httptest"
 	"runtime"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -24,9 +25,12 @@ func newController(t *testing.T, host string, webhookPort int) *Controller {
 	return newControllerOf(t, "pod-1", host, webhookPort)
 }
 
+// setLogger is not safe for concurrent use, and tests run in parallel.
+var setLogger = sync.OnceFunc(func() { ctrllog.SetLogger(klog.Background()) })
+
 func newControllerOf(t *testing.T, pod, host string, webhookPort int) *Controller {
 	t.Helper()
-	ctrllog.SetLogger(klog.Background())
+	setLogger()
 	c, err := New(Config{
 		REST: &rest.Config{Host: host}, DriverName: testDriver, ResourceName: testResource,
 		Namespace: "ns", LeaseName: "l", Identity: pod, WebhookName: "w", WebhookPort: webhookPort, Registerer: prometheus.NewRegistry(),
