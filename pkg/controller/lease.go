@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"time"
 
+	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/leaderelection/resourcelock"
 )
@@ -20,13 +21,20 @@ const (
 	renewDeadline = 25 * time.Second
 	retryPeriod   = time.Second
 	// writeTimeout bounds a write of the Lease. One that begins before renewDeadline ends before another replica may lead.
-	writeTimeout = leaseDuration - renewDeadline
+	// renewDeadline counts from the first attempt, which is retryPeriod after the last write.
+	writeTimeout = leaseDuration - renewDeadline - retryPeriod
 )
 
 // newLease returns the lock of the Lease that the leader holds.
 func newLease(c Config) (resourcelock.Interface, error) {
-	lock, err := resourcelock.NewFromKubeconfig(resourcelock.LeasesResourceLock, c.Namespace, c.LeaseName,
-		resourcelock.ResourceLockConfig{Identity: c.Identity}, rest.CopyConfig(c.REST), renewDeadline)
+	config := rest.AddUserAgent(rest.CopyConfig(c.REST), "leader-election")
+	config.Timeout = renewDeadline / 2
+	client, err := kubernetes.NewForConfig(config) // resourcelock.NewFromKubeconfig would panic
+	if err != nil {
+		return nil, fmt.Errorf("make client of lease %s/%s: %w", c.Namespace, c.LeaseName, err)
+	}
+	lock, err := resourcelock.New(resourcelock.LeasesResourceLock, c.Namespace, c.LeaseName, client.CoreV1(), client.CoordinationV1(),
+		resourcelock.ResourceLockConfig{Identity: c.Identity})
 	if err != nil {
 		return nil, fmt.Errorf("make lease %s/%s: %w", c.Namespace, c.LeaseName, err)
 	}

@@ -13,9 +13,11 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	coordinationv1 "k8s.io/api/coordination/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	clientscheme "k8s.io/client-go/kubernetes/scheme"
+	"k8s.io/client-go/rest"
 	"k8s.io/utils/ptr"
 )
 
@@ -136,6 +138,15 @@ func TestStandbyStops(t *testing.T) {
 	}
 	if holder := server.holder(); *holder != "pod-2" {
 		t.Errorf("the Lease is held by %q", *holder)
+	}
+}
+
+// TestBadCertificate: New returns an error for a configuration that no client can use.
+func TestBadCertificate(t *testing.T) {
+	bad := &rest.Config{Host: "https://127.0.0.1:1", TLSClientConfig: rest.TLSClientConfig{CAData: []byte("bad")}}
+	_, err := New(Config{REST: bad, Namespace: "ns", LeaseName: "l", Identity: "pod-1", Registerer: prometheus.NewRegistry()})
+	if err == nil || !strings.Contains(err.Error(), "make client of lease ns/l") {
+		t.Error(err)
 	}
 }
 
