@@ -44,7 +44,8 @@ type claimCache struct {
 const nodeIndex = "tandem.node"
 
 func newClaimCache(api kubernetes.Interface, driver string) (*claimCache, error) {
-	informer := toolscache.NewSharedIndexInformerWithOptions(watchAllocated(api, driver), &resourceapi.ResourceClaim{},
+	filter := &allocatedClaims{driver: driver, passed: sets.New[types.UID]()}
+	informer := toolscache.NewSharedIndexInformerWithOptions(filter.watch(api), &resourceapi.ResourceClaim{},
 		toolscache.SharedIndexInformerOptions{Indexers: toolscache.Indexers{nodeIndex: func(o any) ([]string, error) {
 			claim, ok := o.(*resourceapi.ResourceClaim)
 			if !ok {
@@ -53,6 +54,9 @@ func newClaimCache(api kubernetes.Interface, driver string) (*claimCache, error)
 			return nodesOf(claim, driver), nil
 		}}})
 	if err := informer.SetTransform(trim(func(c *resourceapi.ResourceClaim) { trimClaim(c, driver) })); err != nil {
+		return nil, fmt.Errorf("make cache of claims: %w", err)
+	}
+	if _, err := informer.AddEventHandler(toolscache.ResourceEventHandlerFuncs{DeleteFunc: filter.forget}); err != nil {
 		return nil, fmt.Errorf("make cache of claims: %w", err)
 	}
 	return &claimCache{driver, informer}, nil
@@ -133,22 +137,21 @@ type allocatedClaims struct {
 	driver string
 
 	mu sync.Mutex
-	// passed are the claims that were passed and not deleted since. A claim that loses its devices is passed once more, so that its
-	// nodes are told.
+	// passed are the claims that were passed and that the cache has not deleted since. A claim that loses its devices is passed once more,
+	// so that its nodes are told.
 	passed sets.Set[types.UID]
 }
 
-// watchAllocated lists and watches the claims that have or had devices of a driver.
-func watchAllocated(api kubernetes.Interface, driver string) toolscache.ListerWatcher {
+// watch lists and watches the claims that pass.
+func (f *allocatedClaims) watch(api kubernetes.Interface) toolscache.ListerWatcher {
 	claims := api.ResourceV1().ResourceClaims(metav1.NamespaceAll)
-	filter := &allocatedClaims{driver: driver, passed: sets.New[types.UID]()}
 	return toolscache.ToListWatcherWithWatchListSemantics(&toolscache.ListWatch{
 		ListWithContextFunc: func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
 			list, err := claims.List(ctx, o)
 			if err != nil {
 				return nil, err // the informer compares it
 			}
-			list.Items = slices.DeleteFunc(list.Items, func(c resourceapi.ResourceClaim) bool { return !filter.passes(watch.Added, &c) })
+			list.Items = slices.DeleteFunc(list.Items, func(c resourceapi.ResourceClaim) bool { return !f.passes(watch.Added, &c) })
 			return list, nil
 		},
 		WatchFuncWithContext: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
@@ -158,7 +161,7 @@ func watchAllocated(api kubernetes.Interface, driver string) toolscache.ListerWa
 			}
 			return filteredWatch{watch.Filter(all, func(e watch.Event) (watch.Event, bool) {
 				claim, is := e.Object.(*resourceapi.ResourceClaim)
-				return e, !is || filter.passes(e.Type, claim)
+				return e, !is || f.passes(e.Type, claim)
 			})}, nil
 		},
 	}, api)
@@ -178,17 +181,25 @@ func (w filteredWatch) Stop() {
 
 // passes reports whether to pass an event of a claim.
 func (f *allocatedClaims) passes(event watch.EventType, claim *resourceapi.ResourceClaim) bool {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	before := f.passed.Has(claim.UID)
-	switch {
-	case event == watch.Bookmark:
-		return true
-	case event == watch.Deleted:
-		f.passed.Delete(claim.UID)
-	case len(nodesOf(claim, f.driver)) > 0:
-		f.passed.Insert(claim.UID)
+	if event == watch.Bookmark {
 		return true
 	}
-	return before
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if event != watch.Deleted && len(nodesOf(claim, f.driver)) > 0 {
+		f.passed.Insert(claim.UID)
+	}
+	return f.passed.Has(claim.UID)
+}
+
+// forget is called when the cache has deleted a claim. The watch does not tell of all deletions: some are found by the next list.
+func (f *allocatedClaims) forget(deleted any) {
+	if missing, is := deleted.(toolscache.DeletedFinalStateUnknown); is {
+		deleted = missing.Obj
+	}
+	if claim, is := deleted.(*resourceapi.ResourceClaim); is {
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		f.passed.Delete(claim.UID)
+	}
 }

@@ -9,11 +9,13 @@ import (
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/sets"
 	"k8s.io/apimachinery/pkg/watch"
 	"k8s.io/client-go/kubernetes/fake"
+	clienttesting "k8s.io/client-go/testing"
 	"k8s.io/client-go/util/workqueue"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 )
@@ -36,9 +38,9 @@ func TestAllocatedClaimsPass(t *testing.T) {
 		"never allocated": {{watch.Added, waiting, false}, {watch.Modified, waiting, false}, {watch.Modified, foreign, false}, {watch.Deleted, foreign, false}},
 		"allocated": {
 			{watch.Added, waiting, false}, {watch.Modified, ours, true}, {watch.Modified, waiting, true}, {watch.Modified, ours, true},
-			{watch.Deleted, ours, true}, {watch.Added, waiting, false},
+			{watch.Deleted, ours, true},
 		},
-		"deleted without devices": {{watch.Added, ours, true}, {watch.Modified, waiting, true}, {watch.Deleted, waiting, true}, {watch.Deleted, waiting, false}},
+		"deleted without devices": {{watch.Added, ours, true}, {watch.Modified, waiting, true}, {watch.Deleted, waiting, true}},
 		"bookmark":                {{watch.Bookmark, waiting, true}, {watch.Added, waiting, false}},
 	} {
 		filter := &allocatedClaims{driver: testDriver, passed: sets.New[types.UID]()}
@@ -47,6 +49,62 @@ func TestAllocatedClaimsPass(t *testing.T) {
 				t.Errorf("%s, event %d: %s a claim %s: passes %t", name, i, e.kind, e.claim, got)
 			}
 		}
+	}
+}
+
+// TestDeletedClaimsAreForgotten: also those whose deletion is found by a list, because the watch was interrupted.
+func TestDeletedClaimsAreForgotten(t *testing.T) {
+	const name = "a"
+	for test, remove := range map[string]func(w *watch.RaceFreeFakeWatcher){
+		"watched": func(w *watch.RaceFreeFakeWatcher) { w.Delete(newClaim(name, "gpu-0")) },
+		"listed": func(w *watch.RaceFreeFakeWatcher) {
+			expired := apierrors.NewResourceExpired("too old").Status()
+			w.Error(&expired)
+		},
+	} {
+		t.Run(test, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				api := fake.NewClientset(newClaim(name, "gpu-0"))
+				var watcher *watch.RaceFreeFakeWatcher
+				api.PrependWatchReactor("resourceclaims", func(clienttesting.Action) (bool, watch.Interface, error) {
+					watcher = watch.NewRaceFreeFake()
+					return true, watcher, nil
+				})
+				cache, err := newClaimCache(api, testDriver)
+				if err != nil {
+					t.Fatal(err)
+				}
+				has := func() bool {
+					claim, err := cache.get(t.Context(), "ns", name)
+					return err == nil && claim.Name == name
+				}
+				ctx, cancel := context.WithCancel(t.Context())
+				done := make(chan error)
+				go func() { done <- cache.Start(ctx) }()
+				synctest.Wait()
+				if !has() {
+					t.Fatal("the claim is not cached")
+				}
+				if err := api.ResourceV1().ResourceClaims("ns").Delete(ctx, name, metav1.DeleteOptions{}); err != nil {
+					t.Fatal(err)
+				}
+				remove(watcher)
+				time.Sleep(time.Minute) // until the next list
+				synctest.Wait()
+				if has() {
+					t.Error("the deleted claim is cached")
+				}
+				watcher.Add(newClaim(name))
+				synctest.Wait()
+				if has() {
+					t.Error("the claim is remembered")
+				}
+				cancel()
+				if err := <-done; err != nil {
+					t.Error(err)
+				}
+			})
+		})
 	}
 }
 
