@@ -3,7 +3,7 @@
 (() => {
   const main = document.querySelector('main[data-live]');
   const filter = document.getElementById('q');
-  const every = 2000; // ms
+  const every = 2000, patience = 20000; // ms
   let tag = '', timer = 0, newest = 0;
 
   // merge makes the children of now those of next. A child that is equal stays, and so do the focus, and which details are open.
@@ -35,7 +35,7 @@
     clearTimeout(timer);
     const mine = ++newest;
     try {
-      const answer = await fetch(location.href, {headers: tag ? {'If-None-Match': tag} : {}, cache: 'no-store'});
+      const answer = await fetch(location.href, {headers: tag ? {'If-None-Match': tag} : {}, cache: 'no-store', signal: AbortSignal.timeout(patience)});
       const text = answer.ok ? await answer.text() : '';
       if (mine !== newest) return;
       if (answer.ok) {
@@ -47,7 +47,7 @@
       say(answer.ok || answer.status === 304 ? '' : `Not up to date: kubectl gpu ui answers ${answer.status}.`);
     } catch {
       if (mine !== newest) return;
-      say('Not up to date: kubectl gpu ui has ended or cannot be reached.');
+      say('Not up to date: kubectl gpu ui has ended or does not answer.');
     }
     timer = setTimeout(() => document.hidden || read(), every);
   };
