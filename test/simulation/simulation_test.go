@@ -670,8 +670,8 @@ func TestSelfTest(t *testing.T) {
 		"the release of what has ended":          {faults{noRelease: true}, []string{"stuck: ", "leaked: "}, nil},
 		"the cancelling of a refused call":       {faults{noCancel: true}, []string{"after a refused call"}, nil},
 		"what uses a GPU as its daemon changes":  {faults{noDaemonCheck: true, profile: named("daemons of a changing policy")}, []string{"daemon"}, []string{"stuck: "}},
-		"the end of settings before the hold":    {faults{noCleanup: true, profile: named("daemons and several claims")}, []string{"daemon"}, []string{"stuck"}},
-		"what is reuse inside a pod":             {faults{noReuse: true}, []string{"has two owners", "is too much for"}, nil},
+		"the end of settings before the hold":    {faults{noCleanup: true, profile: named("daemons and several claims")}, []string{"daemon"}, []string{"stuck: "}},
+		"what is reuse inside a pod":             {faults{noReuse: true}, []string{"has two owners"}, []string{"is too much for"}},
 		"the sum of what is given out of a GPU":  {faults{noSum: true}, []string{"is too much for"}, nil},
 		"the number of equal shares given out":   {faults{noCount: true}, []string{"is too much for"}, nil},
 	} {
