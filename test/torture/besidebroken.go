@@ -136,10 +136,8 @@ func (r *run) awaitWithdrawn(ctx context.Context, gpu int, why string) error {
 		case err != nil && time.Now().After(late):
 			return err
 		case time.Now().After(late):
-			line := fmt.Sprintf("claims are offered %s after %s, although %s", name, racePatience, why)
 			r.statistics.add(func(c *Counters) { c.Stuck++ })
-			r.trace.say("STUCK: %s", line)
-			r.keepLogs(ctx, "stuck", []string{line})
+			r.reportStuck(ctx, fmt.Sprintf("claims are offered %s after %s, although %s", name, racePatience, why))
 			return nil
 		}
 	}

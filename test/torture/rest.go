@@ -41,9 +41,14 @@ func (r *run) settle(ctx context.Context, u user) error {
 		}
 	}
 	r.statistics.add(func(c *Counters) { c.Stuck, c.Leaked = c.Stuck+len(lines)-leaked, c.Leaked+leaked })
+	r.reportStuck(ctx, lines...)
+	return nil
+}
+
+// reportStuck says what is stuck and keeps the logs. The caller counts it.
+func (r *run) reportStuck(ctx context.Context, lines ...string) {
 	r.trace.say("STUCK: %s", strings.Join(lines, "; "))
 	r.keepLogs(ctx, "stuck", lines)
-	return nil
 }
 
 // handOver ends the pods that run, once all is at rest, so that those who rightly waited have to get what is freed.
