@@ -68,16 +68,16 @@ type nodeDeviceFacts struct {
 	taints []resourceapi.DeviceTaint
 }
 
-// build lays out devices by memory, the smallest first, and otherwise in the given order: the scheduler takes the first that fits, so
-// that a claim for little memory leaves the large devices to others. With taints, a withdrawn device is published
-// tainted; without, it is omitted. Which slice a device is in does not depend on withdrawals, so a withdrawal changes one slice
+// build lays out devices, which it sorts: the least memory first, and otherwise in the given order. The scheduler takes the first that
+// fits, so a claim for little memory leaves the large devices to others. With taints, a withdrawn device is published tainted; without, it
+// is omitted. Which slice a device is in does not depend on withdrawals, so a withdrawal changes one slice
 // (TestWithdrawalChangesOneSlice).
 func (n *nodeSlices) build(
 	devices []device.Device, withdrawn []withdrawal, allocations map[string]allocated, kept Capabilities, counts *deviceCounts,
 ) []resourceslice.Slice {
 	before := *n
 	*n = nodeSlices{byRef: make(map[device.Ref]*nodeDevice, len(devices))}
-	devices = slices.SortedStableFunc(slices.Values(devices), func(a, b device.Device) int { return cmp.Compare(a.MemoryBytes(), b.MemoryBytes()) })
+	slices.SortStableFunc(devices, func(a, b device.Device) int { return cmp.Compare(a.MemoryBytes(), b.MemoryBytes()) })
 	perSlice := resourceapi.ResourceSliceMaxDevices
 	if kept.Taints {
 		perSlice = resourceapi.ResourceSliceMaxDevicesWithAdvancedFeatures
