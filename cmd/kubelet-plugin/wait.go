@@ -154,7 +154,7 @@ func (a *agent) wait(ctx context.Context, check, reason string, err error) {
 	a.event(corev1.EventTypeWarning, reason, err.Error())
 }
 
-// event writes an event on the node. Like kubelet's, it has the node's name as UID: kubectl describe selects that.
+// event records an event on the node.
 func (a *agent) event(severity, reason, message string) {
 	a.recorder.Event(regarding.Node(a.config.NodeName), severity, reason, message)
 }

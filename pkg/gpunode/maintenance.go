@@ -32,7 +32,7 @@ func (o *Object) reportMaintenance(before, now v1alpha1.GPUNodeStatus) {
 	}
 }
 
-// event records an event on the node. kubectl describe node finds events by the node's name as UID, as kubelet records them.
+// event records an event on the node.
 func (o *Object) event(reason, format string, args ...any) {
 	o.config.Recorder.Eventf(regarding.Node(o.config.NodeName), corev1.EventTypeNormal, reason, format, args...)
 }

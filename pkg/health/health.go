@@ -318,6 +318,4 @@ func (i *Inventory) report(ctx context.Context, found map[device.Health][]string
 	}
 }
 
-// node refers to the node. kubectl describe node finds events by the node's name as UID, as kubelet records them.
-
 func (i *Inventory) node() *corev1.ObjectReference { return regarding.Node(i.config.NodeName) }

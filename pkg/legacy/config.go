@@ -176,7 +176,7 @@ type Config struct {
 
 func (c *Config) uses(want func(Strategy) bool) bool { return slices.ContainsFunc(c.Strategies, want) }
 
-// warn records an event about the node. kubectl describe node finds events by the node's name as UID, as kubelet records them.
+// warn records an event on the node.
 func (c *Config) warn(reason, format string, args ...any) {
 	c.Recorder.Eventf(regarding.Node(c.NodeName), corev1.EventTypeWarning, reason, format, args...)
 }
