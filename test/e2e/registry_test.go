@@ -19,6 +19,7 @@ import (
 
 	"github.com/google/go-containerregistry/pkg/registry"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/hack/gotool"
 	"github.com/tandem-gpu/tandem/hack/install"
@@ -180,10 +181,19 @@ func (s *story) importImage(layout string) {
 	}
 }
 
-// runs checks that agents and controller run the image of the release.
+// runs checks that agents and controllers run the image of the release.
 func (s *story) runs(d release.Description) {
 	s.Helper()
-	pods, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{LabelSelector: "app.kubernetes.io/name=tandem"})
+	ours := metav1.ListOptions{LabelSelector: "app.kubernetes.io/name=tandem"}
+	controllers, err := theClient.AppsV1().Deployments(install.Namespace).List(s.ctx, ours)
+	if err != nil {
+		s.Fatal(err)
+	}
+	want := len(theCluster.Nodes())
+	for _, d := range controllers.Items {
+		want += int(ptr.Deref(d.Spec.Replicas, 1))
+	}
+	pods, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, ours)
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -202,7 +212,7 @@ func (s *story) runs(d release.Description) {
 			}
 		}
 	}
-	if want := len(theCluster.Nodes()) + 1; running != want {
+	if running != want {
 		s.Errorf("%d containers run, want %d", running, want)
 	}
 }
