@@ -232,8 +232,8 @@ func (r *run) measureStarts(ctx context.Context) error {
 	}, nil)
 }
 
-// patience bounds the measurements on one agent, which take well under a minute: a call that hangs must not hang the run.
-const patience = 3 * time.Minute
+// patience bounds the measurements on one agent, which take about four minutes: a call that hangs must not hang the run.
+const patience = 10 * time.Minute
 
 // with runs measurements on one agent.
 func (r *run) with(ctx context.Context, m machine, measure func(context.Context, *subject) error) error {
@@ -255,7 +255,7 @@ func (r *run) on(ctx context.Context, m machine, mode config.Mode, claims []*res
 		return err
 	}
 	s.claims = claims
-	limited, cancel := context.WithTimeout(ctx, patience)
+	limited, cancel := context.WithTimeoutCause(ctx, patience, fmt.Errorf("the measurements took longer than %s", patience))
 	defer cancel()
 	err = measure(limited, s)
 	stopErr := s.agent.stop()
