@@ -97,6 +97,9 @@ func (s *subject) prepareAgain(ctx context.Context, n int, took []figure.Samples
 			return err
 		}
 	}
+	if err := s.replacePods(ctx, s.claims...); err != nil {
+		return err
+	}
 	for {
 		left, err := filepath.Glob(s.node.path("run", "sharing", "*~*"))
 		if err != nil || len(left) == 0 {
