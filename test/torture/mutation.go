@@ -51,8 +51,10 @@ func Mutations() []Mutation {
 		m.FaultEvery, m.Faults, m.FreezeEvery, m.Demand = every, faults, [2]int{30, 50}, [2]int{6, 14}
 		return m
 	}
-	listed := often([2]int{2, 4}, Fault{ListPods, "pod-resources", 1})
-	listed.Linger, listed.BurstEvery = 0, [2]int{5, 10}
+	// Bursts meet an agent that does not answer Allocate while pods end and their devices are listed.
+	listed := often([2]int{3, 5}, Fault{ListPods, "pod-resources", 1})
+	listed.Linger, listed.BurstEvery, listed.Ambush, listed.Demand = 0, [2]int{3, 6}, 80, [2]int{2, 5}
+	listed.FreezeEvery, listed.Frozen = [2]int{4, 8}, []Fault{{Freeze, agentName, 1}}
 	foreign := often([2]int{8, 12}, Fault{ForeignPlugin, "device-plugin", 1})
 	owned := crossing
 	owned.Workflows = true
@@ -125,10 +127,17 @@ func Mutations() []Mutation {
 `}},
 		},
 		{
-			Name: "reuse", What: "a device ID that kubelet gives again is reuse inside a pod, whichever pod asks", Mix: listed,
-			changes: []change{{"pkg/ledger", "Ledger", "reuses", `
+			Name: "reuse", What: "a device ID that kubelet gives again is reuse inside a pod, whichever pod asks, and no ID is preferred", Mix: listed,
+			changes: []change{
+				{"pkg/ledger", "Ledger", "reuses", `
 	return podState != Orphaned && h.State != StateDraining && !h.Unreadable
-`}},
+`},
+				{"pkg/legacy", "registrar", "options", `
+	options := r.Honestoptions()
+	options.GetPreferredAllocationAvailable = false
+	return options
+`},
+			},
 		},
 		{
 			Name: "foreign", What: "a foreign device plugin is not seen", Mix: foreign,
