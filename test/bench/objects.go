@@ -4,6 +4,7 @@ package bench
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"os"
 	"time"
@@ -13,6 +14,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/rest"
 	"k8s.io/utils/ptr"
@@ -147,8 +149,12 @@ func replacePod(ctx context.Context, client kubernetes.Interface, claim *resourc
 	if err != nil {
 		return err
 	}
-	claim.Status.ReservedFor = reservedFor(pod)
-	reserved, err := client.ResourceV1().ResourceClaims(namespace).UpdateStatus(ctx, claim, metav1.UpdateOptions{})
+	// The agent writes to the status of claims that are shared. A patch leaves that as it is.
+	patch, err := json.Marshal(map[string]any{"status": map[string]any{"reservedFor": reservedFor(pod)}})
+	if err != nil {
+		return fmt.Errorf("reserve claim %s: %w", claim.Name, err)
+	}
+	reserved, err := client.ResourceV1().ResourceClaims(namespace).Patch(ctx, claim.Name, types.MergePatchType, patch, metav1.PatchOptions{}, "status")
 	if err != nil {
 		return fmt.Errorf("reserve claim %s: %w", claim.Name, err)
 	}

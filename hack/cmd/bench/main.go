@@ -43,8 +43,5 @@ func run(ctx context.Context, args []string) error {
 		return fmt.Errorf("unexpected argument %q", flags.Arg(0))
 	}
 	figures, err := bench.Run(ctx, o)
-	if err != nil {
-		return err
-	}
-	return figure.Write(os.Stdout, figures)
+	return errors.Join(figure.Write(os.Stdout, figures), err)
 }
