@@ -254,12 +254,17 @@ type Viewer struct {
 	Failed func(error)
 }
 
+// refusals end Watch, if no other answer came between them. One proves nothing: an API server that starts refuses everything until it
+// has read the roles.
+const refusals = 5
+
 // Watch shows each state of the named nodes, or of all, first those that exist. It returns when ctx is done, with an error of the first
 // list, or if the viewer may not list or watch any more.
 func (c Cluster) Watch(ctx context.Context, v Viewer, names ...string) error {
 	show := v.Show
 	wanted := func(name string) bool { return len(names) == 0 || slices.Contains(names, name) }
 	last := map[string]bool{}
+	refused := 0
 	for first := true; ctx.Err() == nil; first = false {
 		now := map[string]bool{}
 		version, err := c.EachGPUNode(ctx, func(n v1alpha1.GPUNode) {
@@ -268,7 +273,7 @@ func (c Cluster) Watch(ctx context.Context, v Viewer, names ...string) error {
 				show(Change{GPUNode: n})
 			}
 		})
-		if err != nil && (first || apierrors.IsForbidden(err)) {
+		if err != nil && first {
 			return err
 		}
 		if err == nil {
@@ -281,10 +286,14 @@ func (c Cluster) Watch(ctx context.Context, v Viewer, names ...string) error {
 			if v.Listed != nil {
 				v.Listed()
 			}
-			err = c.watchFrom(ctx, version, wanted, last, show)
+			if err = c.watchFrom(ctx, version, wanted, last, show); apierrors.IsForbidden(err) {
+				err = gpuNodesError("watch", err)
+			}
 		}
-		if err != nil && apierrors.IsForbidden(err) {
-			return gpuNodesError("watch", err)
+		if !apierrors.IsForbidden(err) {
+			refused = 0
+		} else if refused++; refused == refusals {
+			return err
 		}
 		if err != nil && v.Failed != nil && ctx.Err() == nil {
 			v.Failed(err)

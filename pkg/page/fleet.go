@@ -30,6 +30,9 @@ const (
 	asksEvery = time.Minute
 	// slicesFor is how long the ResourceSlices of a node are used: they change with the node's partitions.
 	slicesFor = 30 * time.Second
+	// refusedFor is how long a refused watch of pods is reported. The informer asks again at least once a minute (client-go
+	// tools/cache, NewReflectorWithOptions: 30 s and a jitter of as much).
+	refusedFor = 90 * time.Second
 	// mostSlices bounds the nodes whose slices are kept.
 	mostSlices = 256
 )
@@ -50,6 +53,9 @@ type fleet struct {
 	slices  map[string]published
 	// notes say what is missing, by what they are about: aboutGPUNodes and so on.
 	notes map[string]string
+	// refused says why the last watch of pods was refused, at refusedAt.
+	refused   string
+	refusedAt time.Time
 }
 
 // seen is a GPUNode as the page keeps it, and the node as it is shown.
@@ -69,6 +75,7 @@ const (
 	aboutGPUNodes = "GPUNodes"
 	aboutNodes    = "nodes"
 	aboutPods     = "pods"
+	aboutWatch    = "watch of pods"
 )
 
 func newFleet(cluster overview.Cluster, namespace string) *fleet {
@@ -155,7 +162,9 @@ func (f *fleet) watchPods(ctx context.Context) error {
 	informer := factory.Core().V1().Pods().Informer()
 	if err := informer.SetWatchErrorHandlerWithContext(func(_ context.Context, _ *cache.Reflector, err error) {
 		if apierrors.IsForbidden(err) {
-			f.note(aboutPods, fmt.Sprintf("Waiting pods are not up to date: %v", err))
+			f.mu.Lock()
+			defer f.mu.Unlock()
+			f.refused, f.refusedAt = fmt.Sprintf("Waiting pods are not up to date: %v", err), time.Now()
 		}
 	}); err != nil {
 		return fmt.Errorf("watch pods: %w", err)
@@ -240,6 +249,9 @@ type state struct {
 func (f *fleet) now(ctx context.Context, names ...string) state {
 	f.mu.Lock()
 	s := state{listed: f.listed, notes: maps.Clone(f.notes)}
+	if f.refused != "" && time.Since(f.refusedAt) < refusedFor {
+		s.notes[aboutWatch] = f.refused
+	}
 	var found []seen
 	var namespaces []string
 	for name, n := range f.nodes {

@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sync/errgroup"
 	authorizationv1 "k8s.io/api/authorization/v1"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/runtime/schema"
@@ -207,6 +208,35 @@ func TestNotUpToDate(t *testing.T) {
 	if err := group.Wait(); err != nil {
 		t.Error(err)
 	}
+}
+
+// TestPodsRefused: a refused watch of pods is reported until it is allowed again.
+func TestPodsRefused(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPage()
+		p.fleet.rights = allowed(p)
+		var refuses atomic.Bool
+		refuses.Store(true)
+		p.fleet.cluster.Client.(*fake.Clientset).PrependReactor("list", "pods", func(clienttesting.Action) (bool, runtime.Object, error) {
+			return refuses.Load(), nil, apierrors.NewForbidden(corev1.Resource("pods"), "", errors.New("the roles are not read yet"))
+		})
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error)
+		go func() { done <- p.fleet.watchPods(ctx) }()
+		time.Sleep(10 * refusedFor)
+		if s := p.fleet.now(ctx); s.notes[aboutWatch] == "" {
+			t.Error("a refused watch is not reported")
+		}
+		refuses.Store(false)
+		time.Sleep(2 * refusedFor)
+		if s := p.fleet.now(ctx); s.notes[aboutWatch] != "" {
+			t.Errorf("later: %s", s.notes[aboutWatch])
+		}
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
 }
 
 // TestPodsLater: an API server that does not answer at first does not hide the waiting pods for long.
