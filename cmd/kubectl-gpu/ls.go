@@ -28,8 +28,8 @@ func (p *plugin) ls() *cobra.Command {
 			"devices that the namespace uses.",
 		Example: "  kubectl gpu ls\n  kubectl gpu ls node-1 -o wide\n  kubectl gpu ls -n ml -w",
 		RunE: func(cmd *cobra.Command, names []string) error {
-			if !slices.Contains(outputs, output) {
-				return fmt.Errorf("--output: %q is not wide, json or yaml", output)
+			if err := checkOutput(output); err != nil {
+				return err
 			}
 			if watch && (output == "json" || output == "yaml") {
 				return errors.New("--watch prints rows: it excludes --output json and yaml")
@@ -38,42 +38,75 @@ func (p *plugin) ls() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			namespace := ""
-			if c.given && !all {
-				namespace = c.namespace
-			}
+			namespace := c.only(all)
 			if watch {
-				return p.watch(cmd.Context(), c.cluster, namespace, output == "wide", names)
+				return p.watch(cmd.Context(), c.cluster, namespace, overview.View{Wide: output == "wide"}, names)
 			}
-			return p.list(cmd.Context(), c.cluster, namespace, output, names)
+			nodes, err := p.nodes(cmd.Context(), c.cluster, namespace, names)
+			if err != nil {
+				return err
+			}
+			return p.list(nodes, namespace, output, overview.View{})
 		},
 		ValidArgsFunction: p.completeNodes(0),
 	}
-	cmd.Flags().StringVarP(&output, "output", "o", "", "wide, json or yaml")
+	listFlags(cmd, &output, &all)
 	cmd.Flags().BoolVarP(&watch, "watch", "w", false, "print the devices, and then those that change")
-	cmd.Flags().BoolVarP(&all, "all-namespaces", "A", false, "list all devices, whatever --namespace says")
-	if err := cmd.RegisterFlagCompletionFunc("output", cobra.FixedCompletions(outputs[1:], cobra.ShellCompDirectiveNoFileComp)); err != nil {
-		cmd.PrintErrln(err)
-	}
 	return cmd
 }
 
-func (p *plugin) list(ctx context.Context, cluster overview.Cluster, namespace, output string, names []string) error {
+// listFlags adds the flags of the commands that list devices.
+func listFlags(cmd *cobra.Command, output *string, all *bool) {
+	cmd.Flags().StringVarP(output, "output", "o", "", "wide, json or yaml")
+	cmd.Flags().BoolVarP(all, "all-namespaces", "A", false, "list all devices, whatever --namespace says")
+	completeFlag(cmd, "output", outputs[1:])
+}
+
+func completeFlag(cmd *cobra.Command, name string, values []string) {
+	if err := cmd.RegisterFlagCompletionFunc(name, cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp)); err != nil {
+		cmd.PrintErrln(err)
+	}
+}
+
+func checkOutput(output string) error {
+	if !slices.Contains(outputs, output) {
+		return fmt.Errorf("--output: %q is not wide, json or yaml", output)
+	}
+	return nil
+}
+
+// only returns the namespace whose devices are listed; empty for all.
+func (c connection) only(all bool) string {
+	if c.given && !all {
+		return c.namespace
+	}
+	return ""
+}
+
+// nodes returns the named nodes, or all; of those, only the ones whose devices a namespace uses, unless it is empty.
+func (p *plugin) nodes(ctx context.Context, cluster overview.Cluster, namespace string, names []string) ([]overview.Node, error) {
 	nodes, notes, err := cluster.Nodes(ctx, names...)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	if namespace != "" {
-		var in []overview.Node
-		for _, n := range nodes {
-			if of, uses := n.In(namespace); uses {
-				in = append(in, of)
-			}
+		return slices.DeleteFunc(nodes, func(n overview.Node) bool {
+			_, uses := n.In(namespace)
+			return !uses
+		}), nil
+	}
+	p.notes(notes)
+	return nodes, nil
+}
+
+// list prints the devices of nodes; only those that the namespace uses, unless it is empty.
+func (p *plugin) list(nodes []overview.Node, namespace, output string, view overview.View) error {
+	if namespace != "" {
+		for i, n := range nodes {
+			nodes[i], _ = n.In(namespace)
 		}
-		nodes, notes = in, nil
 	}
 	found := overview.New(nodes)
-	p.notes(notes)
 	switch output {
 	case "json":
 		return p.printJSON("devices", found)
@@ -84,14 +117,15 @@ func (p *plugin) list(ctx context.Context, cluster overview.Cluster, namespace, 
 		}
 		return p.print(string(text))
 	default:
-		return p.print(p.style.Table(found, output == "wide"))
+		view.Wide = output == "wide"
+		return p.print(p.style.Table(found, view))
 	}
 }
 
 // watch prints the rows of all devices, and then each row that changes.
-func (p *plugin) watch(ctx context.Context, cluster overview.Cluster, namespace string, wide bool, names []string) error {
+func (p *plugin) watch(ctx context.Context, cluster overview.Cluster, namespace string, view overview.View, names []string) error {
 	shown := map[string][]overview.Row{} // by node
-	if err := p.print(p.style.Changed([]overview.Row{overview.HeaderRow(wide)})); err != nil {
+	if err := p.print(p.style.Changed([]overview.Row{overview.HeaderRow(view)})); err != nil {
 		return err
 	}
 	ctx, cancel := context.WithCancelCause(ctx)
@@ -103,7 +137,7 @@ func (p *plugin) watch(ctx context.Context, cluster overview.Cluster, namespace 
 		}
 		var rows []overview.Row
 		if !change.Gone && uses {
-			rows = p.style.Rows(node, wide)
+			rows = p.style.Rows(node, view)
 		}
 		changed := overview.Changes(shown[node.Name], rows)
 		if shown[node.Name] = rows; len(rows) == 0 {

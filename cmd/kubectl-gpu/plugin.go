@@ -61,12 +61,16 @@ func connectWith(flags *genericclioptions.ConfigFlags) func() (connection, error
 		if err != nil {
 			return connection{}, fmt.Errorf("configure API client: %w", err)
 		}
+		scrape, err := overview.NewScraper(config)
+		if err != nil {
+			return connection{}, fmt.Errorf("configure API client: %w", err)
+		}
 		namespace, _, err := flags.ToRawKubeConfigLoader().Namespace()
 		if err != nil {
 			return connection{}, fmt.Errorf("read kubeconfig: %w", err)
 		}
 		given := flags.Namespace != nil && *flags.Namespace != ""
-		return connection{overview.Cluster{Client: client, Dynamic: objects}, namespace, given}, nil
+		return connection{overview.Cluster{Client: client, Dynamic: objects, Scrape: scrape}, namespace, given}, nil
 	}
 }
 
@@ -111,14 +115,14 @@ func (p *plugin) command() *cobra.Command {
 	root.SetOut(p.streams.Out)
 	root.SetErr(p.streams.ErrOut)
 	root.PersistentFlags().StringVar(&p.driverName, driverNameFlag, config.Defaults().DriverName, "name of Tandem's DRA driver")
-	root.AddCommand(p.ls(), p.why(), p.node(), p.drain(), p.undrain(), p.inspect(), p.doctor(), p.ui())
+	root.AddCommand(p.ls(), p.top(), p.why(), p.node(), p.drain(), p.undrain(), p.inspect(), p.doctor(), p.ui())
 	return root
 }
 
 // notes prints what a view lacks to standard error, so that standard output stays as documented.
 func (p *plugin) notes(notes []string) {
 	for _, note := range notes {
-		fmt.Fprintln(p.streams.ErrOut, "note:", note)
+		fmt.Fprint(p.streams.ErrOut, p.style.Line("note: "+note))
 	}
 }
 

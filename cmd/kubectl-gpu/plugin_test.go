@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -53,9 +54,12 @@ func TestWrongFlags(t *testing.T) {
 		"drain node-1 --force":              "--force needs --evict",
 		"drain node-1 --wait=false --evict": "--evict and --timeout need --wait",
 		"drain node-1 --reason " + strings.Repeat("x", 257): "the reason has 257 bytes",
-		"top":             `unknown command "top"`,
-		"node node-1 -w":  "unknown shorthand flag",
-		"ls node-1 other": `"other" not found`,
+		"top -o table":               `--output: "table" is not wide, json or yaml`,
+		"top --sort-by power":        `--sort-by: "power" is not util or memory`,
+		"top --sort-by util -o json": "--sort-by sorts rows",
+		"tops":                       `unknown command "tops"`,
+		"node node-1 -w":             "unknown shorthand flag",
+		"ls node-1 other":            `"other" not found`,
 	} {
 		if got := w.run(t, strings.Fields(line)...); !strings.Contains(got, want) {
 			t.Errorf("%s: %s, want %s", line, got, want)
@@ -95,14 +99,16 @@ func TestKubeconfig(t *testing.T) {
 func TestCompletion(t *testing.T) {
 	w := world{machines: []*machine{busy(), h100s("gpu-2", 1)}, objects: []runtime.Object{pending("train-0"), pending("infer-1")}}
 	for line, want := range map[string]string{
-		"node |":         "gpu-2 node-1 :4",
-		"node n|":        "node-1 :4",
-		"node node-1 |":  ":4",
-		"ls node-1 |":    "gpu-2 node-1 :4",
-		"why t|":         "train-0 :4",
-		"why |":          "infer-1 train-0 :4",
-		"why train-0 |":  ":4",
-		"ls --output y|": "yaml json wide :4",
+		"node |":          "gpu-2 node-1 :4",
+		"node n|":         "node-1 :4",
+		"node node-1 |":   ":4",
+		"ls node-1 |":     "gpu-2 node-1 :4",
+		"top node-1 |":    "gpu-2 node-1 :4",
+		"top --sort-by |": "memory util :4",
+		"why t|":          "train-0 :4",
+		"why |":           "infer-1 train-0 :4",
+		"why train-0 |":   ":4",
+		"ls --output y|":  "yaml json wide :4",
 	} {
 		args := append([]string{"__complete"}, strings.Split(strings.TrimSuffix(line, "|"), " ")...)
 		p, stdout, _ := w.plugin(t)
@@ -413,7 +419,9 @@ func TestControlCharacters(t *testing.T) {
 		pending("late", byLimits(testResource, 1), func(p *corev1.Pod) {
 			scheduler("none\x1b]0;title\x07 \x9b2J")(p)
 		})}}
-	for _, args := range [][]string{{"ls"}, {"ls", "-o", "wide"}, {"node", "node-1"}, {"why", "late"}} {
+	w.objects = append(w.objects, exporter("gpu-operator", "node-1"))
+	w.scrape = func(context.Context, *corev1.Pod) ([]byte, error) { return nil, errors.New("\x1b[2J\u009b2J") }
+	for _, args := range [][]string{{"ls"}, {"top"}, {"ls", "-o", "wide"}, {"node", "node-1"}, {"why", "late"}} {
 		if got := w.run(t, args...); strings.ContainsAny(got, "\x1b\x07\u009b") {
 			t.Errorf("%v: %q", args, got)
 		}

@@ -4,6 +4,8 @@ package main
 
 import (
 	"bytes"
+	"context"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -14,6 +16,7 @@ import (
 	appsv1 "k8s.io/api/apps/v1"
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -207,6 +210,8 @@ func screens() map[string]func(*testing.T) string {
 	claimed.claim("ml", "a-gpu", "a", claimed.gpu(0).Ref()).claim("web", "b-gpu", "b", claimed.gpu(1).Ref())
 	maintained := full("node-1", 2).maintain(1, "replace the fan")
 	maintained.holds = maintained.holds[1:]
+	idle := h100s("node-1", 4).pod("web", "chat", 2)
+	idle.claim("ml", "train-gpu", "train-0", idle.gpu(0).Ref(), idle.gpu(1).Ref())
 	service := busy().maintain(0, "").maintain(7, "replace the fan")
 	parts := partitioned().maintain(0, "firmware").maintain(1, "firmware")
 	draining := h100s("node-1", 1)
@@ -226,6 +231,28 @@ func screens() map[string]func(*testing.T) string {
 		"ls-denied":    show(with(whole, func(w *world) { w.denied = []string{"gpunodes"} }), "ls"),
 		"ls-no-nodes":  show(with(whole, func(w *world) { w.denied = []string{"nodes"} }), "ls"),
 		"ls-unknown":   show(whole, "ls", "node-9"),
+
+		"top":           show(measured(whole), "top"),
+		"top-node":      show(measured(world{machines: []*machine{idle}}), "top", "node-1"),
+		"top-mig":       show(measured(whole), "top", "node-2"),
+		"top-wide":      show(measured(whole), "top", "node-2", "-o", "wide"),
+		"top-sort":      show(measured(whole), "top", "node-1", "node-2", "--sort-by", "util"),
+		"top-json":      show(measured(world{machines: []*machine{h100s("node-1", 1), h100s("node-5", 1)}}), "top", "-o", "json"),
+		"top-namespace": show(with(measured(whole), func(w *world) { w.given = true }), "top"),
+		"top-none":      show(whole, "top", "node-1"),
+		"top-no-pods":   show(with(measured(whole), func(w *world) { w.denied = []string{"pods"} }), "top", "node-1", "node-2"),
+		"top-no-proxy": show(with(measured(whole), func(w *world) {
+			w.scrape = func(context.Context, *corev1.Pod) ([]byte, error) {
+				return nil, apierrors.NewForbidden(corev1.Resource("pods"), "dcgm-exporter-node-1", errors.New(`User "jane" cannot get resource "pods/proxy"`))
+			}
+		}), "top", "node-1"),
+		"top-impostor": show(with(measured(whole), func(w *world) {
+			w.objects = append(w.objects, exporter("web", "node-2"))
+		}), "top", "node-1", "node-2"),
+		"top-exporter-namespace": show(with(measured(whole), func(w *world) {
+			w.objects = append(w.objects, exporter("web", "node-1"))
+		}), "top", "node-1", "--exporter-namespace", "gpu-operator"),
+
 		"node":         show(with(whole, func(w *world) { w.style = overview.Style{UTF8: true} }), "node", "node-1"),
 		"node-mig":     show(with(whole, func(w *world) { w.style = overview.Style{UTF8: true} }), "node", "node-2"),
 		"node-ascii":   show(whole, "node", "node-2"),

@@ -208,6 +208,8 @@ type world struct {
 	namespace   string
 	given       bool
 	style       overview.Style
+	// scrape answers for the exporters' pods.
+	scrape overview.Scraper
 }
 
 func deviceClass(name, expression string) *resourceapi.DeviceClass {
@@ -280,7 +282,7 @@ func (w world) plugin(t *testing.T) (p *plugin, stdout, stderr *bytes.Buffer) {
 		namespace = "ml"
 	}
 	return &plugin{streams: streams, style: w.style, connect: func() (connection, error) {
-		return connection{overview.Cluster{Client: client, Dynamic: objectsByKind}, namespace, w.given}, nil
+		return connection{overview.Cluster{Client: client, Dynamic: objectsByKind, Scrape: w.scrape}, namespace, w.given}, nil
 	}}, stdout, stderr
 }
 

@@ -34,6 +34,8 @@ type Cluster struct {
 	Dynamic dynamic.Interface
 	// DriverName is that of Tandem's DRA driver.
 	DriverName string
+	// Scrape is used by ReadMetrics only, which needs it.
+	Scrape Scraper
 }
 
 // DeniedError says that the viewer may not read or change objects, and which RBAC rule is missing.

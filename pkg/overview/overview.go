@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package overview is what kubectl gpu shows of a cluster's GPUs. cluster.go and facts.go read the API server. The other files decide
-// what to show (overview.go, picture.go) and write it as text (text.go, table.go, draw.go, whytext.go). Those are pure, so that other views
+// Package overview is what kubectl gpu shows of a cluster's GPUs. cluster.go, facts.go and scrape.go read the API server. The other files
+// decide what to show (overview.go, metrics.go, picture.go) and write it as text (text.go, table.go, draw.go, whytext.go). Those are pure, so that other views
 // can use them. Flags are in cmd/kubectl-gpu, reasons of waiting pods in pkg/explain.
 package overview
 
@@ -53,6 +53,9 @@ type Node struct {
 	Devices []Device `json:"devices,omitempty"`
 	// Conflicts are claims that were allocated a device which another holder has.
 	Conflicts []Conflict `json:"conflicts,omitempty"`
+	// Exporter is the pod that the metrics of the devices come from, and NoMetrics why they have none. ReadMetrics sets one of them.
+	Exporter  *PodRef    `json:"exporter,omitempty"`
+	NoMetrics *NoMetrics `json:"noMetrics,omitempty"`
 }
 
 // State is who uses a device, in one word.
@@ -90,6 +93,8 @@ type Device struct {
 	ExtendedResource      string   `json:"extendedResource,omitempty"`
 	ExtendedResourceState string   `json:"extendedResourceState,omitempty"`
 	Sharing               *Sharing `json:"sharing,omitempty"`
+	// Metrics are absent if they were not read, or if dcgm-exporter has none of the device.
+	Metrics *Metrics `json:"metrics,omitempty"`
 }
 
 // Service is why an administrator has taken a device out of service, and since when.

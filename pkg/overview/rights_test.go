@@ -51,7 +51,7 @@ func TestNaming(t *testing.T) {
 			t.Fatal(err)
 		}
 		s := Style{UTF8: true}
-		return string(data) + s.Table(New([]Node{n}), true) + s.Draw(PictureOf(n, nil, ""))
+		return string(data) + s.Table(New([]Node{n}), View{Wide: true}) + s.Draw(PictureOf(n, nil, ""))
 	}
 	before := forms(whole)
 	got := forms(whole.Naming(func(namespace string) bool { return namespace == "ml" }))

@@ -17,23 +17,36 @@ const mostHolders = 3
 // Row is a line of the table of devices.
 type Row struct {
 	// Key is the node and the device: a row with the same key is a newer state of the same device.
-	Key   string
-	cells []cell
+	Key     string
+	cells   []cell
+	metrics *Metrics
 }
+
+// View says which columns a table has, and in which order its rows are.
+type View struct {
+	// Wide adds UUIDs, extended resources and why a device gets no holder. Metrics adds what dcgm-exporter measures.
+	Wide, Metrics bool
+	// SortBy is one of SortKeys: rows with more come first, rows without a value last. Empty: by node and device.
+	SortBy string
+}
+
+// SortKeys are the values of View.SortBy.
+var SortKeys = []string{"util", "memory"}
 
 // The headers of a row. The holders come late, because they are long.
 var (
-	header     = []string{"NODE", "DEVICE", "MODEL", "STATE", "SHARE", "HOLDERS"}
-	wideHeader = []string{"NODE", "DEVICE", "MODEL", "STATE", "SHARE", "UUID", "RESOURCE", "RESOURCE STATE", "HOLDERS", "REASON"}
+	header        = []string{"NODE", "DEVICE", "MODEL", "STATE", "SHARE"}
+	metricsHeader = []string{"UTIL", "MEMORY", "POWER", "TEMP"}
+	wideHeader    = []string{"UUID", "RESOURCE", "RESOURCE STATE"}
 )
 
 // stateColumn is the column of the state.
 const stateColumn = 3
 
 // Rows returns the rows of a node: one of each device, or one that says why it has none.
-func (s Style) Rows(n Node, wide bool) (rows []Row) {
-	add := func(device string, cells ...string) {
-		row := Row{Key: n.Name + " " + device}
+func (s Style) Rows(n Node, v View) (rows []Row) {
+	add := func(device string, metrics *Metrics, cells ...string) {
+		row := Row{Key: n.Name + " " + device, metrics: metrics}
 		for _, text := range cells {
 			row.cells = append(row.cells, cell{text: s.plain(text)})
 		}
@@ -42,10 +55,13 @@ func (s Style) Rows(n Node, wide bool) (rows []Row) {
 	}
 	if problem := n.Problem; problem != "" || len(n.Devices) == 0 {
 		cells := []string{n.Name, "-", "-", "-", ""}
-		if wide {
+		if v.Metrics {
+			cells = append(cells, (*Metrics)(nil).cells()...)
+		}
+		if v.Wide {
 			cells = append(cells, "-", "-", "-")
 		}
-		add("", append(cells, cmp.Or(problem, "no GPU"))...)
+		add("", nil, append(cells, cmp.Or(problem, "no GPU"))...)
 	}
 	for _, d := range n.Devices {
 		name, model := d.Name, d.Model
@@ -54,13 +70,16 @@ func (s Style) Rows(n Node, wide bool) (rows []Row) {
 		}
 		holders, share := d.Describe(n)
 		cells := []string{n.Name, name, cmp.Or(model, "-"), string(d.State), share}
-		if wide {
+		if v.Metrics {
+			cells = append(cells, d.Metrics.cells()...)
+		}
+		if v.Wide {
 			cells = append(cells, cmp.Or(d.UUID, "-"), cmp.Or(d.ExtendedResource, "-"), cmp.Or(d.ExtendedResourceState, "-"),
 				cmp.Or(holders, "-"), d.WhyOut())
 		} else {
 			cells = append(cells, cmp.Or(holders, "-"))
 		}
-		add(d.Name, cells...)
+		add(d.Name, d.Metrics, cells...)
 	}
 	return rows
 }
@@ -102,19 +121,28 @@ func (d Device) Describe(n Node) (holders, shares string) {
 	return strings.Join(texts, "; "), strings.Join(parts, "; ") + " of " + of
 }
 
-// Table returns the overview as a table with a last line that counts. A column that no row fills is left out.
-func (s Style) Table(o Overview, wide bool) string {
+// Table returns the overview as a table with a last line that counts, and one that says whose metrics it has. A column that no row fills is
+// left out.
+func (s Style) Table(o Overview, v View) string {
 	if len(o.Nodes) == 0 {
 		return o.Summary() + "\n"
 	}
-	rows := [][]cell{headerCells(wide)}
+	var rows []Row
 	for _, n := range o.Nodes {
-		for _, row := range s.Rows(n, wide) {
-			rows = append(rows, row.cells)
-		}
+		rows = append(rows, s.Rows(n, v)...)
 	}
-	rows = withoutEmptyColumns(rows)
-	return s.columns("", 3, rows) + o.Summary() + "\n"
+	if v.SortBy != "" {
+		slices.SortStableFunc(rows, func(a, b Row) int { return cmp.Compare(b.metrics.key(v.SortBy), a.metrics.key(v.SortBy)) })
+	}
+	cells := [][]cell{headerCells(v)}
+	for _, row := range rows {
+		cells = append(cells, row.cells)
+	}
+	text := s.columns("", 3, withoutEmptyColumns(cells)) + o.Summary() + "\n"
+	if v.Metrics {
+		text += s.Line(o.exporters())
+	}
+	return text
 }
 
 // Changed returns rows as a watch prints them: with fixed widths where they fit.
@@ -127,7 +155,7 @@ func (s Style) Changed(rows []Row) string {
 }
 
 // HeaderRow is the first row of a watch.
-func HeaderRow(wide bool) Row { return Row{cells: headerCells(wide)} }
+func HeaderRow(v View) Row { return Row{cells: headerCells(v)} }
 
 // Changes returns the rows that differ from those of an earlier state of the node, and a row for each device that is gone.
 func Changes(before, now []Row) (changed []Row) {
@@ -151,10 +179,17 @@ func Changes(before, now []Row) (changed []Row) {
 	return changed
 }
 
-func headerCells(wide bool) (cells []cell) {
-	names := header
-	if wide {
-		names = wideHeader
+func headerCells(v View) (cells []cell) {
+	names := slices.Clone(header)
+	if v.Metrics {
+		names = append(names, metricsHeader...)
+	}
+	if v.Wide {
+		names = append(names, wideHeader...)
+	}
+	names = append(names, "HOLDERS")
+	if v.Wide {
+		names = append(names, "REASON")
 	}
 	for _, name := range names {
 		cells = append(cells, cell{text: name})

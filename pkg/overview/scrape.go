@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package overview
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"strconv"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/rest"
+
+	"github.com/tandem-gpu/tandem/pkg/explain"
+)
+
+// exporterSelectors select the pods of dcgm-exporter: those of its chart (NVIDIA/dcgm-exporter, deployment/templates/_helpers.tpl), and those
+// of GPU Operator (NVIDIA/gpu-operator, assets/state-dcgm-exporter/0800_daemonset.yaml). No pod is selected twice.
+var exporterSelectors = []string{
+	"app.kubernetes.io/name=dcgm-exporter", "app=nvidia-dcgm-exporter,app.kubernetes.io/name!=dcgm-exporter",
+}
+
+// exporterPort is the port of both, unless the port with this name has another number.
+const (
+	exporterPortName = "metrics"
+	exporterPort     = 9400
+)
+
+// Bounds of what is read. An exporter of eight GPUs writes about 50 KiB.
+const (
+	mostScraped     = 500 // nodes
+	scrapesAtOnce   = 8
+	scrapeTime      = 5 * time.Second
+	allScrapesTime  = time.Minute
+	mostMetricsSize = 4 << 20
+	mostDetail      = 200 // runes
+)
+
+// Scraper returns the metrics page of a pod. It is safe for concurrent use. The page and the error have texts that the pod has written.
+type Scraper func(ctx context.Context, pod *corev1.Pod) ([]byte, error)
+
+// NewScraper returns a scraper that reads by the API server's pod proxy, with the viewer's rights. It does not connect.
+//
+// It has a client of its own. The API server passes a redirect to another host on (k8s.io/apimachinery, pkg/util/proxy/transport.go), and a
+// client that follows it sends the viewer's token there. Clients of client-go read answers with an error whole, whatever their size.
+func NewScraper(config *rest.Config) (Scraper, error) {
+	base, _, err := rest.DefaultServerUrlFor(config)
+	if err != nil {
+		return nil, fmt.Errorf("find the API server: %w", err)
+	}
+	transport, err := rest.TransportFor(config)
+	if err != nil {
+		return nil, fmt.Errorf("configure pod proxy: %w", err)
+	}
+	client := &http.Client{
+		Transport:     transport,
+		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+	}
+	return func(ctx context.Context, pod *corev1.Pod) ([]byte, error) {
+		port := strconv.Itoa(int(portOf(pod)))
+		page := base.JoinPath("api/v1/namespaces", pod.Namespace, "pods", pod.Name+":"+port, "proxy/metrics")
+		request, err := http.NewRequestWithContext(ctx, http.MethodGet, page.String(), nil)
+		if err != nil {
+			return nil, err
+		}
+		response, err := client.Do(request)
+		if of := (*url.Error)(nil); errors.As(err, &of) {
+			return nil, of.Err // without the address of the page
+		}
+		if err != nil {
+			return nil, err
+		}
+		defer response.Body.Close()
+		body, err := io.ReadAll(io.LimitReader(response.Body, mostMetricsSize+1))
+		switch {
+		case err != nil:
+			return nil, err
+		case response.StatusCode != http.StatusOK:
+			return nil, statusError(response.StatusCode, body)
+		case len(body) > mostMetricsSize:
+			return nil, fmt.Errorf("the answer has more than %d MiB", mostMetricsSize>>20)
+		}
+		return body, nil
+	}, nil
+}
+
+// statusError returns the API server's error, or that of the pod.
+func statusError(code int, body []byte) error {
+	var status metav1.Status
+	if err := json.Unmarshal(body, &status); err == nil && status.Kind == "Status" && status.Code == int32(code) {
+		return &apierrors.StatusError{ErrStatus: status}
+	}
+	return fmt.Errorf("HTTP status %d", code)
+}
+
+func portOf(pod *corev1.Pod) int32 {
+	for _, c := range pod.Spec.Containers {
+		for _, p := range c.Ports {
+			if p.Name == exporterPortName {
+				return p.ContainerPort
+			}
+		}
+	}
+	return exporterPort
+}
+
+// ReadMetrics sets the metrics of the nodes' devices, or why a node has none. Pods of dcgm-exporter are looked for in a namespace, or in all if
+// it is empty. It fails only if ctx is done.
+func (c Cluster) ReadMetrics(ctx context.Context, nodes []Node, namespace string) error {
+	exporters, err := c.exporters(ctx, nodes, namespace)
+	readable, cancel := context.WithTimeout(ctx, allScrapesTime)
+	defer cancel()
+	var scrapes errgroup.Group
+	scrapes.SetLimit(scrapesAtOnce)
+	scraped := 0
+	for i := range nodes {
+		n := &nodes[i]
+		switch {
+		case len(n.Devices) == 0:
+		case err != nil:
+			n.NoMetrics = &NoMetrics{Reason: short(err)}
+		case scraped == mostScraped:
+			n.NoMetrics = &NoMetrics{Reason: fmt.Sprintf("at most %d nodes are asked: name the nodes that you want to see", mostScraped)}
+		default:
+			scraped++
+			scrapes.Go(func() error {
+				n.Exporter, n.NoMetrics = c.readMetrics(readable, n, exporters[n.Name])
+				return nil
+			})
+		}
+	}
+	_ = scrapes.Wait() // no scrape returns an error
+	return ctx.Err()
+}
+
+// readMetrics sets the metrics of one node.
+func (c Cluster) readMetrics(ctx context.Context, n *Node, pods []*corev1.Pod) (*PodRef, *NoMetrics) {
+	pod, none := chooseExporter(pods)
+	if none != nil {
+		return nil, none
+	}
+	missing := func(reason, detail string) (*PodRef, *NoMetrics) {
+		return nil, &NoMetrics{reason, fmt.Sprintf("pod %s/%s%s", pod.Namespace, pod.Name, detail)}
+	}
+	ctx, cancel := context.WithTimeout(ctx, scrapeTime)
+	defer cancel()
+	page, err := c.Scrape(ctx, pod)
+	switch {
+	case apierrors.IsForbidden(err):
+		return missing("you may not get pods/proxy", ": "+short(err))
+	case errors.Is(err, context.DeadlineExceeded):
+		return missing("dcgm-exporter does not answer in time", "")
+	case err != nil:
+		return missing("dcgm-exporter does not answer", ": "+short(err))
+	}
+	found, err := parseMetrics(page)
+	if err != nil {
+		return missing("the answer of dcgm-exporter is not understood", ": "+short(err))
+	}
+	if n.measure(found) == 0 {
+		return missing("dcgm-exporter has no metrics of the node's GPUs", "")
+	}
+	return &PodRef{UID: string(pod.UID), Namespace: pod.Namespace, Name: pod.Name}, nil
+}
+
+// exporters returns the pods with labels of dcgm-exporter by node.
+func (c Cluster) exporters(ctx context.Context, nodes []Node, namespace string) (map[string][]*corev1.Pod, error) {
+	options := metav1.ListOptions{}
+	if len(nodes) == 1 {
+		options.FieldSelector = fields.OneTermEqualSelector("spec.nodeName", nodes[0].Name).String()
+	}
+	page := func(ctx context.Context, options metav1.ListOptions) (runtime.Object, error) {
+		return c.Client.CoreV1().Pods(namespace).List(ctx, options)
+	}
+	found := map[string][]*corev1.Pod{}
+	for _, options.LabelSelector = range exporterSelectors {
+		err := each(ctx, options, page, func(p *corev1.Pod) { found[p.Spec.NodeName] = append(found[p.Spec.NodeName], p) })
+		if apierrors.IsForbidden(err) && namespace == metav1.NamespaceAll {
+			return nil, fmt.Errorf("list pods: %w (give the namespace of dcgm-exporter with --exporter-namespace)", err)
+		}
+		if err != nil {
+			return nil, fmt.Errorf("list pods: %w", err)
+		}
+	}
+	return found, nil
+}
+
+// short returns an error in one line of bounded length.
+func short(err error) string {
+	text := []rune(explain.OneLine(err.Error()))
+	if len(text) > mostDetail {
+		return string(text[:mostDetail]) + "..."
+	}
+	return string(text)
+}

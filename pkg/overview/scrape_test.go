@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package overview
+
+import (
+	"bytes"
+	"compress/gzip"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/kubernetes/fake"
+	"k8s.io/client-go/rest"
+)
+
+const metricsPage = "DCGM_FI_DEV_GPU_UTIL{UUID=\"GPU-a\"} 7\n"
+
+// apiServer answers each request with the function, and returns a scraper of it.
+func apiServer(t *testing.T, answer http.HandlerFunc) Scraper {
+	t.Helper()
+	server := httptest.NewServer(answer)
+	t.Cleanup(server.Close)
+	scrape, err := NewScraper(&rest.Config{Host: server.URL + "/clusters/a", BearerToken: "secret"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return scrape
+}
+
+func status(code int, reason, message string) http.HandlerFunc {
+	return func(w http.ResponseWriter, _ *http.Request) {
+		w.WriteHeader(code)
+		fmt.Fprintf(w, `{"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": %q, "reason": %q, "code": %d}`, message, reason, code)
+	}
+}
+
+// endless writes until the client goes away.
+func endless(w io.Writer) {
+	part := bytes.Repeat([]byte("x"), 1<<16)
+	for {
+		if _, err := w.Write(part); err != nil {
+			return
+		}
+	}
+}
+
+// TestScraper: what the API server and a pod may answer.
+func TestScraper(t *testing.T) {
+	for name, c := range map[string]struct {
+		answer http.HandlerFunc
+		want   string
+	}{
+		"a page": {func(w http.ResponseWriter, r *http.Request) {
+			if r.Method != http.MethodGet || r.URL.Path != "/clusters/a/api/v1/namespaces/gpu-operator/pods/a:9400/proxy/metrics" || r.Header.Get("Authorization") != "Bearer secret" {
+				t.Errorf("%s %s %v", r.Method, r.URL, r.Header)
+			}
+			fmt.Fprint(w, metricsPage)
+		}, "page"},
+		"forbidden": {status(403, "Forbidden", "jane may not"), "forbidden: jane may not"},
+		"not found": {status(404, "NotFound", "pods \"a\" not found"), `pods "a" not found`},
+		"away":      {status(503, "ServiceUnavailable", "no endpoints"), "no endpoints"},
+		"the pod's": {func(w http.ResponseWriter, _ *http.Request) { http.Error(w, "no", 500) }, "HTTP status 500"},
+		"TLS": {func(w http.ResponseWriter, _ *http.Request) {
+			http.Error(w, "Client sent an HTTP request to an HTTPS server.", 400)
+		}, "HTTP status 400"},
+		"no status": {status(403, "Forbidden", strings.Repeat("x", mostMetricsSize)), "HTTP status 403"},
+		"too much":  {func(w http.ResponseWriter, _ *http.Request) { endless(w) }, "the answer has more than 4 MiB"},
+		"a bomb": {func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Content-Encoding", "gzip")
+			endless(gzip.NewWriter(w))
+		}, "the answer has more than 4 MiB"},
+		"a large error": {func(w http.ResponseWriter, _ *http.Request) {
+			w.WriteHeader(500)
+			endless(w)
+		}, "HTTP status 500"},
+		"cut": {func(w http.ResponseWriter, _ *http.Request) {
+			w.Header().Set("Content-Length", "100")
+			fmt.Fprint(w, metricsPage)
+		}, "unexpected EOF"},
+	} {
+		page, err := apiServer(t, c.answer)(t.Context(), exporterPod("gpu-operator", "a"))
+		got := "page"
+		switch {
+		case apierrors.IsForbidden(err):
+			got = "forbidden: " + err.Error()
+		case err != nil:
+			got = err.Error()
+		case string(page) != metricsPage:
+			got = string(page)
+		}
+		if got != c.want {
+			t.Errorf("%s: %q, want %q", name, got, c.want)
+		}
+	}
+}
+
+// TestScraperFollowsNoRedirect: a pod that sends the viewer elsewhere does not get the viewer's token there.
+func TestScraperFollowsNoRedirect(t *testing.T) {
+	for _, code := range []int{301, 302, 303, 307, 308} {
+		var asked atomic.Int32
+		evil := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { asked.Add(1) }))
+		scrape := apiServer(t, func(w http.ResponseWriter, r *http.Request) { http.Redirect(w, r, evil.URL, code) })
+		_, err := scrape(t.Context(), exporterPod("web", "a"))
+		if want := fmt.Sprintf("HTTP status %d", code); err == nil || err.Error() != want || asked.Load() > 0 {
+			t.Errorf("%v after %d requests, want %s", err, asked.Load(), want)
+		}
+		evil.Close()
+	}
+}
+
+// TestScraperEnds: a pod that does not answer is left when the context ends, and the error does not repeat the address.
+func TestScraperEnds(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	scrape := apiServer(t, func(_ http.ResponseWriter, r *http.Request) {
+		cancel()
+		<-r.Context().Done()
+	})
+	if _, err := scrape(ctx, exporterPod("gpu-operator", "a")); !errors.Is(err, context.Canceled) || strings.Contains(err.Error(), "http") {
+		t.Error(err)
+	}
+}
+
+func TestPortOf(t *testing.T) {
+	pod := exporterPod("gpu-operator", "a")
+	if got := portOf(pod); got != 9400 {
+		t.Error(got)
+	}
+	pod.Spec.Containers = []corev1.Container{{Ports: []corev1.ContainerPort{{Name: "health", ContainerPort: 1}, {Name: "metrics", ContainerPort: 9401}}}}
+	if got := portOf(pod); got != 9401 {
+		t.Error(got)
+	}
+}
+
+// TestReadMetrics: what is said of a node whose exporter does not answer well.
+func TestReadMetrics(t *testing.T) {
+	long := strings.Repeat("x", 1000)
+	for name, c := range map[string]struct {
+		page string
+		err  error
+		want string
+	}{
+		"well":        {page: metricsPage, want: "7%"},
+		"forbidden":   {err: apierrors.NewForbidden(corev1.Resource("pods"), "a", errors.New("jane")), want: `you may not get pods/proxy (pod gpu-operator/a: pods "a" is forbidden: jane)`},
+		"slow":        {err: context.DeadlineExceeded, want: "dcgm-exporter does not answer in time (pod gpu-operator/a)"},
+		"away":        {err: errors.New("connection\n refused"), want: "dcgm-exporter does not answer (pod gpu-operator/a: connection refused)"},
+		"talkative":   {err: errors.New(long), want: "dcgm-exporter does not answer (pod gpu-operator/a: " + long[:200] + "...)"},
+		"not metrics": {page: "DCGM_FI_DEV_GPU_UTIL{", want: "the answer of dcgm-exporter is not understood"},
+		"others":      {page: strings.ReplaceAll(metricsPage, "GPU-a", "GPU-z"), want: "dcgm-exporter has no metrics of the node's GPUs (pod gpu-operator/a)"},
+	} {
+		cluster := Cluster{Client: fake.NewClientset(exporterPod("gpu-operator", "a")), Scrape: func(ctx context.Context, _ *corev1.Pod) ([]byte, error) {
+			if _, bounded := ctx.Deadline(); !bounded {
+				t.Errorf("%s: the time is not bounded", name)
+			}
+			return []byte(c.page), c.err
+		}}
+		nodes := []Node{measuredNode()}
+		if err := cluster.ReadMetrics(t.Context(), nodes, ""); err != nil {
+			t.Fatal(err)
+		}
+		got := ""
+		if none := nodes[0].NoMetrics; none != nil {
+			got = fmt.Sprintf("%s (%s)", none.Reason, none.Detail)
+		} else if nodes[0].Exporter != nil && nodes[0].Exporter.Name == "a" {
+			got = nodes[0].Devices[0].Metrics.cells()[0]
+		}
+		if got != c.want && !(name == "not metrics" && strings.HasPrefix(got, c.want)) {
+			t.Errorf("%s: %q, want %q", name, got, c.want)
+		}
+	}
+}
+
+// TestReadMetricsIsBounded: of many nodes some are asked, a few at a time, and none after the viewer has gone.
+func TestReadMetricsIsBounded(t *testing.T) {
+	var pods []runtime.Object
+	var nodes []Node
+	for i := range mostScraped + 3 {
+		n := measuredNode()
+		n.Name = fmt.Sprintf("node-%d", i)
+		nodes = append(nodes, Node{Name: "cpu-" + n.Name}, n)
+		pods = append(pods, exporterPod("gpu-operator", n.Name, func(p *corev1.Pod) { p.Spec.NodeName = n.Name }))
+	}
+	var mu sync.Mutex
+	asked, now, most := 0, 0, 0
+	together := make(chan struct{}) // closed when as many as allowed ask
+	cluster := Cluster{Client: fake.NewClientset(pods...), Scrape: func(ctx context.Context, _ *corev1.Pod) ([]byte, error) {
+		mu.Lock()
+		asked, now = asked+1, now+1
+		if most = max(most, now); asked == scrapesAtOnce {
+			close(together)
+		}
+		mu.Unlock()
+		select {
+		case <-together:
+		case <-ctx.Done():
+			t.Error("too few ask at once")
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		now--
+		return []byte(metricsPage), nil
+	}}
+	if err := cluster.ReadMetrics(t.Context(), nodes, ""); err != nil {
+		t.Fatal(err)
+	}
+	var without int
+	for _, n := range nodes {
+		if n.NoMetrics != nil {
+			without++
+			if !strings.HasPrefix(n.NoMetrics.Reason, "at most 500 nodes are asked") {
+				t.Error(n.NoMetrics)
+			}
+		}
+	}
+	if asked != mostScraped || without != 3 || most != scrapesAtOnce {
+		t.Errorf("%d nodes asked, %d at once, %d left out", asked, most, without)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := cluster.ReadMetrics(ctx, nodes, ""); !errors.Is(err, context.Canceled) {
+		t.Error(err)
+	}
+}
