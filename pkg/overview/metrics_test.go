@@ -70,6 +70,7 @@ DCGM_FI_DEV_POWER_USAGE{UUID="GPU-b",GPU_I_PROFILE="1g.10gb",GPU_I_ID="9"} 300`,
 		"two GPU instances of a profile": {page: "DCGM_FI_DEV_FB_USED{UUID=\"GPU-b\",GPU_I_PROFILE=\"3g.40gb\",GPU_I_ID=\"1\"} 1\nDCGM_FI_DEV_FB_USED{UUID=\"GPU-b\",GPU_I_PROFILE=\"3g.40gb\",GPU_I_ID=\"2\"} 2",
 			profiles: []string{"3g.40gb"}},
 		"a GPU instance of another GPU": {page: "DCGM_FI_DEV_FB_USED{UUID=\"GPU-a\",GPU_I_PROFILE=\"3g.40gb\",GPU_I_ID=\"1\"} 1", profiles: []string{"3g.40gb"}},
+		"a partition without a profile": {page: `DCGM_FI_DEV_FB_USED{UUID="GPU-b"} 1`, profiles: []string{""}, want: "gpu-1: - 1 MiB - -"},
 		"not closed":                    {page: `DCGM_FI_DEV_GPU_UTIL{UUID="GPU-a`, want: "error"},
 		"no value":                      {page: `DCGM_FI_DEV_GPU_UTIL{UUID="GPU-a"} high`, want: "error"},
 	} {

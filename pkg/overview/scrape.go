@@ -25,10 +25,8 @@ import (
 )
 
 // exporterSelectors select the pods of dcgm-exporter: those of its chart (NVIDIA/dcgm-exporter, deployment/templates/_helpers.tpl), and those
-// of GPU Operator (NVIDIA/gpu-operator, assets/state-dcgm-exporter/0800_daemonset.yaml). No pod is selected twice.
-var exporterSelectors = []string{
-	"app.kubernetes.io/name=dcgm-exporter", "app=nvidia-dcgm-exporter,app.kubernetes.io/name!=dcgm-exporter",
-}
+// of GPU Operator (NVIDIA/gpu-operator, assets/state-dcgm-exporter/0800_daemonset.yaml).
+var exporterSelectors = []string{"app.kubernetes.io/name=dcgm-exporter", "app=nvidia-dcgm-exporter"}
 
 // exporterPort is the port of both, unless the port with this name has another number.
 const (

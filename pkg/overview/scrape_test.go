@@ -11,14 +11,16 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"runtime"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	"k8s.io/apimachinery/pkg/runtime"
+	apiruntime "k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes/fake"
 	"k8s.io/client-go/rest"
 )
@@ -70,6 +72,7 @@ func TestScraper(t *testing.T) {
 		"not found": {status(404, "NotFound", "pods \"a\" not found"), `pods "a" not found`},
 		"away":      {status(503, "ServiceUnavailable", "no endpoints"), "no endpoints"},
 		"the pod's": {func(w http.ResponseWriter, _ *http.Request) { http.Error(w, "no", 500) }, "HTTP status 500"},
+		"JSON":      {func(w http.ResponseWriter, _ *http.Request) { http.Error(w, `{"code": 500, "message": "no"}`, 500) }, "HTTP status 500"},
 		"TLS": {func(w http.ResponseWriter, _ *http.Request) {
 			http.Error(w, "Client sent an HTTP request to an HTTPS server.", 400)
 		}, "HTTP status 400"},
@@ -141,6 +144,37 @@ func TestPortOf(t *testing.T) {
 	}
 }
 
+// TestExporters: pods with the labels of either installation are found, by node.
+func TestExporters(t *testing.T) {
+	labelled := func(name, node string, labels map[string]string) *corev1.Pod {
+		return exporterPod("a", name, func(p *corev1.Pod) { p.Labels, p.Spec.NodeName = labels, node })
+	}
+	cluster := Cluster{Client: fake.NewClientset(
+		labelled("chart", "node-1", map[string]string{"app.kubernetes.io/name": "dcgm-exporter", "app.kubernetes.io/instance": "x"}),
+		labelled("operator", "node-2", map[string]string{"app": "nvidia-dcgm-exporter"}),
+		labelled("other", "node-1", map[string]string{"app": "dcgm"}),
+		labelled("none", "node-1", nil),
+		exporterPod("b", "elsewhere"),
+	)}
+	for namespace, want := range map[string]string{"": "a/chart b/elsewhere, a/operator", "a": "a/chart, a/operator", "b": "b/elsewhere, "} {
+		found, err := cluster.exporters(t.Context(), []Node{{Name: "node-1"}, {Name: "node-2"}}, namespace)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var nodes []string
+		for _, node := range []string{"node-1", "node-2"} {
+			var names []string
+			for _, p := range found[node] {
+				names = append(names, p.Namespace+"/"+p.Name)
+			}
+			nodes = append(nodes, strings.Join(names, " "))
+		}
+		if got := strings.Join(nodes, ", "); got != want {
+			t.Errorf("namespace %q: %s, want %s", namespace, got, want)
+		}
+	}
+}
+
 // TestReadMetrics: what is said of a node whose exporter does not answer well.
 func TestReadMetrics(t *testing.T) {
 	long := strings.Repeat("x", 1000)
@@ -158,8 +192,8 @@ func TestReadMetrics(t *testing.T) {
 		"others":      {page: strings.ReplaceAll(metricsPage, "GPU-a", "GPU-z"), want: "dcgm-exporter has no metrics of the node's GPUs (pod gpu-operator/a)"},
 	} {
 		cluster := Cluster{Client: fake.NewClientset(exporterPod("gpu-operator", "a")), Scrape: func(ctx context.Context, _ *corev1.Pod) ([]byte, error) {
-			if _, bounded := ctx.Deadline(); !bounded {
-				t.Errorf("%s: the time is not bounded", name)
+			if end, bounded := ctx.Deadline(); !bounded || time.Until(end) > scrapeTime {
+				t.Errorf("%s: the time is not bounded by %s", name, scrapeTime)
 			}
 			return []byte(c.page), c.err
 		}}
@@ -181,7 +215,7 @@ func TestReadMetrics(t *testing.T) {
 
 // TestReadMetricsIsBounded: of many nodes some are asked, a few at a time, and none after the viewer has gone.
 func TestReadMetricsIsBounded(t *testing.T) {
-	var pods []runtime.Object
+	var pods []apiruntime.Object
 	var nodes []Node
 	for i := range mostScraped + 3 {
 		n := measuredNode()
@@ -201,6 +235,7 @@ func TestReadMetricsIsBounded(t *testing.T) {
 		mu.Unlock()
 		select {
 		case <-together:
+			runtime.Gosched() // to one too many
 		case <-ctx.Done():
 			t.Error("too few ask at once")
 		}
