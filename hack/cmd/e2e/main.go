@@ -170,7 +170,7 @@ func list(ctx context.Context, binary, only string) ([]string, error) {
 var slow = map[string]int{
 	"TestPublishedManifests": 600, "TestPartitionsOnDemand": 400, "TestDeleteAndRecreate": 220, "TestInterruptedSharing": 150, "TestAgentKilledOnAFullNode": 150, "TestAgentAwayOnAFullNode": 130,
 	"TestMistakesThatSlipThrough": 120, "TestWritesAPod": 110, "TestMPSByPolicy": 95, "TestStaticPartitions": 85, "TestAgentAwayWhilePodsEnd": 80,
-	"TestKubeletForgetsRunningPods": 70, "TestModeChangesOnALiveNode": 60, "TestKubectlGPU": 75, "TestUpgradedAndBack": 60,
+	"TestKubeletForgetsRunningPods": 70, "TestModeChangesOnALiveNode": 60, "TestKubectlGPU": 75, "TestKubectlGPUTop": 45, "TestUpgradedAndBack": 60,
 }
 
 // usual is how long the others take.

@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package e2e
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/tandem-gpu/tandem/pkg/overview"
+)
+
+// exporterStandIn is a pod with the labels and the port of GPU Operator's dcgm-exporter, which needs its images and DCGM. It serves a page with
+// the form of dcgm-exporter's (NVIDIA/dcgm-exporter, internal/pkg/rendermetrics/render_metrics.go).
+func exporterStandIn(namespace, page string) string {
+	return fmt.Sprintf(`
+apiVersion: v1
+kind: ConfigMap
+metadata: {name: page, namespace: %[1]s}
+data: {metrics: %[2]q}
+---
+apiVersion: v1
+kind: Pod
+metadata: {name: dcgm-exporter, namespace: %[1]s, labels: {app: nvidia-dcgm-exporter}}
+spec:
+  nodeSelector: {kubernetes.io/hostname: %[3]s}
+  terminationGracePeriodSeconds: 1
+  containers:
+  - name: exporter
+    image: docker.io/library/busybox:1.37
+    imagePullPolicy: Never
+    command: [httpd, -f, -p, "9400", -h, /www]
+    ports: [{name: metrics, containerPort: 9400}]
+    readinessProbe: {httpGet: {path: /metrics, port: 9400}, periodSeconds: 1}
+    volumeMounts: [{name: page, mountPath: /www}]
+  volumes: [{name: page, configMap: {name: page}}]
+`, namespace, page, gpuNode)
+}
+
+// TestKubectlGPUTop: through the real API server's proxy, top shows what a stand-in for dcgm-exporter measures of each GPU, beside its holders.
+// It says why there is nothing before the stand-in runs, without the right, and when a second namespace has such a pod.
+func TestKubectlGPUTop(t *testing.T) {
+	s := begin(t)
+	plugin := s.buildPlugin()
+	object, err := s.gpuNodeObject()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var page strings.Builder
+	want, busiest := map[string]string{}, ""
+	for i, d := range object.Status.Devices {
+		labels := fmt.Sprintf("gpu=\"%d\",UUID=%q,device=\"nvidia%d\",modelName=%q,Hostname=%q", i, d.UUID, i, d.Model, gpuNode)
+		fmt.Fprintf(&page, "# TYPE DCGM_FI_DEV_GPU_UTIL gauge\nDCGM_FI_DEV_GPU_UTIL{%s} %d\n", labels, 10*i)
+		fmt.Fprintf(&page, "DCGM_FI_DEV_FB_USED{%s} %d\nDCGM_FI_DEV_FB_FREE{%s} %d\n", labels, i, labels, 1000-i)
+		want[d.Name] = fmt.Sprintf("%d%% of the time, %d of 1000 MiB", 10*i, i)
+		busiest = d.Name + " "
+	}
+	// measured checks what top shows: metrics, or why there are none.
+	measured := func(reason string, args ...string) func() error {
+		return func() error {
+			out, err := s.kubectlGPU(plugin, append([]string{"top", gpuNode, "-o", "json"}, args...)...)
+			if err != nil {
+				return err
+			}
+			var o overview.Overview
+			if err := json.Unmarshal([]byte(out), &o); err != nil {
+				return err
+			}
+			n := o.Nodes[0]
+			if reason != "" || n.NoMetrics != nil {
+				if n.NoMetrics == nil || !strings.Contains(n.NoMetrics.Reason, reason) || reason == "" {
+					return fmt.Errorf("no metrics: %+v, want %q", n.NoMetrics, reason)
+				}
+				return nil
+			}
+			got := map[string]string{}
+			for _, d := range n.Devices {
+				if m := d.Metrics; m != nil && m.UtilizationPercent != nil && m.MemoryUsedBytes != nil && m.MemoryTotalBytes != nil {
+					got[d.Name] = fmt.Sprintf("%.0f%% of the time, %d of %d MiB", *m.UtilizationPercent, *m.MemoryUsedBytes>>20, *m.MemoryTotalBytes>>20)
+				}
+			}
+			if diff := cmp.Diff(want, got); diff != "" || n.Exporter == nil || n.Exporter.Namespace != s.namespace {
+				return fmt.Errorf("metrics of %+v (-exporter +top):\n%s", n.Exporter, diff)
+			}
+			return nil
+		}
+	}
+	s.await(soon, "top to miss dcgm-exporter", measured("no dcgm-exporter runs there"))
+
+	s.manifest(one("limit", "worker"))
+	if err := s.applyAnywhere(exporterStandIn(s.namespace, page.String())); err != nil {
+		t.Fatal(err)
+	}
+	s.running(soon, 2, 0)
+	s.await(soon, "top to show what is measured", measured(""))
+	s.await(soon, "top to name the holder", func() error {
+		table, err := s.kubectlGPU(plugin, "top", gpuNode, "--sort-by", "util")
+		lines := strings.Split(table, "\n")
+		if err == nil && (len(lines) < 2 || !strings.Contains(lines[1], busiest) ||
+			strings.Count(table, s.namespace+"/worker (limits)") != 1 || !strings.Contains(table, "metrics of 1 node from dcgm-exporter in "+s.namespace)) {
+			err = errors.New(table)
+		}
+		return err
+	})
+	s.topWithFewRights(measured)
+
+	other := s.namespace + "-other"
+	s.undo(func() error {
+		_, err := theCluster.Kubectl(s.ctx, "delete", "namespace", other, "--ignore-not-found")
+		return err
+	})
+	s.kubectl("create", "namespace", other)
+	if err := s.applyAnywhere(exporterStandIn(other, strings.ReplaceAll(page.String(), "} ", "} 1"))); err != nil {
+		t.Fatal(err)
+	}
+	s.await(soon, "top to believe neither of two", measured("pods of several namespaces have the labels of dcgm-exporter"))
+	s.await(soon, "top to believe the one it is told to", measured("", "--exporter-namespace", s.namespace))
+}
+
+// topWithFewRights runs top as a user of the namespace, first without the rules of docs/user/kubectl-gpu.md and then with them.
+func (s *story) topWithFewRights(measured func(reason string, args ...string) func() error) {
+	s.Helper()
+	as := "--as=system:serviceaccount:" + s.namespace + ":guest"
+	s.undo(func() error {
+		_, err := theCluster.Kubectl(s.ctx, "delete", "--ignore-not-found", "clusterrole,clusterrolebinding", s.namespace)
+		return err
+	})
+	s.manifest(`
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRole
+metadata: {name: ` + s.namespace + `}
+rules: [{apiGroups: [tandem-gpu.dev], resources: [gpunodes], verbs: [get, list, watch]}]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {name: ` + s.namespace + `}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: ` + s.namespace + `}
+subjects: [{kind: ServiceAccount, name: guest, namespace: ` + s.namespace + `}]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: RoleBinding
+metadata: {name: top}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: Role, name: top}
+subjects: [{kind: ServiceAccount, name: guest, namespace: ` + s.namespace + `}]
+`)
+	role := func(rules string) {
+		s.manifest("{apiVersion: rbac.authorization.k8s.io/v1, kind: Role, metadata: {name: top}, rules: [" + rules + "]}")
+	}
+	const list, proxy = `{apiGroups: [""], resources: [pods], verbs: [list]}`, `{apiGroups: [""], resources: [pods/proxy], verbs: [get]}`
+	s.await(soon, "top to miss the right to list pods", measured("list pods: ", as))
+	role(list)
+	s.await(soon, "top to miss the right to the proxy", measured("you may not get pods/proxy", as, "--exporter-namespace", s.namespace))
+	role(list + ", " + proxy)
+	s.await(soon, "top to read with the documented rights", measured("", as, "--exporter-namespace", s.namespace))
+}
