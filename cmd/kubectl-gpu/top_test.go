@@ -4,15 +4,21 @@ package main
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"math"
+	"net/http"
+	"net/http/httptest"
 	"slices"
 	"strings"
+	"testing"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/cli-runtime/pkg/genericclioptions"
+	"k8s.io/cli-runtime/pkg/genericiooptions"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
@@ -84,4 +90,46 @@ func (m *machine) metrics() string {
 		}
 	}
 	return page.String()
+}
+
+// TestTopUsesTheProxy: with the flags of the connection, the page is read by the pod proxy, as the user that they name.
+func TestTopUsesTheProxy(t *testing.T) {
+	m := h100s("node-1", 1)
+	pods := corev1.PodList{TypeMeta: metav1.TypeMeta{Kind: "PodList", APIVersion: "v1"}, Items: []corev1.Pod{*exporter("gpu-operator", "node-1")}}
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if user := r.Header.Get("Impersonate-User"); user != "jane" {
+			t.Errorf("%s as %q", r.URL, user)
+		}
+		w.Header().Set("Content-Type", "application/json")
+		var err error
+		switch r.URL.Path {
+		case "/apis/tandem-gpu.dev/v1alpha1/gpunodes/node-1":
+			err = json.NewEncoder(w).Encode(m.gpuNode())
+		case "/api/v1/pods":
+			if of := r.URL.Query().Get("fieldSelector"); of != "spec.nodeName=node-1" {
+				t.Errorf("pods of %q", of)
+			}
+			err = json.NewEncoder(w).Encode(pods)
+		case "/api/v1/namespaces/gpu-operator/pods/dcgm-exporter-node-1:9400/proxy/metrics":
+			_, err = fmt.Fprint(w, m.metrics())
+		default:
+			t.Errorf("%s %s", r.Method, r.URL)
+		}
+		if err != nil {
+			t.Error(err)
+		}
+	}))
+	defer server.Close()
+	streams, _, stdout, _ := genericiooptions.NewTestIOStreams()
+	flags := genericclioptions.NewConfigFlags(true)
+	p := &plugin{streams: streams, connect: connectWith(flags)}
+	root := p.command()
+	flags.AddFlags(root.PersistentFlags())
+	root.SetArgs([]string{"top", "node-1", "--kubeconfig", "/dev/null", "--server", server.URL, "--as", "jane"})
+	if err := root.ExecuteContext(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if !strings.Contains(stdout.String(), "Free    0%     4/81080 MiB") {
+		t.Error(stdout)
+	}
 }
