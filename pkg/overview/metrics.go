@@ -59,8 +59,8 @@ type entity struct{ uuid, profile, instance string }
 // samples are the values of fields by entity.
 type samples map[entity]map[string]float64
 
-// parseMetrics reads the fields that are shown, and nothing else, from what an exporter writes. Of samples with equal labels the first counts:
-// dcgm-exporter repeats a GPU's sample for each pod that shares it.
+// parseMetrics reads the fields that are shown, and nothing else, from what an exporter writes: the parser refuses a page for any line, and a
+// TYPE that is repeated. Of the samples of an entity the first counts: dcgm-exporter repeats them for each pod that shares a GPU.
 func parseMetrics(text []byte) (samples, error) {
 	var shown bytes.Buffer
 	for line := range bytes.Lines(text) {
