@@ -83,7 +83,7 @@ func (c connection) only(all bool) string {
 	return ""
 }
 
-// nodes returns the named nodes, or all; of those, only the ones whose devices a namespace uses, unless it is empty.
+// nodes returns the named nodes, or all. If the namespace is not empty, nodes whose devices it does not use are left out.
 func (p *plugin) nodes(ctx context.Context, cluster overview.Cluster, namespace string, names []string) ([]overview.Node, error) {
 	nodes, notes, err := cluster.Nodes(ctx, names...)
 	if err != nil {
@@ -99,7 +99,7 @@ func (p *plugin) nodes(ctx context.Context, cluster overview.Cluster, namespace 
 	return nodes, nil
 }
 
-// list prints the devices of nodes; only those that the namespace uses, unless it is empty.
+// list prints the devices of nodes. If the namespace is not empty, it prints only those that the namespace uses.
 func (p *plugin) list(nodes []overview.Node, namespace, output string, view overview.View) error {
 	if namespace != "" {
 		for i, n := range nodes {

@@ -51,7 +51,7 @@ func measured(w world) world {
 	return w
 }
 
-// metrics is the page of dcgm-exporter: of a GPU in MIG mode it has only the GPU instances.
+// metrics is the page of dcgm-exporter. It has no samples of a GPU in MIG mode, only those of its GPU instances.
 func (m *machine) metrics() string {
 	var page strings.Builder
 	sample := func(field, labels string, value float64) {
@@ -92,7 +92,7 @@ func (m *machine) metrics() string {
 	return page.String()
 }
 
-// TestTopUsesTheProxy: with the flags of the connection, the page is read by the pod proxy, as the user that they name.
+// TestTopUsesTheProxy: top reads the page through the pod proxy, with the flags of the connection and as the user that they name.
 func TestTopUsesTheProxy(t *testing.T) {
 	m := h100s("node-1", 1)
 	pods := corev1.PodList{TypeMeta: metav1.TypeMeta{Kind: "PodList", APIVersion: "v1"}, Items: []corev1.Pod{*exporter("gpu-operator", "node-1")}}

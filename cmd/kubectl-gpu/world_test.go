@@ -208,7 +208,7 @@ type world struct {
 	namespace   string
 	given       bool
 	style       overview.Style
-	// scrape answers for the exporters' pods.
+	// scrape answers in place of the exporters' pods.
 	scrape overview.Scraper
 }
 

@@ -34,7 +34,7 @@ type Cluster struct {
 	Dynamic dynamic.Interface
 	// DriverName is that of Tandem's DRA driver.
 	DriverName string
-	// Scrape is used by ReadMetrics only, which needs it.
+	// Scrape reads metrics for ReadMetrics. Nothing else needs it.
 	Scrape Scraper
 }
 
@@ -256,12 +256,12 @@ type Viewer struct {
 	Failed func(error)
 }
 
-// refusals end Watch, if no other answer came between them. One proves nothing: an API server that starts refuses everything until it
-// has read the roles.
+// refusals is how many refusals in a row end Watch. One does not prove that the viewer lacks the right: an API server that is starting refuses
+// everything until it has read the roles.
 const refusals = 5
 
-// Watch shows each state of the named nodes, or of all, first those that exist. It returns when ctx is done, with an error of the first
-// list, or if the viewer may not list or watch any more.
+// Watch shows each state of the named nodes, or of all, first those that exist. It returns nil when ctx is done. It returns an error if the
+// first list fails, or if the viewer may not list or watch any more: see refusals.
 func (c Cluster) Watch(ctx context.Context, v Viewer, names ...string) error {
 	show := v.Show
 	wanted := func(name string) bool { return len(names) == 0 || slices.Contains(names, name) }

@@ -18,19 +18,19 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/explain"
 )
 
-// Metrics are what dcgm-exporter measured of a device. It samples once in some seconds. A value that it does not export is nil.
+// Metrics are the latest sample that dcgm-exporter has of a device. A value that it does not export is nil.
 type Metrics struct {
-	// UtilizationPercent is the part of the last sample in which the device ran work.
+	// UtilizationPercent is the part of the sample's period in which the device ran work.
 	UtilizationPercent *float64 `json:"utilizationPercent,omitempty"`
 	MemoryUsedBytes    *int64   `json:"memoryUsedBytes,omitempty"`
-	// MemoryTotalBytes is what is used and what is free. The driver reserves some memory besides.
+	// MemoryTotalBytes is the sum of used and free memory. It does not include the memory that the driver reserves.
 	MemoryTotalBytes *int64 `json:"memoryTotalBytes,omitempty"`
 	// PowerWatts and TemperatureCelsius are those of the whole GPU, and absent for a partition.
 	PowerWatts         *float64 `json:"powerWatts,omitempty"`
 	TemperatureCelsius *float64 `json:"temperatureCelsius,omitempty"`
 }
 
-// NoMetrics is why a node has no metrics. Detail is about this node.
+// NoMetrics is why a node has no metrics. Several nodes can have the same Reason. Detail is about this node, such as the name of its pod.
 type NoMetrics struct {
 	Reason string `json:"reason"`
 	Detail string `json:"detail,omitempty"`
@@ -39,28 +39,29 @@ type NoMetrics struct {
 // The fields of DCGM that are shown (NVIDIA/dcgm-exporter, etc/default-counters.csv and dcp-metrics-included.csv).
 const (
 	fieldUtilization = "DCGM_FI_DEV_GPU_UTIL"          // percent; a GPU in MIG mode has none
-	fieldActive      = "DCGM_FI_PROF_GR_ENGINE_ACTIVE" // part of the time, also of a partition
+	fieldActive      = "DCGM_FI_PROF_GR_ENGINE_ACTIVE" // part of the time, from 0 to 1; partitions have it too
 	fieldUsed        = "DCGM_FI_DEV_FB_USED"           // MiB
 	fieldFree        = "DCGM_FI_DEV_FB_FREE"           // MiB
 	fieldPower       = "DCGM_FI_DEV_POWER_USAGE"       // W
 	fieldTemperature = "DCGM_FI_DEV_GPU_TEMP"          // degrees Celsius
 )
 
-// mostOf are the largest values that can be true. DCGM marks a value that it does not have by one that is larger (NVIDIA/DCGM,
+// mostOf are the largest values that can be true. DCGM writes a larger one in place of a value that it does not have (NVIDIA/DCGM,
 // dcgm_structs.h, DCGM_INT32_BLANK).
 var mostOf = map[string]float64{
 	fieldUtilization: 100, fieldActive: 1, fieldUsed: 1 << 24, fieldFree: 1 << 24, fieldPower: 1 << 16, fieldTemperature: 200,
 }
 
-// entity is what a sample is of: a GPU, or a GPU instance of it. All samples have the UUID of the GPU, and those of a GPU instance its profile
-// and its ID (NVIDIA/dcgm-exporter, internal/pkg/rendermetrics/render_metrics.go).
+// entity is what a sample belongs to: a GPU, or one of its GPU instances. Each sample has the UUID of the GPU. A sample of a GPU instance also
+// has the instance's profile and ID (NVIDIA/dcgm-exporter, internal/pkg/rendermetrics/render_metrics.go).
 type entity struct{ uuid, profile, instance string }
 
-// samples are the values of fields by entity.
+// samples are the values of each entity, by field.
 type samples map[entity]map[string]float64
 
-// parseMetrics reads the fields that are shown, and nothing else, from what an exporter writes: the parser refuses a page for any line, and a
-// TYPE that is repeated. Of the samples of an entity the first counts: dcgm-exporter repeats them for each pod that shares a GPU.
+// parseMetrics reads the fields that are shown from an exporter's page. The parser gets no other lines, because one bad line or a repeated TYPE
+// makes it refuse the whole page. If an entity has several samples of a field, the first valid one counts: dcgm-exporter repeats a sample for
+// each pod that shares the GPU.
 func parseMetrics(text []byte) (samples, error) {
 	var shown bytes.Buffer
 	for line := range bytes.Lines(text) {
@@ -107,8 +108,8 @@ func entityOf(m *dto.Metric) (of entity) {
 	return of
 }
 
-// measure sets the metrics of the node's devices, and returns how many have some. Samples of other GPUs count for nothing. A GPUNode does not
-// have the IDs of GPU instances: a partition has metrics if it is the only one of its profile on its GPU.
+// measure sets the metrics of the node's devices, and returns how many devices have metrics. It ignores samples of other GPUs. A GPUNode does
+// not have the IDs of GPU instances. So a partition gets metrics only if no other partition of its GPU has its profile.
 func (n *Node) measure(found samples) (measured int) {
 	uuids, partitions := map[string]string{}, map[[2]string]int{}
 	for _, d := range n.Devices {
@@ -130,8 +131,8 @@ func (n *Node) measure(found samples) (measured int) {
 	return measured
 }
 
-// ofGPU returns the values of a GPU. dcgm-exporter has no samples of a GPU in MIG mode, unless it is told to (its flag --devices). Those of
-// its GPU instances all have the power and the temperature of the GPU.
+// ofGPU returns the values of a GPU. dcgm-exporter has no samples of a GPU in MIG mode itself, unless its flag --devices asks for them. But the
+// samples of each of its GPU instances have the GPU's power and temperature.
 func (s samples) ofGPU(uuid string) map[string]float64 {
 	values := map[string]float64{}
 	for of, sampled := range s {
@@ -216,7 +217,7 @@ func (m *Metrics) cells() []string {
 	return []string{number(m.UtilizationPercent, "%"), memory, number(m.PowerWatts, " W"), number(m.TemperatureCelsius, " C")}
 }
 
-// key is what rows are sorted by; negative without a value.
+// key returns the value that rows are sorted by, and -1 if there is none.
 func (m *Metrics) key(by string) float64 {
 	switch {
 	case m == nil:
@@ -228,8 +229,8 @@ func (m *Metrics) key(by string) float64 {
 	return -1
 }
 
-// chooseExporter returns the pod of dcgm-exporter among those of a node that have its labels. A tenant can give its own pod these labels: if
-// ready pods of several namespaces have them, none is believed.
+// chooseExporter returns the pod of dcgm-exporter among the pods of a node that have its labels. A tenant can give these labels to a pod. So it
+// returns none if ready pods of several namespaces have them.
 func chooseExporter(pods []*corev1.Pod) (*corev1.Pod, *NoMetrics) {
 	if len(pods) == 0 {
 		return nil, &NoMetrics{Reason: "no dcgm-exporter runs there"}
@@ -254,7 +255,7 @@ func chooseExporter(pods []*corev1.Pod) (*corev1.Pod, *NoMetrics) {
 // mostNamed bounds the nodes that a note names.
 const mostNamed = 3
 
-// MissingMetrics says of which nodes no metrics were read, and why, in a line for each reason. It is pure.
+// MissingMetrics returns a note for each reason why nodes have no metrics. The note names some of these nodes. It is pure.
 func MissingMetrics(nodes []Node) (notes []string) {
 	var reasons []string
 	by := map[string][]Node{}
@@ -285,7 +286,7 @@ func MissingMetrics(nodes []Node) (notes []string) {
 	return notes
 }
 
-// exporters says whose metrics the overview has.
+// exporters says how many nodes have metrics, and from which namespaces.
 func (o Overview) exporters() string {
 	nodes, namespaces := 0, []string{}
 	for _, n := range o.Nodes {

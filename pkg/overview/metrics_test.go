@@ -21,7 +21,7 @@ func measuredNode(profiles ...string) Node {
 	return n
 }
 
-// TestMeasure: what of a page is shown of which device.
+// TestMeasure: which values of a page are shown, and for which device.
 func TestMeasure(t *testing.T) {
 	for name, c := range map[string]struct {
 		page     string
@@ -151,7 +151,7 @@ func TestChooseExporter(t *testing.T) {
 	}
 }
 
-// TestMissingMetrics: a line for each reason, however many nodes have it.
+// TestMissingMetrics: there is one note for each reason, however many nodes have it.
 func TestMissingMetrics(t *testing.T) {
 	nodes := []Node{{Name: "ok"}, {Name: "slow", NoMetrics: &NoMetrics{"too slow", "pod a/b"}}}
 	for i := range 5 {

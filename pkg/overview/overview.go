@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package overview is what kubectl gpu shows of a cluster's GPUs. cluster.go, facts.go and scrape.go read the API server. The other files
-// decide what to show (overview.go, metrics.go, picture.go) and write it as text (text.go, table.go, draw.go, whytext.go). Those are pure, so that other views
-// can use them. Flags are in cmd/kubectl-gpu, reasons of waiting pods in pkg/explain.
+// decide what to show (overview.go, metrics.go, picture.go) and write it as text (text.go, table.go, draw.go, whytext.go). Those are pure, so
+// that other views can use them. Flags are in cmd/kubectl-gpu, reasons of waiting pods in pkg/explain.
 package overview
 
 import (
@@ -53,7 +53,8 @@ type Node struct {
 	Devices []Device `json:"devices,omitempty"`
 	// Conflicts are claims that were allocated a device which another holder has.
 	Conflicts []Conflict `json:"conflicts,omitempty"`
-	// Exporter is the pod that the metrics of the devices come from, and NoMetrics why they have none. ReadMetrics sets one of them.
+	// Exporter is the pod that the metrics of the devices come from. NoMetrics is why they have none. ReadMetrics sets one of the two if the
+	// node has devices.
 	Exporter  *PodRef    `json:"exporter,omitempty"`
 	NoMetrics *NoMetrics `json:"noMetrics,omitempty"`
 }

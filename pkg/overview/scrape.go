@@ -28,7 +28,7 @@ import (
 // of GPU Operator (NVIDIA/gpu-operator, assets/state-dcgm-exporter/0800_daemonset.yaml).
 var exporterSelectors = []string{"app.kubernetes.io/name=dcgm-exporter", "app=nvidia-dcgm-exporter"}
 
-// exporterPort is the port of both, unless the port with this name has another number.
+// exporterPort is the usual port of both. A container port with the name exporterPortName overrides it.
 const (
 	exporterPortName = "metrics"
 	exporterPort     = 9400
@@ -44,13 +44,14 @@ const (
 	mostDetail      = 200 // runes
 )
 
-// Scraper returns the metrics page of a pod. It is safe for concurrent use. The page and the error have texts that the pod has written.
+// Scraper returns the metrics page of a pod. It is safe for concurrent use. The page and the error may contain any text: the pod writes it.
 type Scraper func(ctx context.Context, pod *corev1.Pod) ([]byte, error)
 
-// NewScraper returns a scraper that reads by the API server's pod proxy, with the viewer's rights. It does not connect.
+// NewScraper returns a scraper that reads through the API server's pod proxy, with the viewer's rights. NewScraper itself does not connect.
 //
-// It has a client of its own. The API server passes a redirect to another host on (k8s.io/apimachinery, pkg/util/proxy/transport.go), and a
-// client that follows it sends the viewer's token there. Clients of client-go read answers with an error whole, whatever their size.
+// The scraper has its own HTTP client, for two reasons. A pod can redirect to another host, and the API server passes the redirect on
+// (k8s.io/apimachinery, pkg/util/proxy/transport.go): a client that follows it sends the viewer's token to that host. And client-go reads the
+// body of an error whole, whatever its size.
 func NewScraper(config *rest.Config) (Scraper, error) {
 	base, _, err := rest.DefaultServerUrlFor(config)
 	if err != nil {
@@ -92,7 +93,7 @@ func NewScraper(config *rest.Config) (Scraper, error) {
 	}, nil
 }
 
-// statusError returns the API server's error, or that of the pod.
+// statusError returns the API server's error if the body is one, and otherwise an error with the status code alone.
 func statusError(code int, body []byte) error {
 	var status metav1.Status
 	if err := json.Unmarshal(body, &status); err == nil && status.Kind == "Status" && status.Code == int32(code) {
@@ -112,8 +113,8 @@ func portOf(pod *corev1.Pod) int32 {
 	return exporterPort
 }
 
-// ReadMetrics sets the metrics of the nodes' devices, or why a node has none. Pods of dcgm-exporter are looked for in a namespace, or in all if
-// it is empty. It fails only if ctx is done.
+// ReadMetrics sets the metrics of the nodes' devices, or the reason why a node has none. It looks for pods of dcgm-exporter in the namespace, or
+// in all namespaces if it is empty. It fails only if ctx is done.
 func (c Cluster) ReadMetrics(ctx context.Context, nodes []Node, namespace string) error {
 	exporters, err := c.exporters(ctx, nodes, namespace)
 	readable, cancel := context.WithTimeout(ctx, allScrapesTime)
@@ -141,7 +142,7 @@ func (c Cluster) ReadMetrics(ctx context.Context, nodes []Node, namespace string
 	return ctx.Err()
 }
 
-// readMetrics sets the metrics of one node.
+// readMetrics sets the metrics of one node's devices. It returns the pod that it read, or why there are no metrics.
 func (c Cluster) readMetrics(ctx context.Context, n *Node, pods []*corev1.Pod) (*PodRef, *NoMetrics) {
 	pod, none := chooseExporter(pods)
 	if none != nil {
@@ -171,7 +172,7 @@ func (c Cluster) readMetrics(ctx context.Context, n *Node, pods []*corev1.Pod) (
 	return &PodRef{UID: string(pod.UID), Namespace: pod.Namespace, Name: pod.Name}, nil
 }
 
-// exporters returns the pods with labels of dcgm-exporter by node.
+// exporters returns the pods that have labels of dcgm-exporter, by node.
 func (c Cluster) exporters(ctx context.Context, nodes []Node, namespace string) (map[string][]*corev1.Pod, error) {
 	options := metav1.ListOptions{}
 	if len(nodes) == 1 {

@@ -107,7 +107,7 @@ func TestScraper(t *testing.T) {
 	}
 }
 
-// TestScraperFollowsNoRedirect: a pod that sends the viewer elsewhere does not get the viewer's token there.
+// TestScraperFollowsNoRedirect: a pod that redirects to another host does not get the viewer's token there.
 func TestScraperFollowsNoRedirect(t *testing.T) {
 	for _, code := range []int{301, 302, 303, 307, 308} {
 		var asked atomic.Int32
@@ -121,7 +121,7 @@ func TestScraperFollowsNoRedirect(t *testing.T) {
 	}
 }
 
-// TestScraperEnds: a pod that does not answer is left when the context ends, and the error does not repeat the address.
+// TestScraperEnds: when the context ends, the scraper stops waiting for a pod. Its error does not repeat the address.
 func TestScraperEnds(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	scrape := apiServer(t, func(_ http.ResponseWriter, r *http.Request) {
@@ -175,7 +175,7 @@ func TestExporters(t *testing.T) {
 	}
 }
 
-// TestReadMetrics: what is said of a node whose exporter does not answer well.
+// TestReadMetrics: what a node has if its exporter answers, and the reason if it does not answer well.
 func TestReadMetrics(t *testing.T) {
 	long := strings.Repeat("x", 1000)
 	for name, c := range map[string]struct {
@@ -213,7 +213,7 @@ func TestReadMetrics(t *testing.T) {
 	}
 }
 
-// TestReadMetricsIsBounded: of many nodes some are asked, a few at a time, and none after the viewer has gone.
+// TestReadMetricsIsBounded: a bounded number of nodes is asked, a few at a time. A context that is done is an error.
 func TestReadMetricsIsBounded(t *testing.T) {
 	var pods []apiruntime.Object
 	var nodes []Node
@@ -235,7 +235,7 @@ func TestReadMetricsIsBounded(t *testing.T) {
 		mu.Unlock()
 		select {
 		case <-together:
-			runtime.Gosched() // to one too many
+			runtime.Gosched() // lets one too many start, if nothing prevents it
 		case <-ctx.Done():
 			t.Error("too few ask at once")
 		}

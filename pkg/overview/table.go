@@ -26,14 +26,15 @@ type Row struct {
 type View struct {
 	// Wide adds UUIDs, extended resources and why a device gets no holder. Metrics adds what dcgm-exporter measures.
 	Wide, Metrics bool
-	// SortBy is one of SortKeys: rows with more come first, rows without a value last. Empty: by node and device.
+	// SortBy is one of SortKeys: rows with the largest values come first, rows without a value last. If it is empty, rows are in the order of
+	// nodes and devices.
 	SortBy string
 }
 
 // SortKeys are the values of View.SortBy.
 var SortKeys = []string{"util", "memory"}
 
-// The headers of a row. The holders come late, because they are long.
+// The headers of a row. HOLDERS comes after all of them, because it is long.
 var (
 	header        = []string{"NODE", "DEVICE", "MODEL", "STATE", "SHARE"}
 	metricsHeader = []string{"UTIL", "MEMORY", "POWER", "TEMP"}
@@ -121,8 +122,8 @@ func (d Device) Describe(n Node) (holders, shares string) {
 	return strings.Join(texts, "; "), strings.Join(parts, "; ") + " of " + of
 }
 
-// Table returns the overview as a table with a last line that counts, and one that says whose metrics it has. A column that no row fills is
-// left out.
+// Table returns the overview as a table. A line with counts follows it, and in a view with metrics a line that says where they come from. A
+// column that no row fills is left out.
 func (s Style) Table(o Overview, v View) string {
 	if len(o.Nodes) == 0 {
 		return o.Summary() + "\n"

@@ -20,7 +20,7 @@ import (
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 )
 
-// TestWatchRefused: an API server that starts refuses some requests. Only a viewer who is refused again and again may not watch.
+// TestWatchRefused: Watch survives some refusals, as of an API server that is starting. It ends after several in a row.
 func TestWatchRefused(t *testing.T) {
 	forbidden := apierrors.NewForbidden(v1alpha1.Resource.GroupResource(), "", errors.New("the roles are not read yet"))
 	for name, c := range map[string]struct {
