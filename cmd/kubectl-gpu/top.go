@@ -19,8 +19,8 @@ func (p *plugin) top() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "top [NODE...]",
 		Short: "List GPUs with their holders, utilisation, memory, power and temperature",
-		Long: "List the devices as ls does, with what NVIDIA's dcgm-exporter measures of them. The metrics are read through the API server, with\n" +
-			"your right to get pods/proxy. A device without metrics has \"-\".",
+		Long: "List the devices as ls does, with what NVIDIA's dcgm-exporter measures of them. The metrics are read through the API server's pod\n" +
+			"proxy: you need the rights to list pods and to get pods/proxy. A value that dcgm-exporter does not export is \"-\".",
 		Example: "  kubectl gpu top\n  kubectl gpu top node-1\n  kubectl gpu top --sort-by util --exporter-namespace gpu-operator",
 		RunE: func(cmd *cobra.Command, names []string) error {
 			if err := checkOutput(output); err != nil {
@@ -50,8 +50,8 @@ func (p *plugin) top() *cobra.Command {
 		ValidArgsFunction: p.completeNodes(0),
 	}
 	listFlags(cmd, &output, &all)
-	cmd.Flags().StringVar(&sortBy, "sort-by", "", "util or memory: rows with more come first")
-	cmd.Flags().StringVar(&exporters, "exporter-namespace", "", "read metrics only of pods of this namespace")
+	cmd.Flags().StringVar(&sortBy, "sort-by", "", "util or memory: the largest values come first")
+	cmd.Flags().StringVar(&exporters, "exporter-namespace", "", "namespace of dcgm-exporter: read no pods of other namespaces")
 	completeFlag(cmd, "sort-by", overview.SortKeys)
 	return cmd
 }

@@ -233,7 +233,7 @@ func (m *Metrics) key(by string) float64 {
 // returns none if ready pods of several namespaces have them.
 func chooseExporter(pods []*corev1.Pod) (*corev1.Pod, *NoMetrics) {
 	if len(pods) == 0 {
-		return nil, &NoMetrics{Reason: "no dcgm-exporter runs there"}
+		return nil, &NoMetrics{Reason: "no pod of dcgm-exporter found"}
 	}
 	name := func(p *corev1.Pod) string { return p.Namespace + "/" + p.Name }
 	slices.SortFunc(pods, func(a, b *corev1.Pod) int { return cmp.Compare(name(a), name(b)) })
@@ -277,7 +277,7 @@ func MissingMetrics(nodes []Node) (notes []string) {
 		if more := len(by[reason]) - len(names); more > 0 {
 			names = append(names, fmt.Sprintf("%d more", more))
 		}
-		note := fmt.Sprintf("no metrics of %s (%s): %s", explain.Number(len(by[reason]), "node"), strings.Join(names, ", "), reason)
+		note := fmt.Sprintf("no metrics for %s (%s): %s", explain.Number(len(by[reason]), "node"), strings.Join(names, ", "), reason)
 		if first := by[reason][0]; first.NoMetrics.Detail != "" {
 			note += fmt.Sprintf(" (%s: %s)", first.Name, first.NoMetrics.Detail)
 		}
@@ -299,5 +299,5 @@ func (o Overview) exporters() string {
 		return "no metrics"
 	}
 	slices.Sort(namespaces)
-	return fmt.Sprintf("metrics of %s from dcgm-exporter in %s", explain.Number(nodes, "node"), strings.Join(slices.Compact(namespaces), ", "))
+	return fmt.Sprintf("metrics for %s from dcgm-exporter in %s", explain.Number(nodes, "node"), strings.Join(slices.Compact(namespaces), ", "))
 }

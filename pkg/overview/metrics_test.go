@@ -130,7 +130,7 @@ func TestChooseExporter(t *testing.T) {
 		pods []*corev1.Pod
 		want string
 	}{
-		"none":         {nil, "no dcgm-exporter runs there"},
+		"none":         {nil, "no pod of dcgm-exporter found"},
 		"one":          {[]*corev1.Pod{exporterPod("gpu-operator", "a")}, "gpu-operator/a"},
 		"not ready":    {[]*corev1.Pod{exporterPod("gpu-operator", "a", notReady)}, "dcgm-exporter is not ready: pod gpu-operator/a is Running"},
 		"an update":    {[]*corev1.Pod{exporterPod("gpu-operator", "a", ending), exporterPod("gpu-operator", "b")}, "gpu-operator/b"},
@@ -157,7 +157,7 @@ func TestMissingMetrics(t *testing.T) {
 	for i := range 5 {
 		nodes = append(nodes, Node{Name: fmt.Sprintf("n-%d", i), NoMetrics: &NoMetrics{Reason: "none there"}})
 	}
-	want := []string{"no metrics of 1 node (slow): too slow (slow: pod a/b)", "no metrics of 5 nodes (n-0, n-1, n-2, 2 more): none there"}
+	want := []string{"no metrics for 1 node (slow): too slow (slow: pod a/b)", "no metrics for 5 nodes (n-0, n-1, n-2, 2 more): none there"}
 	if got := MissingMetrics(nodes); !slices.Equal(got, want) {
 		t.Errorf("%q", got)
 	}

@@ -129,7 +129,7 @@ func (c Cluster) ReadMetrics(ctx context.Context, nodes []Node, namespace string
 		case err != nil:
 			n.NoMetrics = &NoMetrics{Reason: short(err)}
 		case scraped == mostScraped:
-			n.NoMetrics = &NoMetrics{Reason: fmt.Sprintf("at most %d nodes are asked: name the nodes that you want to see", mostScraped)}
+			n.NoMetrics = &NoMetrics{Reason: fmt.Sprintf("at most %d nodes are read: name the nodes that you want to see", mostScraped)}
 		default:
 			scraped++
 			scrapes.Go(func() error {
@@ -158,13 +158,13 @@ func (c Cluster) readMetrics(ctx context.Context, n *Node, pods []*corev1.Pod) (
 	case apierrors.IsForbidden(err):
 		return missing("you may not get pods/proxy", ": "+short(err))
 	case errors.Is(err, context.DeadlineExceeded):
-		return missing("dcgm-exporter does not answer in time", "")
+		return missing("dcgm-exporter could not be read in time", "")
 	case err != nil:
-		return missing("dcgm-exporter does not answer", ": "+short(err))
+		return missing("dcgm-exporter could not be read", ": "+short(err))
 	}
 	found, err := parseMetrics(page)
 	if err != nil {
-		return missing("the answer of dcgm-exporter is not understood", ": "+short(err))
+		return missing("the page of dcgm-exporter could not be parsed", ": "+short(err))
 	}
 	if n.measure(found) == 0 {
 		return missing("dcgm-exporter has no metrics of the node's GPUs", "")
@@ -185,7 +185,7 @@ func (c Cluster) exporters(ctx context.Context, nodes []Node, namespace string) 
 	for _, options.LabelSelector = range exporterSelectors {
 		err := each(ctx, options, page, func(p *corev1.Pod) { found[p.Spec.NodeName] = append(found[p.Spec.NodeName], p) })
 		if apierrors.IsForbidden(err) && namespace == metav1.NamespaceAll {
-			return nil, fmt.Errorf("list pods: %w (give the namespace of dcgm-exporter with --exporter-namespace)", err)
+			return nil, fmt.Errorf("list pods of all namespaces (give that of dcgm-exporter with --exporter-namespace): %w", err)
 		}
 		if err != nil {
 			return nil, fmt.Errorf("list pods: %w", err)

@@ -185,10 +185,10 @@ func TestReadMetrics(t *testing.T) {
 	}{
 		"well":        {page: metricsPage, want: "7%"},
 		"forbidden":   {err: apierrors.NewForbidden(corev1.Resource("pods"), "a", errors.New("jane")), want: `you may not get pods/proxy (pod gpu-operator/a: pods "a" is forbidden: jane)`},
-		"slow":        {err: context.DeadlineExceeded, want: "dcgm-exporter does not answer in time (pod gpu-operator/a)"},
-		"away":        {err: errors.New("connection\n refused"), want: "dcgm-exporter does not answer (pod gpu-operator/a: connection refused)"},
-		"talkative":   {err: errors.New(long), want: "dcgm-exporter does not answer (pod gpu-operator/a: " + long[:200] + "...)"},
-		"not metrics": {page: "DCGM_FI_DEV_GPU_UTIL{", want: "the answer of dcgm-exporter is not understood"},
+		"slow":        {err: context.DeadlineExceeded, want: "dcgm-exporter could not be read in time (pod gpu-operator/a)"},
+		"away":        {err: errors.New("connection\n refused"), want: "dcgm-exporter could not be read (pod gpu-operator/a: connection refused)"},
+		"talkative":   {err: errors.New(long), want: "dcgm-exporter could not be read (pod gpu-operator/a: " + long[:200] + "...)"},
+		"not metrics": {page: "DCGM_FI_DEV_GPU_UTIL{", want: "the page of dcgm-exporter could not be parsed"},
 		"others":      {page: strings.ReplaceAll(metricsPage, "GPU-a", "GPU-z"), want: "dcgm-exporter has no metrics of the node's GPUs (pod gpu-operator/a)"},
 	} {
 		cluster := Cluster{Client: fake.NewClientset(exporterPod("gpu-operator", "a")), Scrape: func(ctx context.Context, _ *corev1.Pod) ([]byte, error) {
@@ -251,7 +251,7 @@ func TestReadMetricsIsBounded(t *testing.T) {
 	for _, n := range nodes {
 		if n.NoMetrics != nil {
 			without++
-			if !strings.HasPrefix(n.NoMetrics.Reason, "at most 500 nodes are asked") {
+			if !strings.HasPrefix(n.NoMetrics.Reason, "at most 500 nodes are read") {
 				t.Error(n.NoMetrics)
 			}
 		}

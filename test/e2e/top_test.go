@@ -14,8 +14,8 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/overview"
 )
 
-// exporterStandIn is a pod with the labels and the port of GPU Operator's dcgm-exporter, which needs its images and DCGM. It serves a page with
-// the form of dcgm-exporter's (NVIDIA/dcgm-exporter, internal/pkg/rendermetrics/render_metrics.go).
+// exporterStandIn is a pod with the labels and the port of GPU Operator's dcgm-exporter. The real one needs its image and DCGM. The page has the
+// format of the real one (NVIDIA/dcgm-exporter, internal/pkg/rendermetrics/render_metrics.go).
 func exporterStandIn(namespace, page string) string {
 	return fmt.Sprintf(`
 apiVersion: v1
@@ -41,8 +41,8 @@ spec:
 `, namespace, page, gpuNode)
 }
 
-// TestKubectlGPUTop: through the real API server's proxy, top shows what a stand-in for dcgm-exporter measures of each GPU, beside its holders.
-// It says why there is nothing before the stand-in runs, without the right, and when a second namespace has such a pod.
+// TestKubectlGPUTop: top reads a stand-in for dcgm-exporter through the real API server's pod proxy, and shows the metrics of each GPU beside its
+// holders. It says why it has no metrics: before the stand-in runs, without the rights, and when a second namespace has such a pod.
 func TestKubectlGPUTop(t *testing.T) {
 	s := begin(t)
 	plugin := s.buildPlugin()
@@ -89,19 +89,19 @@ func TestKubectlGPUTop(t *testing.T) {
 			return nil
 		}
 	}
-	s.await(soon, "top to miss dcgm-exporter", measured("no dcgm-exporter runs there"))
+	s.await(soon, "top to report that dcgm-exporter is missing", measured("no pod of dcgm-exporter found"))
 
 	s.manifest(one("limit", "worker"))
 	if err := s.applyAnywhere(exporterStandIn(s.namespace, page.String())); err != nil {
 		t.Fatal(err)
 	}
 	s.running(soon, 2, 0)
-	s.await(soon, "top to show what is measured", measured(""))
+	s.await(soon, "top to show the metrics", measured(""))
 	s.await(soon, "top to name the holder", func() error {
 		table, err := s.kubectlGPU(plugin, "top", gpuNode, "--sort-by", "util")
 		lines := strings.Split(table, "\n")
 		if err == nil && (len(lines) < 2 || !strings.Contains(lines[1], busiest) ||
-			strings.Count(table, s.namespace+"/worker (limits)") != 1 || !strings.Contains(table, "metrics of 1 node from dcgm-exporter in "+s.namespace)) {
+			strings.Count(table, s.namespace+"/worker (limits)") != 1 || !strings.Contains(table, "metrics for 1 node from dcgm-exporter in "+s.namespace)) {
 			err = errors.New(table)
 		}
 		return err
@@ -117,8 +117,8 @@ func TestKubectlGPUTop(t *testing.T) {
 	if err := s.applyAnywhere(exporterStandIn(other, strings.ReplaceAll(page.String(), "} ", "} 1"))); err != nil {
 		t.Fatal(err)
 	}
-	s.await(soon, "top to believe neither of two", measured("pods of several namespaces have the labels of dcgm-exporter"))
-	s.await(soon, "top to believe the one it is told to", measured("", "--exporter-namespace", s.namespace))
+	s.await(soon, "top to read neither of two pods", measured("pods of several namespaces have the labels of dcgm-exporter"))
+	s.await(soon, "top to read the pod of the given namespace", measured("", "--exporter-namespace", s.namespace))
 }
 
 // topWithFewRights runs top as a user of the namespace, first without the rules of docs/user/kubectl-gpu.md and then with them.
@@ -151,9 +151,9 @@ subjects: [{kind: ServiceAccount, name: guest, namespace: ` + s.namespace + `}]
 		s.manifest("{apiVersion: rbac.authorization.k8s.io/v1, kind: Role, metadata: {name: top}, rules: [" + rules + "]}")
 	}
 	const list, proxy = `{apiGroups: [""], resources: [pods], verbs: [list]}`, `{apiGroups: [""], resources: [pods/proxy], verbs: [get]}`
-	s.await(soon, "top to miss the right to list pods", measured("list pods: ", as))
+	s.await(soon, "top to report the missing right to list pods", measured("list pods of all namespaces ", as))
 	role(list)
-	s.await(soon, "top to miss the right to the proxy", measured("you may not get pods/proxy", as, "--exporter-namespace", s.namespace))
+	s.await(soon, "top to report the missing right to the proxy", measured("you may not get pods/proxy", as, "--exporter-namespace", s.namespace))
 	role(list + ", " + proxy)
 	s.await(soon, "top to read with the documented rights", measured("", as, "--exporter-namespace", s.namespace))
 }
