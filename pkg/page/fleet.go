@@ -30,8 +30,8 @@ const (
 	asksEvery = time.Minute
 	// slicesFor is how long the ResourceSlices of a node are used: they change with the node's partitions.
 	slicesFor = 30 * time.Second
-	// refusedFor is how long a refused watch of pods is reported. The informer asks again at least once a minute (client-go
-	// tools/cache, NewReflectorWithOptions: 30 s and a jitter of as much).
+	// refusedFor is how long a refused watch of pods is reported. If the API server still refuses it, the informer notices at least once a
+	// minute (client-go tools/cache, NewReflectorWithOptions: 30 s and up to 30 s of jitter).
 	refusedFor = 90 * time.Second
 	// mostSlices bounds the nodes whose slices are kept.
 	mostSlices = 256
@@ -53,7 +53,7 @@ type fleet struct {
 	slices  map[string]published
 	// notes say what is missing, by what they are about: aboutGPUNodes and so on.
 	notes map[string]string
-	// refused says why the last watch of pods was refused, at refusedAt.
+	// refused says why the API server last refused the watch of pods, and refusedAt when.
 	refused   string
 	refusedAt time.Time
 }

@@ -210,7 +210,7 @@ func TestNotUpToDate(t *testing.T) {
 	}
 }
 
-// TestPodsRefused: a refused watch of pods is reported until it is allowed again.
+// TestPodsRefused: a refused watch of pods is reported while it is refused, and no longer some time after it is allowed.
 func TestPodsRefused(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPage()

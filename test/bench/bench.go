@@ -65,7 +65,8 @@ type run struct {
 	measured int
 }
 
-// Run measures everything and returns the figures, after an error those measured before it. It needs root, takes a few minutes, and leaves nothing behind.
+// Run measures everything and returns the figures. With an error it returns the figures that were measured before it. Run needs root, takes
+// several minutes, and leaves nothing behind.
 func Run(ctx context.Context, o Options) (figures []figure.Figure, err error) {
 	if o.Calls <= 0 {
 		o.Calls = 320

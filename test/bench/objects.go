@@ -149,7 +149,7 @@ func replacePod(ctx context.Context, client kubernetes.Interface, claim *resourc
 	if err != nil {
 		return err
 	}
-	// The agent writes to the status of claims that are shared. A patch leaves that as it is.
+	// The agent writes to the status of shared claims at the same time. So this is a patch: an update could fail with a conflict.
 	patch, err := json.Marshal(map[string]any{"status": map[string]any{"reservedFor": reservedFor(pod)}})
 	if err != nil {
 		return fmt.Errorf("reserve claim %s: %w", claim.Name, err)

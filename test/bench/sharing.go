@@ -97,6 +97,7 @@ func (s *subject) prepareAgain(ctx context.Context, n int, took []figure.Samples
 			return err
 		}
 	}
+	// Sharing settings last until the pods of their claims have ended.
 	if err := s.replacePods(ctx, s.claims...); err != nil {
 		return err
 	}

@@ -51,7 +51,7 @@ func Mutations() []Mutation {
 		m.FaultEvery, m.Faults, m.FreezeEvery, m.Demand = every, faults, [2]int{30, 50}, [2]int{6, 14}
 		return m
 	}
-	// Bursts meet an agent that does not answer Allocate while pods end and their devices are listed.
+	// listed often freezes the agent when a burst of pods starts: Allocate hangs while other pods end and their devices are listed.
 	listed := often([2]int{3, 5}, Fault{ListPods, "pod-resources", 1})
 	listed.Linger, listed.BurstEvery, listed.Ambush, listed.Demand = 0, [2]int{3, 6}, 80, [2]int{2, 5}
 	listed.FreezeEvery, listed.Frozen = [2]int{4, 8}, []Fault{{Freeze, agentName, 1}}
@@ -127,7 +127,7 @@ func Mutations() []Mutation {
 `}},
 		},
 		{
-			Name: "reuse", What: "a device ID that kubelet gives again is reuse inside a pod, whichever pod asks, and no ID is preferred", Mix: listed,
+			Name: "reuse", What: "a device ID that kubelet gives again is reuse inside a pod, whichever pod asks, and kubelet gets no preferred allocation", Mix: listed,
 			changes: []change{
 				{"pkg/ledger", "Ledger", "reuses", `
 	return podState != Orphaned && h.State != StateDraining && !h.Unreadable
