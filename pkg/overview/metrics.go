@@ -230,26 +230,31 @@ func (m *Metrics) key(by string) float64 {
 }
 
 // chooseExporter returns the pod of dcgm-exporter among the pods of a node that have its labels. A tenant can give these labels to a pod. So it
-// returns none if ready pods of several namespaces have them.
+// returns none if pods of several namespaces have them, even while only one is ready.
 func chooseExporter(pods []*corev1.Pod) (*corev1.Pod, *NoMetrics) {
+	// A user can name a node twice: its pods are read by two goroutines.
+	pods = slices.DeleteFunc(slices.Clone(pods), func(p *corev1.Pod) bool {
+		return p.Status.Phase == corev1.PodSucceeded || p.Status.Phase == corev1.PodFailed
+	})
 	if len(pods) == 0 {
 		return nil, &NoMetrics{Reason: "no pod of dcgm-exporter found"}
 	}
 	name := func(p *corev1.Pod) string { return p.Namespace + "/" + p.Name }
 	slices.SortFunc(pods, func(a, b *corev1.Pod) int { return cmp.Compare(name(a), name(b)) })
-	ready := slices.DeleteFunc(slices.Clone(pods), func(p *corev1.Pod) bool {
-		return p.DeletionTimestamp != nil || !slices.ContainsFunc(p.Status.Conditions, func(c corev1.PodCondition) bool {
-			return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
-		})
-	})
-	if len(ready) == 0 {
-		return nil, &NoMetrics{"dcgm-exporter is not ready", fmt.Sprintf("pod %s is %s", name(pods[0]), cmp.Or(pods[0].Status.Phase, "Unknown"))}
-	}
-	if first, last := ready[0], ready[len(ready)-1]; first.Namespace != last.Namespace {
+	first, last := pods[0], pods[len(pods)-1]
+	if first.Namespace != last.Namespace {
 		return nil, &NoMetrics{"pods of several namespaces have the labels of dcgm-exporter: give its namespace with --exporter-namespace",
 			fmt.Sprintf("pods %s and %s", name(first), name(last))}
 	}
-	return ready[0], nil
+	ready := slices.IndexFunc(pods, func(p *corev1.Pod) bool {
+		return p.DeletionTimestamp == nil && slices.ContainsFunc(p.Status.Conditions, func(c corev1.PodCondition) bool {
+			return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
+		})
+	})
+	if ready < 0 {
+		return nil, &NoMetrics{"dcgm-exporter is not ready", fmt.Sprintf("pod %s is %s", name(first), cmp.Or(first.Status.Phase, "Unknown"))}
+	}
+	return pods[ready], nil
 }
 
 // mostNamed bounds the nodes that a note names.

@@ -124,21 +124,30 @@ func exporterPod(namespace, name string, change ...func(*corev1.Pod)) *corev1.Po
 
 func notReady(p *corev1.Pod) { p.Status.Conditions[0].Status = corev1.ConditionFalse }
 func ending(p *corev1.Pod)   { p.DeletionTimestamp = &metav1.Time{} }
+func failed(p *corev1.Pod) {
+	p.Status.Phase, p.Status.Conditions[0].Status = corev1.PodFailed, corev1.ConditionFalse
+}
 
 func TestChooseExporter(t *testing.T) {
 	for name, c := range map[string]struct {
 		pods []*corev1.Pod
 		want string
 	}{
-		"none":         {nil, "no pod of dcgm-exporter found"},
-		"one":          {[]*corev1.Pod{exporterPod("gpu-operator", "a")}, "gpu-operator/a"},
-		"not ready":    {[]*corev1.Pod{exporterPod("gpu-operator", "a", notReady)}, "dcgm-exporter is not ready: pod gpu-operator/a is Running"},
-		"an update":    {[]*corev1.Pod{exporterPod("gpu-operator", "a", ending), exporterPod("gpu-operator", "b")}, "gpu-operator/b"},
-		"two charts":   {[]*corev1.Pod{exporterPod("gpu-operator", "b"), exporterPod("gpu-operator", "a")}, "gpu-operator/a"},
-		"an impostor":  {[]*corev1.Pod{exporterPod("gpu-operator", "a"), exporterPod("evil", "z")}, "several namespaces: pods evil/z and gpu-operator/a"},
-		"one that may": {[]*corev1.Pod{exporterPod("gpu-operator", "a"), exporterPod("evil", "z", notReady)}, "gpu-operator/a"},
+		"none":          {nil, "no pod of dcgm-exporter found"},
+		"one":           {[]*corev1.Pod{exporterPod("gpu-operator", "a")}, "gpu-operator/a"},
+		"not ready":     {[]*corev1.Pod{exporterPod("gpu-operator", "a", notReady)}, "dcgm-exporter is not ready: pod gpu-operator/a is Running"},
+		"an update":     {[]*corev1.Pod{exporterPod("gpu-operator", "a", ending), exporterPod("gpu-operator", "b")}, "gpu-operator/b"},
+		"two charts":    {[]*corev1.Pod{exporterPod("gpu-operator", "b"), exporterPod("gpu-operator", "a")}, "gpu-operator/a"},
+		"an impostor":   {[]*corev1.Pod{exporterPod("gpu-operator", "a"), exporterPod("evil", "z")}, "several namespaces: pods evil/z and gpu-operator/a"},
+		"one not ready": {[]*corev1.Pod{exporterPod("gpu-operator", "a", notReady), exporterPod("evil", "z")}, "several namespaces: pods evil/z and gpu-operator/a"},
+		"one evicted":   {[]*corev1.Pod{exporterPod("evil", "z", failed), exporterPod("gpu-operator", "a"), exporterPod("gpu-operator", "0", failed)}, "gpu-operator/a"},
+		"all evicted":   {[]*corev1.Pod{exporterPod("gpu-operator", "a", failed)}, "no pod of dcgm-exporter found"},
 	} {
+		before := slices.Clone(c.pods)
 		pod, none := chooseExporter(c.pods)
+		if !slices.Equal(c.pods, before) {
+			t.Errorf("%s: the pods are sorted in place, and a node that is named twice has them twice", name)
+		}
 		got := ""
 		if pod != nil {
 			got = pod.Namespace + "/" + pod.Name
