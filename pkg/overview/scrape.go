@@ -36,7 +36,6 @@ const (
 
 // Bounds of what is read. An exporter of eight GPUs writes about 50 KiB.
 const (
-	mostScraped     = 500 // nodes
 	scrapesAtOnce   = 8
 	scrapeTime      = 5 * time.Second
 	allScrapesTime  = time.Minute
@@ -117,23 +116,19 @@ func portOf(pod *corev1.Pod) int32 {
 // in all namespaces if it is empty. It fails only if ctx is done.
 func (c Cluster) ReadMetrics(ctx context.Context, nodes []Node, namespace string) error {
 	exporters, err := c.exporters(ctx, nodes, namespace)
-	readable, cancel := context.WithTimeout(ctx, allScrapesTime)
+	limited, cancel := context.WithTimeout(ctx, allScrapesTime)
 	defer cancel()
 	var scrapes errgroup.Group
 	scrapes.SetLimit(scrapesAtOnce)
-	scraped := 0
 	for i := range nodes {
 		n := &nodes[i]
 		switch {
 		case len(n.Devices) == 0:
 		case err != nil:
 			n.NoMetrics = &NoMetrics{Reason: short(err)}
-		case scraped == mostScraped:
-			n.NoMetrics = &NoMetrics{Reason: fmt.Sprintf("at most %d nodes are read: name the nodes that you want to see", mostScraped)}
 		default:
-			scraped++
 			scrapes.Go(func() error {
-				n.Exporter, n.NoMetrics = c.readMetrics(readable, n, exporters[n.Name])
+				n.Exporter, n.NoMetrics = c.readMetrics(limited, n, exporters[n.Name])
 				return nil
 			})
 		}
@@ -147,6 +142,9 @@ func (c Cluster) readMetrics(ctx context.Context, n *Node, pods []*corev1.Pod) (
 	pod, none := chooseExporter(pods)
 	if none != nil {
 		return nil, none
+	}
+	if ctx.Err() != nil {
+		return nil, &NoMetrics{Reason: fmt.Sprintf("not read within %s: name the nodes that you want to see", allScrapesTime)}
 	}
 	missing := func(reason, detail string) (*PodRef, *NoMetrics) {
 		return nil, &NoMetrics{reason, fmt.Sprintf("pod %s/%s%s", pod.Namespace, pod.Name, detail)}
