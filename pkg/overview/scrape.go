@@ -11,7 +11,9 @@ import (
 	"net/http"
 	"net/url"
 	"strconv"
+	"strings"
 	"time"
+	"unicode"
 
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
@@ -192,9 +194,15 @@ func (c Cluster) exporters(ctx context.Context, nodes []Node, namespace string) 
 	return found, nil
 }
 
-// short returns an error in one line of bounded length.
+// short returns an error in one line of bounded length. A pod can write the error. Characters that control a terminal or the direction of text
+// become question marks here, because JSON has the text as well.
 func short(err error) string {
-	text := []rune(explain.OneLine(err.Error()))
+	text := []rune(strings.Map(func(r rune) rune {
+		if !unicode.IsPrint(r) {
+			return '?'
+		}
+		return r
+	}, explain.OneLine(err.Error())))
 	if len(text) > mostDetail {
 		return string(text[:mostDetail]) + "..."
 	}

@@ -188,6 +188,7 @@ func TestReadMetrics(t *testing.T) {
 		"slow":        {err: context.DeadlineExceeded, want: "dcgm-exporter could not be read in time (pod gpu-operator/a)"},
 		"away":        {err: errors.New("connection\n refused"), want: "dcgm-exporter could not be read (pod gpu-operator/a: connection refused)"},
 		"talkative":   {err: errors.New(long), want: "dcgm-exporter could not be read (pod gpu-operator/a: " + long[:200] + "...)"},
+		"hostile":     {err: errors.New("\x1b[2J\u009b2J\u202e\x7f"), want: "dcgm-exporter could not be read (pod gpu-operator/a: ?[2J?2J??)"},
 		"not metrics": {page: "DCGM_FI_DEV_GPU_UTIL{", want: "the page of dcgm-exporter could not be parsed"},
 		"others":      {page: strings.ReplaceAll(metricsPage, "GPU-a", "GPU-z"), want: "dcgm-exporter has no metrics of the node's GPUs (pod gpu-operator/a)"},
 	} {
