@@ -59,17 +59,17 @@ type entity struct{ uuid, profile, instance string }
 // samples are the values of each entity, by field.
 type samples map[entity]map[string]float64
 
-// parseMetrics reads the fields that are shown from an exporter's page. The parser gets no other lines, because one bad line or a repeated TYPE
-// makes it refuse the whole page. If an entity has several samples of a field, the first valid one counts: dcgm-exporter repeats a sample for
-// each pod that shares the GPU.
+// parseMetrics reads the fields that are shown from an exporter's page. The parser gets empty lines for all others, because one bad line or a
+// repeated TYPE makes it refuse the whole page. Its errors still have the number of the line. If an entity has several samples of a field, the
+// first valid one counts: dcgm-exporter repeats a sample for each pod that shares the GPU.
 func parseMetrics(text []byte) (samples, error) {
 	var shown bytes.Buffer
 	for line := range bytes.Lines(text) {
 		name, _, _ := bytes.Cut(line, []byte("{"))
 		if _, known := mostOf[string(name)]; known {
 			shown.Write(bytes.TrimRight(line, "\r\n"))
-			shown.WriteByte('\n')
 		}
+		shown.WriteByte('\n')
 	}
 	parser := expfmt.NewTextParser(model.LegacyValidation)
 	families, err := parser.TextToMetricFamilies(&shown)
@@ -80,7 +80,7 @@ func parseMetrics(text []byte) (samples, error) {
 	for field, family := range families {
 		for _, m := range family.GetMetric() {
 			value, of := m.GetUntyped().GetValue(), entityOf(m)
-			if math.IsNaN(value) || value < 0 || value > mostOf[field] {
+			if of.uuid == "" || math.IsNaN(value) || value < 0 || value > mostOf[field] {
 				continue
 			}
 			if found[of] == nil {
@@ -120,7 +120,6 @@ func (n *Node) measure(found samples) (measured int) {
 	}
 	for i := range n.Devices {
 		d := &n.Devices[i]
-		d.Metrics = nil
 		if d.Parent == "" {
 			d.Metrics = metricsOf(found.ofGPU(d.UUID))
 		} else if partitions[[2]string{d.Parent, d.Profile}] == 1 {

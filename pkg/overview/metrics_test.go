@@ -12,9 +12,9 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// measuredNode has a whole GPU a, and a GPU b with partitions.
+// measuredNode has a whole GPU a, a GPU b with partitions, and a GPU whose UUID is not known.
 func measuredNode(profiles ...string) Node {
-	n := Node{Name: "node-1", Devices: []Device{{Name: "gpu-0", UUID: "GPU-a"}, {Name: "gpu-1", UUID: "GPU-b"}}}
+	n := Node{Name: "node-1", Devices: []Device{{Name: "gpu-0", UUID: "GPU-a"}, {Name: "gpu-1", UUID: "GPU-b"}, {Name: "gpu-2"}}}
 	for i, profile := range profiles {
 		n.Devices = append(n.Devices, Device{Name: fmt.Sprintf("gpu-1-mig-%d", i), UUID: "MIG-" + profile, Parent: "gpu-1", Profile: profile})
 	}
@@ -71,8 +71,8 @@ DCGM_FI_DEV_POWER_USAGE{UUID="GPU-b",GPU_I_PROFILE="1g.10gb",GPU_I_ID="9"} 300`,
 			profiles: []string{"3g.40gb"}},
 		"a GPU instance of another GPU": {page: "DCGM_FI_DEV_FB_USED{UUID=\"GPU-a\",GPU_I_PROFILE=\"3g.40gb\",GPU_I_ID=\"1\"} 1", profiles: []string{"3g.40gb"}},
 		"a partition without a profile": {page: `DCGM_FI_DEV_FB_USED{UUID="GPU-b"} 1`, profiles: []string{""}, want: "gpu-1: - 1 MiB - -"},
-		"not closed":                    {page: `DCGM_FI_DEV_GPU_UTIL{UUID="GPU-a`, want: "error"},
-		"no value":                      {page: `DCGM_FI_DEV_GPU_UTIL{UUID="GPU-a"} high`, want: "error"},
+		"not closed":                    {page: `DCGM_FI_DEV_GPU_UTIL{UUID="GPU-a`, want: "error in line 1"},
+		"no value":                      {page: "# TYPE\nup 1\r\nDCGM_FI_DEV_GPU_UTIL{UUID=\"GPU-a\"} high\n", want: "error in line 3"},
 	} {
 		n := measuredNode(c.profiles...)
 		found, err := parseMetrics([]byte(c.page))
@@ -85,7 +85,7 @@ DCGM_FI_DEV_POWER_USAGE{UUID="GPU-b",GPU_I_PROFILE="1g.10gb",GPU_I_ID="9"} 300`,
 		}
 		got := strings.Join(shown, ", ")
 		if err != nil {
-			got = "error"
+			got, _, _ = strings.Cut(strings.TrimPrefix(err.Error(), "text format parsing "), ":")
 		}
 		if got != c.want || measured != len(shown) {
 			t.Errorf("%s: %q, want %q (%d measured, %v)", name, got, c.want, measured, err)
