@@ -182,7 +182,8 @@ func (c Cluster) exporters(ctx context.Context, nodes []Node, namespace string) 
 		return c.Client.CoreV1().Pods(namespace).List(ctx, options)
 	}
 	found := map[string][]*corev1.Pod{}
-	for _, options.LabelSelector = range exporterSelectors {
+	for _, selector := range exporterSelectors {
+		options.LabelSelector = selector
 		err := each(ctx, options, page, func(p *corev1.Pod) { found[p.Spec.NodeName] = append(found[p.Spec.NodeName], p) })
 		if apierrors.IsForbidden(err) && namespace == metav1.NamespaceAll {
 			return nil, fmt.Errorf("list pods of all namespaces (give that of dcgm-exporter with --exporter-namespace): %w", err)
