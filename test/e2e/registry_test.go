@@ -190,8 +190,8 @@ func (s *story) runs(d release.Description) {
 		s.Fatal(err)
 	}
 	want := len(theCluster.Nodes())
-	for _, d := range controllers.Items {
-		want += int(ptr.Deref(d.Spec.Replicas, 1))
+	for _, deployment := range controllers.Items {
+		want += int(ptr.Deref(deployment.Spec.Replicas, 1))
 	}
 	pods, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, ours)
 	if err != nil {
