@@ -43,5 +43,8 @@ func run(ctx context.Context, args []string) error {
 		return fmt.Errorf("unexpected argument %q", flags.Arg(0))
 	}
 	figures, err := bench.Run(ctx, o)
-	return errors.Join(figure.Write(os.Stdout, figures), err)
+	if len(figures) > 0 {
+		err = errors.Join(figure.Write(os.Stdout, figures), err)
+	}
+	return err
 }
