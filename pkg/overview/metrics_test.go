@@ -148,11 +148,14 @@ func TestChooseExporter(t *testing.T) {
 		if !slices.Equal(c.pods, before) {
 			t.Errorf("%s: the pods are sorted in place, and a node that is named twice has them twice", name)
 		}
-		got := ""
-		if pod != nil {
+		var got string
+		switch {
+		case pod != nil:
 			got = pod.Namespace + "/" + pod.Name
-		} else if got = none.Reason; none.Detail != "" {
-			got = strings.ReplaceAll(got, "pods of several namespaces have the labels of dcgm-exporter: give its namespace with --exporter-namespace", "several namespaces") + ": " + none.Detail
+		case none.Detail == "":
+			got = none.Reason
+		default:
+			got = strings.ReplaceAll(none.Reason, "pods of several namespaces have the labels of dcgm-exporter: give its namespace with --exporter-namespace", "several namespaces") + ": " + none.Detail
 		}
 		if got != c.want {
 			t.Errorf("%s: %q, want %q", name, got, c.want)
