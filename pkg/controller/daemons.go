@@ -26,6 +26,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/podstatus"
 	"github.com/tandem-gpu/tandem/pkg/mps"
 )
 
@@ -78,13 +79,13 @@ func PlanDaemons(node *v1alpha1.GPUNode, pods []*corev1.Pod, config DaemonPods, 
 			// The next one is created when it is gone.
 		case !metav1.IsControlledBy(pod, node), pod.Annotations[settingsAnnotation] != mps.Settings(d.MPSSettings).Hash():
 			continue // It was created for an earlier GPUNode of this name, or for other settings.
-		case terminal(pod) && age >= failsFor:
+		case podstatus.Ended(pod) && age >= failsFor:
 			wait(d, "pod %s has failed and is replaced: %s", pod.Name, because(pod))
 			continue
-		case terminal(pod):
+		case podstatus.Ended(pod):
 			wait(d, "pod %s has failed: %s", pod.Name, because(pod))
 			again(failsFor - age)
-		case isReady(pod):
+		case podstatus.Ready(pod):
 		case because(pod) != "":
 			wait(d, "pod %s does not run: %s", pod.Name, because(pod))
 		case age >= startsIn:
@@ -106,15 +107,9 @@ func PlanDaemons(node *v1alpha1.GPUNode, pods []*corev1.Pod, config DaemonPods, 
 	return plan
 }
 
-func isReady(pod *corev1.Pod) bool {
-	return slices.ContainsFunc(pod.Status.Conditions, func(c corev1.PodCondition) bool {
-		return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
-	})
-}
-
 // because returns why a pod does not run; empty if its status has no reason.
 func because(pod *corev1.Pod) string {
-	if terminal(pod) {
+	if podstatus.Ended(pod) {
 		return strings.Trim(pod.Status.Reason+": "+pod.Status.Message, ": ")
 	}
 	for _, c := range pod.Status.Conditions {

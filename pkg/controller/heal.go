@@ -28,6 +28,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/owner"
+	"github.com/tandem-gpu/tandem/internal/podstatus"
 )
 
 // EvictionPlan is what to do about a claim in conflict.
@@ -68,7 +69,7 @@ func PlanEviction(
 			continue // The claim controller drops it from the claim.
 		}
 		switch pod := pods[at]; {
-		case pod.DeletionTimestamp != nil, terminal(pod):
+		case pod.DeletionTimestamp != nil, podstatus.Ended(pod):
 		case hasStarted(pod):
 			return refuse("a container of pod %s has started", pod.Name)
 		case !slices.Contains(plan.Conflict.Pods, pod.UID):
@@ -92,10 +93,6 @@ func stillConflicting(conflict v1alpha1.ConflictingClaim, claim *resourceapi.Res
 		}
 	}
 	return false
-}
-
-func terminal(pod *corev1.Pod) bool {
-	return pod.Status.Phase == corev1.PodSucceeded || pod.Status.Phase == corev1.PodFailed
 }
 
 // hasStarted reports whether a container of the pod has ever run. kubelet starts none before all claims of the pod are prepared.

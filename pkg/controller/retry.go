@@ -28,6 +28,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	parametersv1beta1 "github.com/tandem-gpu/tandem/api/parameters/v1beta1"
+	"github.com/tandem-gpu/tandem/internal/podstatus"
 	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
@@ -139,7 +140,7 @@ func stateOf(node availability.Node, claim v1alpha1.AllocatedClaim) (state v1alp
 // Retryable reports whether kubelet could start the pod on the node once its claims are prepared: it is bound to the node, has not
 // ended and has no running container. After a reboot its phase may still be Running. It is a pure function.
 func Retryable(pod *corev1.Pod, node string) bool {
-	if pod.Spec.NodeName != node || pod.DeletionTimestamp != nil || terminal(pod) {
+	if pod.Spec.NodeName != node || pod.DeletionTimestamp != nil || podstatus.Ended(pod) {
 		return false
 	}
 	all := slices.Concat(pod.Status.InitContainerStatuses, pod.Status.ContainerStatuses)

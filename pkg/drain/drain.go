@@ -23,6 +23,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/podstatus"
 	"github.com/tandem-gpu/tandem/pkg/overview"
 )
 
@@ -234,7 +235,7 @@ func (d *Drainer) evict(ctx context.Context, refs []v1alpha1.PodReference, force
 		}
 		pod, err := d.Cluster.Client.CoreV1().Pods(ref.Namespace).Get(ctx, ref.Name, metav1.GetOptions{})
 		switch {
-		case apierrors.IsNotFound(err), err == nil && (pod.UID != ref.UID || pod.DeletionTimestamp != nil || ended(pod)):
+		case apierrors.IsNotFound(err), err == nil && (pod.UID != ref.UID || pod.DeletionTimestamp != nil || podstatus.Ended(pod)):
 		case err != nil:
 			return fmt.Errorf("get pod %s/%s: %w", ref.Namespace, ref.Name, err)
 		default:
@@ -250,10 +251,6 @@ func (d *Drainer) evict(ctx context.Context, refs []v1alpha1.PodReference, force
 		}
 	}
 	return nil
-}
-
-func ended(pod *corev1.Pod) bool {
-	return pod.Status.Phase == corev1.PodSucceeded || pod.Status.Phase == corev1.PodFailed
 }
 
 func (d *Drainer) evictOne(ctx context.Context, pod *corev1.Pod) error {

@@ -14,6 +14,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/owner"
+	"github.com/tandem-gpu/tandem/internal/podstatus"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
@@ -147,7 +148,7 @@ func Why(f Facts) Answer {
 	}
 	a.Events = f.events()
 	switch pod := f.Pod; {
-	case pod.Status.Phase == corev1.PodSucceeded, pod.Status.Phase == corev1.PodFailed:
+	case podstatus.Ended(pod):
 		f.ended(&a)
 	case pod.Spec.NodeName != "":
 		f.placed(&a, claims)

@@ -23,6 +23,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/internal/podstatus"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
@@ -737,9 +738,7 @@ func claimsOn(node string, claims []resourceapi.ResourceClaim, drivers ...string
 }
 
 func isReady(pod *corev1.Pod) bool {
-	return pod.DeletionTimestamp == nil && slices.ContainsFunc(pod.Status.Conditions, func(c corev1.PodCondition) bool {
-		return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
-	})
+	return pod.DeletionTimestamp == nil && podstatus.Ready(pod)
 }
 
 func podNames(pods []corev1.Pod) string {

@@ -15,6 +15,7 @@ import (
 	"github.com/prometheus/common/model"
 	corev1 "k8s.io/api/core/v1"
 
+	"github.com/tandem-gpu/tandem/internal/podstatus"
 	"github.com/tandem-gpu/tandem/pkg/explain"
 )
 
@@ -232,9 +233,7 @@ func (m *Metrics) key(by string) float64 {
 // returns none if pods of several namespaces have them, even while only one is ready.
 func chooseExporter(pods []*corev1.Pod) (*corev1.Pod, *NoMetrics) {
 	// A user can name a node twice: its pods are read by two goroutines.
-	pods = slices.DeleteFunc(slices.Clone(pods), func(p *corev1.Pod) bool {
-		return p.Status.Phase == corev1.PodSucceeded || p.Status.Phase == corev1.PodFailed
-	})
+	pods = slices.DeleteFunc(slices.Clone(pods), podstatus.Ended)
 	if len(pods) == 0 {
 		return nil, &NoMetrics{Reason: "no pod of dcgm-exporter found"}
 	}
@@ -245,11 +244,7 @@ func chooseExporter(pods []*corev1.Pod) (*corev1.Pod, *NoMetrics) {
 		return nil, &NoMetrics{"pods of several namespaces have the labels of dcgm-exporter: give its namespace with --exporter-namespace",
 			fmt.Sprintf("pods %s and %s", name(first), name(last))}
 	}
-	ready := slices.IndexFunc(pods, func(p *corev1.Pod) bool {
-		return p.DeletionTimestamp == nil && slices.ContainsFunc(p.Status.Conditions, func(c corev1.PodCondition) bool {
-			return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
-		})
-	})
+	ready := slices.IndexFunc(pods, func(p *corev1.Pod) bool { return p.DeletionTimestamp == nil && podstatus.Ready(p) })
 	if ready < 0 {
 		return nil, &NoMetrics{"dcgm-exporter is not ready", fmt.Sprintf("pod %s is %s", name(first), cmp.Or(first.Status.Phase, "Unknown"))}
 	}

@@ -10,6 +10,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/tandem-gpu/tandem/internal/podstatus"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
@@ -39,7 +40,7 @@ func (p *Pods) Containers(h ledger.Hold, devices DeviceCheckpoint, claims []Kube
 	defer p.mu.Unlock()
 	for _, uid := range uids {
 		pod, known := p.pods[types.UID(uid)]
-		if !known || pod.deleted || isTerminal(pod.Pod) {
+		if !known || pod.deleted || podstatus.Ended(pod.Pod) {
 			continue
 		}
 		var names []string

@@ -25,6 +25,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/internal/owner"
+	"github.com/tandem-gpu/tandem/internal/podstatus"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
@@ -224,7 +225,7 @@ func (p *Pods) store(o any) {
 	}
 	seen := seenPod{Pod: pod, claims: claimsOf(pod), ended: before.ended, hadCgroup: before.hadCgroup}
 	switch {
-	case !isTerminal(pod):
+	case !podstatus.Ended(pod):
 		seen.ended = time.Time{}
 	case seen.ended.IsZero():
 		seen.ended = time.Now()
@@ -240,10 +241,6 @@ func sameState(a, b *corev1.Pod) bool {
 	a, b = a.DeepCopy(), b.DeepCopy()
 	a.ResourceVersion, b.ResourceVersion = "", ""
 	return equality.Semantic.DeepEqual(a, b)
-}
-
-func isTerminal(pod *corev1.Pod) bool {
-	return pod.Status.Phase == corev1.PodSucceeded || pod.Status.Phase == corev1.PodFailed
 }
 
 func (p *Pods) forget(o any) {

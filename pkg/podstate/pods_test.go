@@ -22,6 +22,7 @@ import (
 	"k8s.io/client-go/kubernetes/fake"
 	"k8s.io/client-go/tools/cache"
 
+	"github.com/tandem-gpu/tandem/internal/podstatus"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
@@ -364,7 +365,7 @@ func TestTrimKeepsWhatIsNeeded(t *testing.T) {
 		t.Errorf("trimmed twice it is %+v, not %+v", twice, once)
 	}
 	got := once.(*corev1.Pod)
-	if got.UID != podA || got.ResourceVersion != "7" || runningUID(got) != static || got.DeletionTimestamp == nil || !isTerminal(got) {
+	if got.UID != podA || got.ResourceVersion != "7" || runningUID(got) != static || got.DeletionTimestamp == nil || !podstatus.Ended(got) {
 		t.Errorf("got %+v", got)
 	}
 	for _, claim := range []string{"one", "two", "three"} {

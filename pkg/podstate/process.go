@@ -14,6 +14,8 @@ import (
 	"unicode"
 
 	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/tandem-gpu/tandem/internal/podstatus"
 )
 
 // Process is a process of the host.
@@ -86,7 +88,7 @@ func (p *Pods) lives(uid string) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	pod, known := p.pods[types.UID(uid)]
-	return known && !pod.deleted && !isTerminal(pod.Pod)
+	return known && !pod.deleted && !podstatus.Ended(pod.Pod)
 }
 
 func readProcess(proc string, pid int) (p Process, ok bool) {

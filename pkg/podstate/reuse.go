@@ -10,6 +10,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/tandem-gpu/tandem/internal/podstatus"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
@@ -78,7 +79,7 @@ func (p *Pods) lifeOf(uid string) (pod *corev1.Pod, alive, ended bool) {
 	if !known {
 		return nil, false, false
 	}
-	ended = seen.deleted || isTerminal(seen.Pod)
+	ended = seen.deleted || podstatus.Ended(seen.Pod)
 	return seen.Pod, !ended && seen.DeletionTimestamp == nil, ended
 }
 
@@ -87,7 +88,7 @@ func (p *Pods) admits(resource string) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, pod := range p.pods {
-		if !pod.deleted && pod.Status.StartTime == nil && !isTerminal(pod.Pod) && len(askersOf(pod.Pod, resource)) > 1 {
+		if !pod.deleted && pod.Status.StartTime == nil && !podstatus.Ended(pod.Pod) && len(askersOf(pod.Pod, resource)) > 1 {
 			return true
 		}
 	}

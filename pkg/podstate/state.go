@@ -13,6 +13,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/tandem-gpu/tandem/internal/owner"
+	"github.com/tandem-gpu/tandem/internal/podstatus"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
@@ -64,7 +65,7 @@ func (p *Pods) podState(uid types.UID, since time.Time) ledger.PodState {
 	synced := p.synced
 	p.mu.Unlock()
 	deleted := pod.deleted || !known && since.Before(synced)
-	terminal := known && isTerminal(pod.Pod)
+	terminal := known && podstatus.Ended(pod.Pod)
 	switch {
 	case synced.IsZero(), !known && !deleted:
 		return ledger.Running
@@ -171,7 +172,7 @@ func (p *Pods) claimPodState(h ledger.Hold, uid types.UID, prepared, recent bool
 	leftover := p.leftover[uid] && (prepared || h.Since.After(p.synced))
 	p.mu.Unlock()
 	started := known && len(pod.Status.ContainerStatuses) > 0
-	ended := known && isTerminal(pod.Pod)
+	ended := known && podstatus.Ended(pod.Pod)
 	if known && !pod.deleted && pod.DeletionTimestamp == nil && !ended && (prepared || started) {
 		return ledger.Running
 	}
@@ -248,7 +249,7 @@ func (p *Pods) Deserted(h ledger.Hold) bool {
 	for uid := range uids {
 		pod, known := p.pods[uid]
 		older := h.State == ledger.StateRestored || h.Since.Before(p.synced)
-		if known && !pod.deleted && !isTerminal(pod.Pod) || !known && !older {
+		if known && !pod.deleted && !podstatus.Ended(pod.Pod) || !known && !older {
 			return false
 		}
 	}
@@ -357,7 +358,7 @@ func (p *Pods) movable(claim ledger.ClaimRequest) (movable, unknown bool) {
 		switch {
 		case !known:
 			unknown = true
-		case pod.deleted, isTerminal(pod.Pod), pod.DeletionTimestamp != nil:
+		case pod.deleted, podstatus.Ended(pod.Pod), pod.DeletionTimestamp != nil:
 		case owner.Replaces(pod.Pod) && len(pod.Status.ContainerStatuses) == 0:
 			movable = true
 		default:
@@ -381,7 +382,7 @@ func (p *Pods) Ended(lost ledger.Conflict) bool {
 	}
 	for uid := range uids {
 		pod, known := p.pods[uid]
-		if known && !pod.deleted && !isTerminal(pod.Pod) || !known && time.Since(lost.Since) < reportDelay {
+		if known && !pod.deleted && !podstatus.Ended(pod.Pod) || !known && time.Since(lost.Since) < reportDelay {
 			return false
 		}
 	}

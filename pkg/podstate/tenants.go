@@ -5,6 +5,8 @@ package podstate
 import (
 	"context"
 	"slices"
+
+	"github.com/tandem-gpu/tandem/internal/podstatus"
 )
 
 // Requesters returns the namespaces, sorted, of the pods that kubelet may be about to admit with a resource. It waits until the watch has
@@ -36,5 +38,5 @@ func (p *Pods) requesters(resource string) (namespaces []string) {
 // isPending reports whether kubelet has not admitted the pod yet. kubelet writes the start time of a pod with the first status after its
 // admission (k8s.io/kubernetes pkg/kubelet, generateAPIPodStatus), and the phase Failed of a pod that it rejects.
 func (p seenPod) isPending() bool {
-	return !p.deleted && p.Status.StartTime == nil && !isTerminal(p.Pod) && p.DeletionTimestamp == nil
+	return !p.deleted && p.Status.StartTime == nil && !podstatus.Ended(p.Pod) && p.DeletionTimestamp == nil
 }

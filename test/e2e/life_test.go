@@ -18,6 +18,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/internal/podstatus"
 	"github.com/tandem-gpu/tandem/test/newer"
 )
 
@@ -244,7 +245,7 @@ func TestReboot(t *testing.T) {
 		var states []string
 		for _, pod := range s.pods() {
 			states = append(states, fmt.Sprintf("%s=%s%s", pod.Name, pod.Status.Phase, pod.Status.Reason))
-			if pod.Status.Phase == corev1.PodRunning && isReady(&pod) && pod.DeletionTimestamp == nil {
+			if pod.Status.Phase == corev1.PodRunning && podstatus.Ready(&pod) && pod.DeletionTimestamp == nil {
 				running++
 			}
 		}
@@ -266,12 +267,6 @@ func TestReboot(t *testing.T) {
 	}
 	t.Logf("failed limits pods of the old boot: %v", s.failed())
 	s.noDoubleOwners()
-}
-
-func isReady(pod *corev1.Pod) bool {
-	return slices.ContainsFunc(pod.Status.Conditions, func(c corev1.PodCondition) bool {
-		return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
-	})
 }
 
 func deployment(name string, replicas int) string {

@@ -21,6 +21,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/internal/podstatus"
 	"github.com/tandem-gpu/tandem/simulated"
 	"github.com/tandem-gpu/tandem/simulated/smi"
 )
@@ -652,7 +653,7 @@ func partitionsRebooted(s *story) {
 	s.await(patient, "all pods to run again", func() error {
 		running := 0
 		for _, pod := range s.pods() {
-			if pod.Status.Phase == corev1.PodRunning && isReady(&pod) && pod.DeletionTimestamp == nil {
+			if pod.Status.Phase == corev1.PodRunning && podstatus.Ready(&pod) && pod.DeletionTimestamp == nil {
 				running++
 			}
 		}

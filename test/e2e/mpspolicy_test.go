@@ -17,6 +17,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/internal/podstatus"
 )
 
 // The stories in this file share GPUs by the node's MPS policy.
@@ -394,7 +395,7 @@ func (w tenants) served(claims, limits int, want map[int]string) (servers map[in
 				return fmt.Errorf("%d pods in %s", len(pods), s.namespace)
 			}
 			for _, pod := range pods {
-				if !isReady(&pod) {
+				if !podstatus.Ready(&pod) {
 					return fmt.Errorf("%s is not ready: %s %+v", pod.Name, pod.Status.Phase, pod.Status.ContainerStatuses)
 				}
 				log, err := theCluster.Kubectl(w.ctx, "logs", "-n", s.namespace, pod.Name)

@@ -18,6 +18,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/internal/podstatus"
 )
 
 // TestWithoutTheClaimsAPI has a cluster of its own, whose API server does not serve claims: DevicePluginOnly works, and in Dual the
@@ -64,7 +65,7 @@ func TestWithoutTheClaimsAPI(t *testing.T) {
 			return err
 		}
 		for _, pod := range pods.Items {
-			if !isReady(&pod) {
+			if !podstatus.Ready(&pod) {
 				err = errors.Join(err, fmt.Errorf("%s is not ready", pod.Name))
 			}
 		}

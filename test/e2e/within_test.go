@@ -19,6 +19,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/internal/podstatus"
 	"github.com/tandem-gpu/tandem/pkg/driver"
 	"github.com/tandem-gpu/tandem/simulated"
 	"github.com/tandem-gpu/tandem/simulated/programs"
@@ -121,8 +122,8 @@ func (s *story) daemonOf(claim *resourceapi.ResourceClaim) (daemon corev1.Pod) {
 				daemon, names = pod, append(names, pod.Name)
 			}
 		}
-		if len(names) != 1 || !isReady(&daemon) {
-			return fmt.Errorf("there are %v, phase %s, ready: %t", names, daemon.Status.Phase, isReady(&daemon))
+		if len(names) != 1 || !podstatus.Ready(&daemon) {
+			return fmt.Errorf("there are %v, phase %s, ready: %t", names, daemon.Status.Phase, podstatus.Ready(&daemon))
 		}
 		return nil
 	})

@@ -14,6 +14,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/internal/podstatus"
 	"github.com/tandem-gpu/tandem/simulated"
 	"github.com/tandem-gpu/tandem/simulated/programs"
 )
@@ -180,7 +181,7 @@ func (s *story) clientsOf(pods ...string) {
 			}
 			server, _, _ := strings.Cut(out, "\n")
 			servers[server] = true
-			if p := s.pod(pod); !isReady(p) {
+			if p := s.pod(pod); !podstatus.Ready(p) {
 				return fmt.Errorf("%s is not ready: %+v", pod, p.Status.ContainerStatuses)
 			}
 		}

@@ -14,6 +14,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/internal/podstatus"
 	"github.com/tandem-gpu/tandem/test/oracle"
 )
 
@@ -104,9 +105,7 @@ func unschedulable(pod corev1.Pod) bool {
 }
 
 func ready(pod corev1.Pod) bool {
-	return pod.Status.Phase == corev1.PodRunning && slices.ContainsFunc(pod.Status.Conditions, func(c corev1.PodCondition) bool {
-		return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
-	})
+	return pod.Status.Phase == corev1.PodRunning && podstatus.Ready(&pod)
 }
 
 func isExpected(name string) bool {
