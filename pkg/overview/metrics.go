@@ -179,18 +179,18 @@ func metricsOf(values map[string]float64) *Metrics {
 		value *= unit
 		return &value
 	}
-	bytes := func(mib float64) *int64 {
-		b := int64(mib) << 20
-		return &b
+	fromMiB := func(mib float64) *int64 {
+		size := int64(mib) << 20
+		return &size
 	}
 	m := &Metrics{UtilizationPercent: of(fieldUtilization, 1), PowerWatts: of(fieldPower, 1), TemperatureCelsius: of(fieldTemperature, 1)}
 	if m.UtilizationPercent == nil {
 		m.UtilizationPercent = of(fieldActive, 100)
 	}
 	if used, ok := values[fieldUsed]; ok {
-		m.MemoryUsedBytes = bytes(used)
+		m.MemoryUsedBytes = fromMiB(used)
 		if free, ok := values[fieldFree]; ok {
-			m.MemoryTotalBytes = bytes(used + free)
+			m.MemoryTotalBytes = fromMiB(used + free)
 		}
 	}
 	return m

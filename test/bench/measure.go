@@ -272,8 +272,8 @@ func (s *subject) replacePods(ctx context.Context, claims ...*resourceapi.Resour
 
 // awaitEnd waits until the agent has no hold of the kind any more.
 func (s *subject) awaitEnd(ctx context.Context, kind ledger.Kind) error {
-	const patience = 10 * time.Second
-	ctx, cancel := context.WithTimeoutCause(ctx, patience, fmt.Errorf("not within %s", patience))
+	const endsWithin = 10 * time.Second
+	ctx, cancel := context.WithTimeoutCause(ctx, endsWithin, fmt.Errorf("not within %s", endsWithin))
 	defer cancel()
 	for {
 		left, _, err := s.node.holds(kind)
