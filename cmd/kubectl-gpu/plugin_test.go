@@ -411,18 +411,18 @@ func TestStyle(t *testing.T) {
 	}
 }
 
-// TestControlCharacters: a name or a message from the cluster cannot write to the terminal what it likes.
+// TestControlCharacters: a name or a message from the cluster controls neither the terminal nor the direction of text.
 func TestControlCharacters(t *testing.T) {
 	m := h100s("node-1", 1)
 	m.gpu(0).ProductName, m.waiting = "H100\x1b[2J", ""
 	w := world{machines: []*machine{m}, style: overview.Style{UTF8: true}, objects: []runtime.Object{
 		pending("late", byLimits(testResource, 1), func(p *corev1.Pod) {
-			scheduler("none\x1b]0;title\x07 \x9b2J")(p)
+			scheduler("none\x1b]0;title\x07 \x9b2J \u202e")(p)
 		})}}
 	w.objects = append(w.objects, exporter("gpu-operator", "node-1"))
-	w.scrape = func(context.Context, *corev1.Pod) ([]byte, error) { return nil, errors.New("\x1b[2J\u009b2J") }
+	w.scrape = func(context.Context, *corev1.Pod) ([]byte, error) { return nil, errors.New("\x1b[2J\u009b2J\u202e") }
 	for _, args := range [][]string{{"ls"}, {"top"}, {"ls", "-o", "wide"}, {"node", "node-1"}, {"why", "late"}} {
-		if got := w.run(t, args...); strings.ContainsAny(got, "\x1b\x07\u009b") {
+		if got := w.run(t, args...); strings.ContainsAny(got, "\x1b\x07\u009b\u202e") {
 			t.Errorf("%v: %q", args, got)
 		}
 	}

@@ -54,7 +54,7 @@ func (n need) String() string {
 		text += " with " + equalShares(shares)
 	}
 	for _, expression := range n.own {
-		text += " where " + bounded(OneLine(expression), mostExpression)
+		text += " where " + Bounded(OneLine(expression), mostExpression)
 	}
 	for _, other := range n.others {
 		text += ", or " + other.String()
@@ -68,7 +68,8 @@ func (n need) alternatives() []need { return append([]need{n}, n.others...) }
 // mostExpression bounds a selector in an answer.
 const mostExpression = 160
 
-func bounded(text string, most int) string {
+// Bounded returns at most so many characters of a text, and three dots if it is longer. It is pure. Views call it for what they show.
+func Bounded(text string, most int) string {
 	if runes := []rune(text); len(runes) > most {
 		return string(runes[:most]) + "..."
 	}

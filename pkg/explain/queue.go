@@ -79,10 +79,10 @@ func (q *Queue) Reason(pod *corev1.Pod) string {
 		if waiting := waitingContainer(pod); waiting != "" {
 			text += ": " + waiting
 		}
-		return bounded(text, mostReason)
+		return Bounded(text, mostReason)
 	}
 	if len(pod.Spec.SchedulingGates) > 0 {
-		return bounded(gated(pod), mostReason)
+		return Bounded(gated(pod), mostReason)
 	}
 	if asked := q.limits(pod); len(asked) == 1 && len(pod.Spec.ResourceClaims) == 0 {
 		reason, known := q.reasons[asked[0]]
@@ -95,7 +95,7 @@ func (q *Queue) Reason(pod *corev1.Pod) string {
 		}
 	}
 	if says := (Facts{Pod: pod}).scheduler(); says != "" {
-		return bounded(says, mostReason)
+		return Bounded(says, mostReason)
 	}
 	return "the scheduler has not reported a reason"
 }

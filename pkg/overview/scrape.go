@@ -9,11 +9,8 @@ import (
 	"fmt"
 	"io"
 	"net/http"
-	"net/url"
 	"strconv"
-	"strings"
 	"time"
-	"unicode"
 
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
@@ -74,11 +71,8 @@ func NewScraper(config *rest.Config) (Scraper, error) {
 			return nil, err
 		}
 		response, err := client.Do(request)
-		if of := (*url.Error)(nil); errors.As(err, &of) {
-			return nil, of.Err // without the address of the page
-		}
 		if err != nil {
-			return nil, err
+			return nil, errors.Unwrap(err) // Do returns a url.Error, which adds the address of the page
 		}
 		defer response.Body.Close()
 		body, err := io.ReadAll(io.LimitReader(response.Body, mostMetricsSize+1))
@@ -195,17 +189,8 @@ func (c Cluster) exporters(ctx context.Context, nodes []Node, namespace string) 
 	return found, nil
 }
 
-// short returns an error in one line of bounded length. A pod can write the error. Characters that control a terminal or the direction of text
-// become question marks here, because JSON has the text as well.
+// short returns an error in one line of bounded length. A pod can write the error. Its text is made plain here and not only where it is printed,
+// because JSON has it as well.
 func short(err error) string {
-	text := []rune(strings.Map(func(r rune) rune {
-		if !unicode.IsPrint(r) {
-			return '?'
-		}
-		return r
-	}, explain.OneLine(err.Error())))
-	if len(text) > mostDetail {
-		return string(text[:mostDetail]) + "..."
-	}
-	return string(text)
+	return explain.Bounded(Style{UTF8: true}.plain(explain.OneLine(err.Error())), mostDetail)
 }

@@ -27,10 +27,11 @@ func (s Style) paint(text string, state State) string {
 	return text
 }
 
-// plain replaces what the reader cannot show, and control characters: names and reasons come from the cluster.
+// plain replaces what the reader cannot show, and characters that control a terminal or the direction of text: names and reasons come from the
+// cluster.
 func (s Style) plain(text string) string {
 	return strings.Map(func(r rune) rune {
-		if unicode.IsControl(r) || r == utf8.RuneError || !s.UTF8 && r > unicode.MaxASCII {
+		if !unicode.IsPrint(r) || r == utf8.RuneError || !s.UTF8 && r > unicode.MaxASCII {
 			return '?'
 		}
 		return r
