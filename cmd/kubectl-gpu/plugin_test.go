@@ -310,6 +310,21 @@ func awaitWatch(t *testing.T, client *fake.FakeDynamicClient) {
 	}
 }
 
+// runAgainst runs a command that must succeed against an API server, by the flags of kubectl. It returns what the command prints.
+func runAgainst(t *testing.T, url string, args ...string) string {
+	t.Helper()
+	streams, _, stdout, _ := genericiooptions.NewTestIOStreams()
+	flags := genericclioptions.NewConfigFlags(true)
+	p := &plugin{streams: streams, connect: connectWith(flags)}
+	root := p.command()
+	flags.AddFlags(root.PersistentFlags())
+	root.SetArgs(append(args, "--kubeconfig", "/dev/null", "--server", url))
+	if err := root.ExecuteContext(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	return stdout.String()
+}
+
 // TestPages: a large cluster is read in pages, and every page is shown.
 func TestPages(t *testing.T) {
 	pages := 0
@@ -338,17 +353,8 @@ func TestPages(t *testing.T) {
 		}
 	}))
 	defer server.Close()
-	streams, _, stdout, _ := genericiooptions.NewTestIOStreams()
-	flags := genericclioptions.NewConfigFlags(true)
-	p := &plugin{streams: streams, connect: connectWith(flags)}
-	root := p.command()
-	flags.AddFlags(root.PersistentFlags())
-	root.SetArgs([]string{"ls", "--kubeconfig", "/dev/null", "--server", server.URL})
-	if err := root.ExecuteContext(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if !strings.HasSuffix(stdout.String(), "5000 GPUs on 5000 nodes: 5000 free\n") {
-		t.Errorf("%d pages, and the end is %q", pages, stdout.String()[max(0, stdout.Len()-80):])
+	if got := runAgainst(t, server.URL, "ls"); !strings.HasSuffix(got, "5000 GPUs on 5000 nodes: 5000 free\n") {
+		t.Errorf("%d pages, and the end is %q", pages, got[max(0, len(got)-80):])
 	}
 }
 

@@ -17,8 +17,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/cli-runtime/pkg/genericclioptions"
-	"k8s.io/cli-runtime/pkg/genericiooptions"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
@@ -120,16 +118,7 @@ func TestTopUsesTheProxy(t *testing.T) {
 		}
 	}))
 	defer server.Close()
-	streams, _, stdout, _ := genericiooptions.NewTestIOStreams()
-	flags := genericclioptions.NewConfigFlags(true)
-	p := &plugin{streams: streams, connect: connectWith(flags)}
-	root := p.command()
-	flags.AddFlags(root.PersistentFlags())
-	root.SetArgs([]string{"top", "node-1", "--kubeconfig", "/dev/null", "--server", server.URL, "--as", "jane"})
-	if err := root.ExecuteContext(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if !strings.Contains(stdout.String(), "Free    0%     4/81080 MiB") {
-		t.Error(stdout)
+	if got := runAgainst(t, server.URL, "top", "node-1", "--as", "jane"); !strings.Contains(got, "Free    0%     4/81080 MiB") {
+		t.Error(got)
 	}
 }

@@ -241,25 +241,9 @@ kind: RoleBinding
 metadata: {name: one}
 roleRef: {apiGroup: rbac.authorization.k8s.io, kind: Role, name: one}
 subjects: [{kind: ServiceAccount, name: guest, namespace: ` + s.namespace + `}]
----
-apiVersion: rbac.authorization.k8s.io/v1
-kind: ClusterRole
-metadata: {name: ` + s.namespace + `}
-rules:
-- {apiGroups: [tandem-gpu.dev], resources: [gpunodes], verbs: [get, list, watch]}
-- {apiGroups: [""], resources: [nodes], verbs: [get, list]}
-- {apiGroups: [resource.k8s.io], resources: [resourceslices, deviceclasses, resourceclaims], verbs: [get, list]}
----
-apiVersion: rbac.authorization.k8s.io/v1
-kind: ClusterRoleBinding
-metadata: {name: ` + s.namespace + `}
-roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: ` + s.namespace + `}
-subjects: [{kind: ServiceAccount, name: guest, namespace: ` + s.namespace + `}]
 `)
-	s.undo(func() error {
-		_, err := theCluster.Kubectl(s.ctx, "delete", "--ignore-not-found", "clusterrole,clusterrolebinding", s.namespace)
-		return err
-	})
+	s.guestMay(readGPUNodes, `{apiGroups: [""], resources: [nodes], verbs: [get, list]}`,
+		`{apiGroups: [resource.k8s.io], resources: [resourceslices, deviceclasses, resourceclaims], verbs: [get, list]}`)
 	if out, err := s.kubectlGPU(plugin, "ls", as+"viewer"); err == nil || !strings.Contains(err.Error(), "resources: [gpunodes]") {
 		s.Errorf("ls of a user without the right to list GPUNodes: %v\n%s", err, out)
 	}
@@ -278,6 +262,30 @@ subjects: [{kind: ServiceAccount, name: guest, namespace: ` + s.namespace + `}]
 		}
 		return nil
 	})
+}
+
+// readGPUNodes is the rule by which a user may read GPUNodes.
+const readGPUNodes = `{apiGroups: [tandem-gpu.dev], resources: [gpunodes], verbs: [get, list, watch]}`
+
+// guestMay gives the account guest of the story's namespace these rules in the whole cluster.
+func (s *story) guestMay(rules ...string) {
+	s.Helper()
+	s.undo(func() error {
+		_, err := theCluster.Kubectl(s.ctx, "delete", "--ignore-not-found", "clusterrole,clusterrolebinding", s.namespace)
+		return err
+	})
+	s.manifest(`
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRole
+metadata: {name: ` + s.namespace + `}
+rules: [` + strings.Join(rules, ", ") + `]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {name: ` + s.namespace + `}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: ` + s.namespace + `}
+subjects: [{kind: ServiceAccount, name: guest, namespace: ` + s.namespace + `}]
+`)
 }
 
 // listed returns what the plugin lists for pods, as oracle.Granted does: limits by UUID, claims by the names of their devices.
