@@ -6,6 +6,7 @@ import (
 	"bytes"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 	"sync"
 )
@@ -33,11 +34,16 @@ func (p *printer) print(label, lines string) error {
 	return nil
 }
 
+// keptLines is how many of a program's last lines are repeated if it fails.
+const keptLines = 20
+
 // lines is what one program writes to. It holds back a line that has not ended. One writer uses it at a time.
 type lines struct {
 	*printer
 	label string
 	rest  []byte
+	// last are the last keptLines.
+	last []string
 }
 
 func (l *lines) Write(data []byte) (int, error) {
@@ -45,6 +51,8 @@ func (l *lines) Write(data []byte) (int, error) {
 	end := bytes.LastIndexByte(l.rest, '\n') + 1
 	whole := string(l.rest[:end])
 	l.rest = l.rest[end:]
+	l.last = append(l.last, slices.Collect(strings.Lines(whole))...)
+	l.last = slices.Clone(l.last[max(0, len(l.last)-keptLines):])
 	return len(data), l.print(l.label, whole)
 }
 

@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io"
 	"os/exec"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -31,6 +32,7 @@ const endPatience = 10 * time.Minute
 
 // Run runs them until the last has ended; one that fails leaves the others alone, and all failures are returned. When ctx is done they
 // are told by SIGTERM. Lines of output and errors go to out whole; see, if it is not nil, is called with each of them, one at a time.
+// The last lines of those that failed are repeated at the end, where a reader of a long log looks first.
 // The programs of hack/cmd call it.
 func Run(ctx context.Context, out io.Writer, see func(line string), programs ...Program) error {
 	p := &printer{out: out, see: see}
@@ -38,16 +40,22 @@ func Run(ctx context.Context, out io.Writer, see func(line string), programs ...
 		p.width = max(p.width, len(program.Label))
 	}
 	errs := make([]error, len(programs))
+	outputs := make([]*lines, len(programs))
 	var all sync.WaitGroup
 	for i, program := range programs {
-		all.Go(func() { errs[i] = program.run(ctx, p) })
+		outputs[i] = &lines{printer: p, label: program.Label}
+		all.Go(func() { errs[i] = program.run(ctx, outputs[i]) })
 	}
 	all.Wait()
+	for i, err := range errs {
+		if err != nil {
+			fmt.Fprintf(out, "\n%v. Its last lines were:\n%s", err, strings.Join(outputs[i].last, ""))
+		}
+	}
 	return errors.Join(errs...)
 }
 
-func (r Program) run(ctx context.Context, p *printer) error {
-	to := &lines{printer: p, label: r.Label}
+func (r Program) run(ctx context.Context, to *lines) error {
 	defer to.flush()
 	cmd := exec.CommandContext(ctx, r.Path, r.Args...)
 	cmd.Stdout, cmd.Stderr = to, to

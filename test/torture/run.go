@@ -5,6 +5,7 @@ package torture
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"strings"
@@ -108,7 +109,11 @@ func Run(ctx context.Context, c *cluster.Cluster, o Options) (Counters, error) {
 		return r.statistics.now(), err
 	}
 	counters := r.statistics.now()
-	return counters, counters.Err()
+	err = counters.Err()
+	if errors.Is(err, ErrFaults) {
+		err = fmt.Errorf("%w\n  %s", err, r.trace.findings())
+	}
+	return counters, err
 }
 
 func newRun(ctx context.Context, c *cluster.Cluster, o Options) (*run, error) {

@@ -24,7 +24,12 @@ type trace struct {
 	out  io.Writer
 	// last is what is still awaited, as it was said last.
 	last string
+	// found are the first faults that were found, in words.
+	found []string
 }
+
+// foundLines bounds what is repeated of the faults at the end of a run.
+const foundLines = 10
 
 const traceFile = "trace.log"
 
@@ -65,11 +70,26 @@ func (t *trace) waiting(what string, problems any) {
 	}
 }
 
+// find keeps faults for the end of the run.
+func (t *trace) find(lines []string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.found = append(t.found, lines[:min(len(lines), foundLines-len(t.found))]...)
+}
+
+// findings are the first faults of this run, in words.
+func (t *trace) findings() string {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return strings.Join(t.found, "\n  ")
+}
+
 // stateTimeout bounds what is collected while the cluster may be half down.
 const stateTimeout = 30 * time.Second
 
 // keepLogs writes down what a reader asks first: what was found, what lies in the ledger, objects, events and logs.
 func (r *run) keepLogs(ctx context.Context, what string, lines []string) {
+	r.trace.find(lines)
 	dir := filepath.Join(r.Dir, "evidence", fmt.Sprintf("%s-%s", time.Now().Format("150405.000"), what))
 	if err := r.collect(ctx, dir, lines); err != nil {
 		r.trace.say("evidence in %s is incomplete: %v", dir, err)
