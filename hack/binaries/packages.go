@@ -9,9 +9,11 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"sync/atomic"
 
+	"github.com/tandem-gpu/tandem/hack/filelock"
 	"github.com/tandem-gpu/tandem/hack/progress"
 )
 
@@ -33,10 +35,23 @@ var debianPackages = []struct{ name, file string }{
 	{"ca-certificates", "/etc/ssl/certs/ca-certificates.crt"},
 }
 
-// installPackages installs what is missing with apt-get, or names it where that cannot be done.
-func installPackages(ctx context.Context, log *progress.Log) error {
+// installPackages installs what is missing with apt-get, or names it where that cannot be done. Runs with one cache take turns, because
+// apt-get update fails where another one runs.
+func installPackages(ctx context.Context, log *progress.Log, cache string) error {
 	missing, err := missingPackages(ctx)
 	if err != nil || len(missing) == 0 {
+		return err
+	}
+	if err := os.MkdirAll(cache, 0o755); err != nil {
+		return fmt.Errorf("create cache: %w", err)
+	}
+	unlock, err := filelock.Wait(ctx, filepath.Join(cache, ".packages.lock"))
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	// Another run may have installed them meanwhile.
+	if missing, err = missingPackages(ctx); err != nil || len(missing) == 0 {
 		return err
 	}
 	if _, err := exec.LookPath("apt-get"); err != nil || os.Geteuid() != 0 {
