@@ -302,6 +302,11 @@ func (r *run) round(ctx context.Context, round Round) error {
 		return err
 	}
 	r.forget(u)
+	if r.State.Sharing && r.statistics.now().faults() == 0 {
+		if err := r.eachPart(ctx, user{r.client, u.namespace + "-parts"}); err != nil {
+			return err
+		}
+	}
 	if !r.controller || r.statistics.now().faults() > 0 {
 		return nil
 	}

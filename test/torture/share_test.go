@@ -5,6 +5,7 @@ package torture
 import (
 	"fmt"
 	"maps"
+	"slices"
 	"strings"
 	"testing"
 
@@ -342,6 +343,33 @@ func TestKubeletGivesReplicas(t *testing.T) {
 	} {
 		if problems := s.disagree(map[string][]string{"/a": test.given}); (len(problems) == 0) != test.right {
 			t.Errorf("given %v: %v", test.given, problems)
+		}
+	}
+}
+
+// TestWorkloadsOfParts: together they fit, so none may wait, and each kind of part is among them.
+func TestWorkloadsOfParts(t *testing.T) {
+	room, taken := sharedRoom(), parts{}
+	kinds := map[string]bool{}
+	for _, w := range workloadsOfParts() {
+		asked, _ := askOf(barePod(w, 0))
+		gpu := slices.IndexFunc(slices.Sorted(maps.Keys(room.memory)), func(gpu int) bool {
+			_, shared := policies[gpu]
+			return shared && room.sharedUnits(gpu, asked, taken) > 0
+		})
+		if gpu < 0 {
+			t.Fatalf("no room for %s beside %s", asked, taken)
+		}
+		one, _ := room.one(gpu, asked)
+		taken.give(gpu, w.Name, one)
+		kinds[fmt.Sprintf("%s memory=%t of=%s renamed=%t", w.API, w.Memory > 0, w.Of, w.Renamed)] = true
+	}
+	for _, kind := range []string{
+		"claim memory=true of= renamed=false", "claim memory=false of=equal renamed=false", "claim memory=false of=unlimited renamed=false",
+		"limits memory=false of= renamed=false", "limits memory=false of= renamed=true",
+	} {
+		if !kinds[kind] {
+			t.Errorf("no workload with %s", kind)
 		}
 	}
 }
