@@ -152,7 +152,7 @@ func (s *settings) reportMode(ctx context.Context, current config.Config) {
 	// The node serves its other GPUs.
 	for severity, err := range map[string]error{
 		corev1.EventTypeWarning: current.CheckDevices(s.devices.Inventory()),
-		corev1.EventTypeNormal:  errors.Join(current.CheckDynamic(s.devices.Inventory()), current.CheckSharing(s.devices.Inventory())),
+		corev1.EventTypeNormal:  errors.Join(current.CheckEffect(s.devices.Inventory()), current.CheckSharing(s.devices.Inventory())),
 	} {
 		if err != nil {
 			klog.FromContext(ctx).Info("A rule about devices has no effect for now", "reason", err.Error())

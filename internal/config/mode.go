@@ -235,7 +235,7 @@ func agreed[T comparable](c Config, gpu device.GPU, what string, setting func(De
 }
 
 // CheckDevices validates the rules against the node's GPUs: two rules must not contradict each other for a GPU, and in Split each
-// rule with a use must match a GPU. A rule with mig alone may match none: one configuration may serve nodes of several models.
+// rule with a use must match a GPU. Other rules may match none (CheckEffect): one configuration may serve nodes of several models.
 func (c Config) CheckDevices(inv device.Inventory) error {
 	errs := []error{c.CheckContradictions(inv)}
 	for i, rule := range c.Devices {
@@ -288,18 +288,17 @@ func (c Config) Dynamic(gpu device.GPU) bool {
 	return gpu.MIGCapable && err == nil && policy == MIGDynamic
 }
 
-// CheckDynamic returns an error for each rule with mig: dynamic that has no effect on this node. The model may be misspelt, or the
-// configuration may serve nodes of several models. It omits rules that CheckDevices reports.
-func (c Config) CheckDynamic(inv device.Inventory) error {
+// CheckEffect returns an error for each rule that has no effect on this node: it matches no GPU, or it has mig: dynamic and those GPUs have
+// no MIG. The model may be misspelt, or the configuration may serve nodes of several models. It omits rules that CheckDevices reports.
+func (c Config) CheckEffect(inv device.Inventory) error {
 	var errs []error
 	for i, rule := range c.Devices {
 		gpus := slices.DeleteFunc(slices.Clone(inv.GPUs), func(g device.GPU) bool { return !rule.Match.matches(g) })
 		switch {
-		case rule.MIG != MIGDynamic || slices.ContainsFunc(gpus, func(g device.GPU) bool { return g.MIGCapable }):
-		case len(gpus) > 0:
-			errs = append(errs, fmt.Errorf("tandem.devices[%d].mig: %s of this node has no MIG (%s)", i, rule.Match, gpus[0].ProductName))
-		case !c.mustMatch(rule):
+		case len(gpus) == 0 && !c.mustMatch(rule):
 			errs = append(errs, unmatched(i, rule))
+		case len(gpus) > 0 && rule.MIG == MIGDynamic && !slices.ContainsFunc(gpus, func(g device.GPU) bool { return g.MIGCapable }):
+			errs = append(errs, fmt.Errorf("tandem.devices[%d].mig: %s of this node has no MIG (%s)", i, rule.Match, gpus[0].ProductName))
 		}
 	}
 	return errors.Join(errs...)

@@ -126,20 +126,22 @@ func TestModePrecedence(t *testing.T) {
 	}
 }
 
-// Rules that ask for partitions where none can be made are told of, once each.
-func TestCheckDynamic(t *testing.T) {
+// Rules without an effect are reported once each.
+func TestCheckEffect(t *testing.T) {
 	for tandem, want := range map[string]string{
 		"": "",
-		"devices: [{match: {index: 0}, mig: dynamic}]":                                    "",
-		"devices: [{match: {model: A30}, mig: static}, {match: {index: 9}, use: limits}]": "",
-		"devices: [{match: {model: A30}, mig: dynamic}]":                                  `tandem.devices[0].match: no GPU of this node has model "A30"`,
-		"devices: [{match: {index: 1}, mig: dynamic}]":                                    "tandem.devices[0].mig: index 1 of this node has no MIG (NVIDIA L4)",
-		"mode: Split, devices: [{match: {index: 9}, use: limits, mig: dynamic}]":          "",
+		"devices: [{match: {index: 0}, mig: dynamic}, {match: {index: 1}, mig: static}]": "",
+		"devices: [{match: {model: A30}, mig: static}]":                                  `tandem.devices[0].match: no GPU of this node has model "A30"`,
+		"devices: [{match: {model: A30}, mig: dynamic}]":                                 `tandem.devices[0].match: no GPU of this node has model "A30"`,
+		"devices: [{match: {index: 0}, use: none}, {match: {index: 9}, use: none}]":      "tandem.devices[1].match: no GPU of this node has index 9",
+		"devices: [{match: {index: 9}, sharing: {strategy: TimeSlicing, replicas: 2}}]":  "tandem.devices[0].match: no GPU of this node has index 9",
+		"devices: [{match: {index: 1}, mig: dynamic}]":                                   "tandem.devices[0].mig: index 1 of this node has no MIG (NVIDIA L4)",
+		"mode: Split, devices: [{match: {index: 9}, use: limits, mig: dynamic}]":         "",
 	} {
 		c := load(t, "tandem: {"+tandem+"}")
 		gpus := device.Inventory{GPUs: []device.GPU{{Index: 0, MIGCapable: true}, {Index: 1, ProductName: "NVIDIA L4"}}}
 		got := ""
-		if err := c.CheckDynamic(gpus); err != nil {
+		if err := c.CheckEffect(gpus); err != nil {
 			got = err.Error()
 		}
 		if got != want {
