@@ -294,6 +294,59 @@ func TestSecurityContextConstraints(t *testing.T) {
 	}
 }
 
+// OpenShift admits a pod with a fixed user only if its service account may use constraints that allow it.
+func TestFixedUsersOnOpenShift(t *testing.T) {
+	for _, name := range []string{"default", "everything"} {
+		fixed, bound := map[string]string{}, map[string]bool{}
+		out := renderWith(t, "-f", valuesFile(name), "--set", "gfd.enabled=true", "--api-versions", "security.openshift.io/v1")
+		for r := yaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(out))); ; {
+			doc, err := r.Read()
+			if err == io.EOF {
+				break
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			var object struct {
+				Kind     string            `json:"kind"`
+				Metadata metav1.ObjectMeta `json:"metadata"`
+				RoleRef  rbacv1.RoleRef    `json:"roleRef"`
+				Subjects []rbacv1.Subject  `json:"subjects"`
+				Spec     struct {
+					Template corev1.PodTemplateSpec `json:"template"`
+				} `json:"spec"`
+			}
+			var kind metav1.TypeMeta
+			if err := yaml.Unmarshal(doc, &kind); err != nil {
+				t.Fatal(err)
+			}
+			if !slices.Contains([]string{"Deployment", "Job", "RoleBinding"}, kind.Kind) {
+				continue
+			}
+			if err := yaml.Unmarshal(doc, &object); err != nil {
+				t.Fatal(err)
+			}
+			pod := object.Spec.Template.Spec
+			if pod.SecurityContext != nil && pod.SecurityContext.RunAsUser != nil {
+				fixed[pod.ServiceAccountName] = object.Kind + " " + object.Metadata.Name
+			}
+			if object.RoleRef.Name == "system:openshift:scc:nonroot-v2" {
+				for _, subject := range object.Subjects {
+					bound[subject.Name] = true
+				}
+			}
+		}
+		if len(fixed) != 2 {
+			t.Errorf("%s: pods with a fixed user are those of %v, want controller and the Job that removes labels", name, fixed)
+		}
+		for account, owner := range fixed {
+			if !bound[account] {
+				t.Errorf("%s: %s: service account %s may not use nonroot-v2", name, owner, account)
+			}
+		}
+	}
+}
+
 // The controller meets Pod Security's restricted profile and mounts nothing of the host.
 func TestControllerIsRestricted(t *testing.T) {
 	for _, name := range cases {
