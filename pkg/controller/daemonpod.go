@@ -59,11 +59,15 @@ const (
 	autoscalerAnnotation = "cluster-autoscaler.kubernetes.io/daemonset-pod"
 )
 
-// podName returns the only name of a daemon's pod, so that two controllers cannot create two pods. It is a pure function.
-func podName(node, daemon string) string {
+// podName returns the only name of a daemon's pod, so that two controllers cannot create two pods. A pod with other settings, which include
+// the daemon's generation, has another name: kube-scheduler 1.37 exits if its watch misses that a pod was deleted and a new one of its name
+// is not bound yet (pkg/scheduler/backend/cache, UpdatePod). It is a pure function.
+func podName(node *v1alpha1.GPUNode, d v1alpha1.MPSDaemon) string {
 	sum := fnv.New32a()
-	sum.Write([]byte(node))
-	return fmt.Sprintf("tandem-mps-%s-%08x", daemon, sum.Sum32())
+	for _, part := range []string{node.Name, string(node.UID), mps.Settings(d.MPSSettings).Hash()} {
+		sum.Write([]byte(part + "/"))
+	}
+	return fmt.Sprintf("tandem-mps-%s-%08x", d.Name, sum.Sum32())
 }
 
 // check returns why no pod may be created for a daemon. The agent requested it and has fewer rights than the pod: a stolen token of the
@@ -97,7 +101,7 @@ func (p DaemonPods) Pod(node *v1alpha1.GPUNode, d v1alpha1.MPSDaemon) (*corev1.P
 	}
 	template := p.Template.DeepCopy()
 	pod := &corev1.Pod{ObjectMeta: template.ObjectMeta, Spec: template.Spec}
-	pod.Name, pod.Namespace = podName(node.Name, d.Name), p.Namespace
+	pod.Name, pod.Namespace = podName(node, d), p.Namespace
 	metav1.SetMetaDataLabel(&pod.ObjectMeta, daemonLabel, d.Name)
 	metav1.SetMetaDataAnnotation(&pod.ObjectMeta, settingsAnnotation, settings.Hash())
 	metav1.SetMetaDataAnnotation(&pod.ObjectMeta, autoscalerAnnotation, "true")

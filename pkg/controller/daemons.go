@@ -58,27 +58,29 @@ func PlanDaemons(node *v1alpha1.GPUNode, pods []*corev1.Pod, config DaemonPods, 
 			plan.Again = in
 		}
 	}
+	made := map[string][]*corev1.Pod{}
+	for _, pod := range pods {
+		made[pod.Labels[daemonLabel]] = append(made[pod.Labels[daemonLabel]], pod)
+	}
 	wanted := map[string]bool{}
 	for _, d := range node.Status.Daemons {
-		name := podName(node.Name, d.Name)
-		i := slices.IndexFunc(pods, func(p *corev1.Pod) bool { return p.Name == name })
-		if i < 0 {
+		pod := podOf(node, d, made[d.Name])
+		switch {
+		case pod == nil && len(made[d.Name]) > 0:
+			continue // The pod was created for an earlier GPUNode of this name, or for other settings. The next one is created when it is gone.
+		case pod == nil:
 			// A pod that an older controller created stays for its clients.
 			if err := config.check(d); err != nil {
 				wait(d, "no pod is created for it: %v", err)
 				continue
 			}
-			wanted[name] = true
 			plan.Create = append(plan.Create, d)
 			continue
 		}
-		pod := pods[i]
 		age := now.Sub(pod.CreationTimestamp.Time)
 		switch {
 		case pod.DeletionTimestamp != nil:
 			// The next one is created when it is gone.
-		case !metav1.IsControlledBy(pod, node), pod.Annotations[settingsAnnotation] != mps.Settings(d.MPSSettings).Hash():
-			continue // It was created for an earlier GPUNode of this name, or for other settings.
 		case podstatus.Ended(pod) && age >= failsFor:
 			wait(d, "pod %s has failed and is replaced: %s", pod.Name, because(pod))
 			continue
@@ -93,10 +95,12 @@ func PlanDaemons(node *v1alpha1.GPUNode, pods []*corev1.Pod, config DaemonPods, 
 		default:
 			again(startsIn - age)
 		}
-		wanted[name] = true
+		wanted[pod.Name] = true
 	}
 	for _, name := range node.Status.UnknownDaemons {
-		wanted[podName(node.Name, name)] = true
+		for _, pod := range made[name] {
+			wanted[pod.Name] = true
+		}
 	}
 	for _, pod := range pods {
 		if pod.DeletionTimestamp == nil && !wanted[pod.Name] {
@@ -105,6 +109,23 @@ func PlanDaemons(node *v1alpha1.GPUNode, pods []*corev1.Pod, config DaemonPods, 
 	}
 	slices.SortFunc(plan.Waiting, func(a, b v1alpha1.WaitingDaemon) int { return cmp.Compare(a.Name, b.Name) })
 	return plan
+}
+
+// podOf returns the pod with the settings of a daemon, out of all pods for it; nil if there is none. Of two, which an older controller may
+// have created beside this one, it is the one that stays.
+func podOf(node *v1alpha1.GPUNode, d v1alpha1.MPSDaemon, pods []*corev1.Pod) *corev1.Pod {
+	var found *corev1.Pod
+	hash := mps.Settings(d.MPSSettings).Hash()
+	for _, pod := range pods {
+		switch {
+		case !metav1.IsControlledBy(pod, node) || pod.Annotations[settingsAnnotation] != hash:
+		case found == nil || found.DeletionTimestamp != nil && pod.DeletionTimestamp == nil:
+			found = pod
+		case (found.DeletionTimestamp == nil) == (pod.DeletionTimestamp == nil) && pod.Name < found.Name:
+			found = pod
+		}
+	}
+	return found
 }
 
 // because returns why a pod does not run; empty if its status has no reason.

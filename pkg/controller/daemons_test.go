@@ -74,9 +74,14 @@ func daemonWorld(t *testing.T, funcs interceptor.Funcs, objects ...client.Object
 
 func (w *world) daemonPod(name string) *corev1.Pod {
 	w.t.Helper()
-	pod := &corev1.Pod{}
-	w.get("tandem", podName("node-1", name), pod)
-	return pod
+	var list corev1.PodList
+	if err := w.client.List(w.t.Context(), &list, client.InNamespace("tandem"), client.MatchingLabels{daemonLabel: name}); err != nil {
+		w.t.Fatal(err)
+	}
+	if len(list.Items) != 1 {
+		w.t.Fatalf("daemon %s has %d pods", name, len(list.Items))
+	}
+	return &list.Items[0]
 }
 
 func (w *world) names() []string {
@@ -164,12 +169,17 @@ func TestAPodOfOtherSettingsIsReplaced(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			w, d := daemonWorld(t, interceptor.Funcs{}, gpuNode(wanting("a")))
 			w.twice(d, "node-1")
-			before := w.daemonPod("a").Annotations[settingsAnnotation]
+			before := w.daemonPod("a")
 			w.set(func(s *v1alpha1.GPUNodeStatus) { change(&s.Daemons[0]) })
 			w.twice(d, "node-1")
 			w.want(map[string]int{"create Pod": 2})
-			if after := w.daemonPod("a").Annotations[settingsAnnotation]; after == before {
+			after := w.daemonPod("a")
+			if after.Annotations[settingsAnnotation] == before.Annotations[settingsAnnotation] {
 				t.Error("the pod is as before")
+			}
+			// kube-scheduler exits if it sees an unbound pod in the place of a bound one of the same name.
+			if after.Name == before.Name {
+				t.Errorf("both pods are named %s", after.Name)
 			}
 		})
 	}
@@ -336,17 +346,61 @@ func TestAPodThatHasFailedIsReplacedInAWhile(t *testing.T) {
 	}
 }
 
-// A pod that is ending has the name: the next one is made when it is gone.
+// Two pods of one daemon never run beside each other: the next one is made when the one before is gone.
 func TestAPodThatEndsIsAwaited(t *testing.T) {
-	w, d := daemonWorld(t, interceptor.Funcs{}, gpuNode(wanting("a")))
-	w.twice(d, "node-1")
-	pod := w.daemonPod("a")
-	pod.Finalizers = []string{"example.com/finalizer"}
-	if err := errors.Join(w.client.Update(t.Context(), pod), w.client.Delete(t.Context(), pod)); err != nil {
+	for name, change := range map[string]func(s *v1alpha1.GPUNodeStatus){
+		"same settings":  func(*v1alpha1.GPUNodeStatus) {},
+		"other settings": func(s *v1alpha1.GPUNodeStatus) { s.Daemons[0].Generation++ },
+	} {
+		t.Run(name, func(t *testing.T) {
+			w, d := daemonWorld(t, interceptor.Funcs{}, gpuNode(wanting("a")))
+			w.twice(d, "node-1")
+			pod := w.daemonPod("a")
+			pod.Finalizers = []string{"example.com/finalizer"}
+			if err := errors.Join(w.client.Update(t.Context(), pod), w.client.Delete(t.Context(), pod)); err != nil {
+				t.Fatal(err)
+			}
+			w.set(change)
+			w.twice(d, "node-1")
+			w.want(map[string]int{"create Pod": 1, "update Pod": 1})
+			pod = w.daemonPod("a")
+			pod.Finalizers = nil
+			if err := w.client.Update(t.Context(), pod); err != nil {
+				t.Fatal(err)
+			}
+			w.twice(d, "node-1")
+			if again := w.daemonPod("a"); again.DeletionTimestamp != nil {
+				t.Error("no pod was made after the one that ended")
+			}
+		})
+	}
+}
+
+// A pod of a controller that chose names otherwise serves on. Of two pods one stays, whichever comes first in the list.
+func TestAPodOfAnotherNameIsKept(t *testing.T) {
+	node := gpuNode(wanting("a"))
+	pod, err := daemonPods().Pod(node, node.Status.Daemons[0])
+	if err != nil {
 		t.Fatal(err)
 	}
-	w.twice(d, "node-1")
-	w.want(map[string]int{"create Pod": 1, "update Pod": 1})
+	readyPod(&pod.Status)
+	other := pod.DeepCopy()
+	other.Name = "tandem-mps-a-00000000"
+	if plan := PlanDaemons(node, []*corev1.Pod{other}, daemonPods(), time.Now()); len(plan.Create)+len(plan.Delete)+len(plan.Waiting) > 0 {
+		t.Errorf("plan for a pod of another name: %+v", plan)
+	}
+	for _, pods := range [][]*corev1.Pod{{pod, other}, {other, pod}} {
+		plan := PlanDaemons(node, pods, daemonPods(), time.Now())
+		if len(plan.Create) > 0 || len(plan.Delete) != 1 || plan.Delete[0] != pod {
+			t.Fatalf("plan for two pods: %+v", plan)
+		}
+	}
+	pod.DeletionTimestamp = &metav1.Time{Time: time.Now()}
+	for _, pods := range [][]*corev1.Pod{{pod, other}, {other, pod}} {
+		if plan := PlanDaemons(node, pods, daemonPods(), time.Now()); len(plan.Create)+len(plan.Delete) > 0 {
+			t.Errorf("plan for two pods of which one ends: %+v", plan)
+		}
+	}
 }
 
 func TestARefusedPodIsTold(t *testing.T) {
@@ -537,7 +591,9 @@ func TestDaemonPod(t *testing.T) {
 	if field.Key != "metadata.name" || field.Values[0] != "node-1" {
 		t.Errorf("affinity %+v", field)
 	}
-	if podName("node-1", "a") == podName("node-2", "a") {
+	two := gpuNode(wanting("a"))
+	two.Name = "node-2"
+	if one := gpuNode(wanting("a")); podName(one, one.Status.Daemons[0]) == podName(two, two.Status.Daemons[0]) {
 		t.Error("two nodes' daemons of one name have one pod")
 	}
 }
