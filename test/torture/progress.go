@@ -4,8 +4,25 @@ package torture
 
 import (
 	"context"
+	"errors"
 	"time"
+
+	"github.com/tandem-gpu/tandem/hack/cluster"
 )
+
+// attend starts kube-scheduler again if it has ended, as kubelet does with a static pod. No fault ends it, so what ended it is a finding:
+// kube-scheduler exits, for example, if an unbound pod takes the place of a bound one of the same name.
+func (r *run) attend(ctx context.Context) {
+	scheduler := r.cluster.Component(cluster.Scheduler)
+	if _, err := scheduler.Pid(); !errors.Is(err, cluster.ErrNotRunning) {
+		return
+	}
+	r.statistics.add(func(c *Counters) { c.Stuck++ })
+	r.reportStuck(ctx, "kube-scheduler has ended, which no fault does; the end of its log says why")
+	if err := restart(ctx, scheduler.Start); err != nil && ctx.Err() == nil {
+		r.trace.say("start kube-scheduler: %v", err)
+	}
+}
 
 // progress logs every ten seconds how far the run is.
 func (r *run) progress(ctx context.Context) error {
@@ -15,6 +32,7 @@ func (r *run) progress(ctx context.Context) error {
 		if ctx.Err() != nil {
 			return nil
 		}
+		r.attend(ctx)
 		running, waiting, looks := r.watch.counts()
 		now := r.statistics.now()
 		eta := "?"
