@@ -110,6 +110,7 @@ const (
 	pageInstallation = "docs/user/troubleshooting.md#nodes-and-installation"
 	pagePods         = "docs/user/troubleshooting.md#pods-and-claims"
 	pageInstall      = "docs/user/install.md"
+	pageVersions     = "docs/user/compatibility.md"
 	pageHealth       = "docs/user/health.md#reasons"
 )
 
@@ -169,7 +170,7 @@ const versionLabel = "app.kubernetes.io/version"
 
 func (e *examination) versions() {
 	if parsed, err := version.ParseGeneric(e.Kubernetes); err == nil && parsed.LessThan(oldest) {
-		e.add(Error, "cluster", pageInstall, "upgrade Kubernetes to 1.34 or newer", "Kubernetes %s is too old: Tandem needs 1.34", e.Kubernetes)
+		e.add(Error, "cluster", pageVersions, "upgrade Kubernetes to 1.34 or newer", "Kubernetes %s is too old: Tandem needs 1.34", e.Kubernetes)
 	} else if !e.ServesClaims {
 		e.add(Error, "cluster", pageInstallation, "enable it by kube-apiserver's --runtime-config, or set mode: DevicePluginOnly",
 			"the API server does not serve resource.k8s.io/v1, so no ResourceClaim gets a GPU")

@@ -193,7 +193,7 @@ func TestPagesExist(t *testing.T) {
 			pages[finding.Page] = true
 		}
 	}
-	for _, page := range []string{pageInstallation, pagePods, pageInstall, pageHealth} {
+	for _, page := range []string{pageInstallation, pagePods, pageInstall, pageVersions, pageHealth} {
 		if !pages[page] {
 			t.Errorf("no finding of TestExamine names %s", page)
 		}

@@ -141,8 +141,8 @@ func (l *Ledger) take(holds []Hold) error {
 
 // confirmReuse returns the holds of the same IDs that a new pod must not reuse: their pod is unknown, ended, started or has one container
 // only, so the request comes from another pod. kubelet forgets the devices of an Allocate in flight when pod resources are listed just
-// then, and offers them again (docs/design/0002-ledger.md). A draining hold stays so until its pod state changes back. confirmed has the
-// generations of the other holds, which the pod may reuse.
+// then, and offers them again (docs/design/0002-ledger.md). A draining hold stays so until its pod state changes back. After one refusal the
+// holds that have not ended are refused too. confirmed has the generations of the other holds, which the pod may reuse.
 func (l *Ledger) confirmReuse(requests []PodRequest) (confirmed []uint64, refused []Hold, err error) {
 	l.mu.Lock()
 	var same []Hold
@@ -156,7 +156,8 @@ func (l *Ledger) confirmReuse(requests []PodRequest) (confirmed []uint64, refuse
 	l.mu.Unlock()
 	for _, h := range same {
 		podState := l.podState(h)
-		if podState != Gone && !other[h.Holder.ID] && l.reuses(h, podState) {
+		// Each answer may take a second, and one refusal decides the call.
+		if podState != Gone && !other[h.Holder.ID] && len(refused) == 0 && l.reuses(h, podState) {
 			confirmed = append(confirmed, h.Generation)
 			continue
 		}
