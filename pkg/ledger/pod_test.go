@@ -65,6 +65,35 @@ type reusing struct{ judge }
 func (reusing) Started(Hold, []Hold) bool { return false }
 func (reusing) Reuses(Hold) bool          { return true }
 
+// refusing counts how often it is asked whether a request comes from the hold's own pod.
+type refusing struct {
+	judge
+	asked *int
+}
+
+func (refusing) Started(Hold, []Hold) bool { return false }
+func (r refusing) Reuses(Hold) bool        { *r.asked++; return false }
+
+// kubelet waits for Allocate in its only sync loop, and each answer of Reuses may take a second.
+func TestOneRefusalDecides(t *testing.T) {
+	asked := 0
+	l, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", PodStates: refusing{func(Hold) PodState { return Running }, &asked}, Now: now})
+	must(t, err)
+	t.Cleanup(func() { _ = l.Close() })
+	var requests []PodRequest
+	for _, id := range []string{"a", "b", "c", "d"} {
+		requests = append(requests, PodRequest{ID: id, Resource: "nvidia.com/gpu", Device: whole(id)})
+	}
+	must(t, l.ReservePod(requests))
+	var conflict *ConflictError
+	if err := l.ReservePod(requests); !errors.As(err, &conflict) || len(conflict.Holds) != len(requests) {
+		t.Errorf("the next pod: %v", err)
+	}
+	if asked != 1 {
+		t.Errorf("asked %d times", asked)
+	}
+}
+
 // slowReuses is asked about a hold while other calls go on.
 type slowReuses struct {
 	judge

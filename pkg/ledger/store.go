@@ -229,7 +229,12 @@ func (l *Ledger) complete(known *Hold, h Hold) error {
 	if updated.equal(*known) {
 		return nil
 	}
-	return l.change(known, updated)
+	if err := l.change(known, updated); err != nil {
+		// The pods use the device whether or not a record names them.
+		l.replace(known, updated)
+		return fmt.Errorf("expect %s: %w", h.Device, err)
+	}
+	return nil
 }
 
 func (h Hold) equal(other Hold) bool {

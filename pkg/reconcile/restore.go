@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"syscall"
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
@@ -113,6 +112,9 @@ func (r *Reconciler) tryLateClaims(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	// Adopt waits for this pass, and kubelet for Adopt.
+	ctx, cancel := context.WithTimeout(ctx, r.times.restore)
+	defer cancel()
 	var errs []error
 	r.late = slices.DeleteFunc(r.late, func(claim podstate.KubeletClaim) bool {
 		if !slices.ContainsFunc(claims, func(c podstate.KubeletClaim) bool { return c.UID == claim.UID }) {
@@ -388,8 +390,8 @@ func (r *Reconciler) restoreUsed(ctx context.Context, checkpoint podstate.Device
 	return nil
 }
 
-// expect restores a hold. It logs a device that has two holders, and a hold for which the disk has no room; later passes record
-// that one.
+// expect restores a hold. It logs a device that has two holders, and a hold that cannot be recorded; later passes record that one. An error
+// means that another process has the ledger.
 func (r *Reconciler) expect(ctx context.Context, h ledger.Hold) error {
 	err := r.Ledger.Expect(h)
 	var conflict *ledger.ConflictError
@@ -397,13 +399,12 @@ func (r *Reconciler) expect(ctx context.Context, h ledger.Hold) error {
 		klog.FromContext(ctx).Error(conflict, "Two holders have the same device", "device", h.Device.String(), "holder", h.String())
 		return nil
 	}
-	if errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) {
-		klog.FromContext(ctx).Error(err, "No room on the disk to record a hold of before the start, retrying",
-			"device", h.Device.String(), "holder", h.String())
-		return nil
+	if errors.Is(err, ledger.ErrLocked) {
+		return fmt.Errorf("restore the hold of %s: %w", h, err)
 	}
 	if err != nil {
-		return fmt.Errorf("restore the hold of %s: %w", h, err)
+		// The device is held. A full or read-only disk must not keep kubelet from ending pods.
+		klog.FromContext(ctx).Error(err, "Cannot record a hold of before the start, retrying", "device", h.Device.String(), "holder", h.String())
 	}
 	return nil
 }

@@ -3,6 +3,7 @@
 package reconcile
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"os"
@@ -10,6 +11,10 @@ import (
 	"slices"
 	"syscall"
 	"testing"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
@@ -203,6 +208,10 @@ func TestRestoreOnAFullDisk(t *testing.T) {
 	if disk.repaired != 1 {
 		t.Error("was not tried again")
 	}
+	disk.err = fmt.Errorf("write record: %w", syscall.EROFS)
+	if err := g.r.Restore(t.Context()); err != nil {
+		t.Errorf("on a read-only disk: %v", err)
+	}
 	disk.err = ledger.ErrLocked
 	if err := g.r.Restore(t.Context()); !errors.Is(err, ledger.ErrLocked) {
 		t.Errorf("in a directory that is not ours any more: %v", err)
@@ -227,6 +236,38 @@ func TestRestoreOfLatePartition(t *testing.T) {
 	g.checkpoint("p1", "MIG-a", "p3", "MIG-c")
 	g.setGPUs("GPU-0:MIG-a,MIG-b,MIG-c")
 	g.await("GPU-0@0+1: pod MIG-a held [p1]", "GPU-0@2+1: pod MIG-c held [p3]")
+}
+
+// silentClaims counts requests, and answers none before its deadline.
+type silentClaims struct{ asked *int }
+
+func (s silentClaims) Get(ctx context.Context, _ string, _ metav1.GetOptions) (*resourceapi.ResourceClaim, error) {
+	if ctx.Err() == nil {
+		*s.asked++
+	}
+	<-ctx.Done()
+	return nil, ctx.Err()
+}
+
+// Adopt, and with it the registration of both APIs, waits for a pass over late claims. All their requests together have one deadline.
+func TestAPassOverLateClaimsIsBounded(t *testing.T) {
+	g := newRig(t, "GPU-0")
+	g.change(func() {
+		g.gpus[0].MemoryBytes, g.gpus[0].Sharing = 24<<30, device.Sharing{Strategy: device.TimeSlicing, Claims: "memory"}
+	})
+	var claims []kubeletClaim
+	for _, uid := range []string{"c1", "c2", "c3", "c4", "c5"} {
+		claims = append(claims, kubeletClaim{uid, "claim-" + uid, []string{"p-" + uid}, []string{"gpu-0"}})
+	}
+	g.claimState(claims...)
+	asked := 0
+	g.r.times.call, g.r.times.restore = 50*time.Millisecond, 50*time.Millisecond
+	g.r.Claims = func(string) Claims { return silentClaims{&asked} }
+	must(t, g.r.Restore(t.Context()))
+	asked = 0
+	if left, err := g.r.RestoreLate(t.Context()); !left || err == nil || asked != 1 {
+		t.Errorf("left %t, %v, after %d requests", left, err, asked)
+	}
 }
 
 // latePodHolds is a node of two limits whose partitions come late.
@@ -279,7 +320,7 @@ type brokenDisk struct {
 
 func (b *brokenDisk) Expect(h ledger.Hold) error {
 	if b.fail--; b.fail >= 0 {
-		return syscall.EIO
+		return ledger.ErrLocked
 	}
 	return b.Ledger.Expect(h)
 }
