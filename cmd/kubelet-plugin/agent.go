@@ -47,7 +47,9 @@ type agent struct {
 	client       kubernetes.Interface
 	dynamic      dynamic.Interface
 	// reload reads the configuration anew, with a file of its directory (config.LoadChosen), apart from the node's mode label.
-	reload   func(name string) (config.Chosen, error)
+	reload func(name string) (config.Chosen, error)
+	// stuck returns the threads of the agent that keep it from starting again (stuckThreads).
+	stuck    func(context.Context) []int
 	metrics  metrics
 	status   *status.Server
 	events   record.EventBroadcaster
@@ -109,6 +111,7 @@ func newAgent(c config.Config) (*agent, error) {
 	return &agent{
 		config: c, api: api, client: client, dynamic: dynamicClient, metrics: metrics, events: events, status: server,
 		reload:   func(string) (config.Chosen, error) { return config.Chosen{Config: c}, nil },
+		stuck:    stuckThreads,
 		recorder: events.NewRecorder(scheme.Scheme, corev1.EventSource{Component: "tandem", Host: c.NodeName}),
 		bootID:   strings.TrimSpace(string(bootID)), token: token, times: defaultTimes,
 	}, nil

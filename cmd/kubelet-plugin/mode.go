@@ -43,6 +43,8 @@ type settings struct {
 	// that were reported last.
 	rejected string
 	unused   []string
+	// postponed is whether a new configuration waits for a driver call, which was reported.
+	postponed bool
 }
 
 const (
@@ -170,8 +172,8 @@ func (a *agent) nodeKnown(self *podstate.Node) bool {
 	return false
 }
 
-// follow returns errReconfigured as soon as there is a valid configuration other than current (nil: any). It reports an invalid
-// one, which changes nothing.
+// follow returns errReconfigured as soon as there is a valid configuration other than current (nil: any), and no driver call keeps the agent
+// from starting again. It reports an invalid one, which changes nothing.
 func (s *settings) follow(ctx context.Context, current *config.Config) error {
 	for {
 		changed, devices := s.self.Changed(), s.devices.Changed()
@@ -187,8 +189,12 @@ func (s *settings) follow(ctx context.Context, current *config.Config) error {
 					klog.FromContext(ctx).Error(err, "Cannot record the new configuration. The node is served as before, and the agent tries again", "config", next.ConfigName, "after", fileInterval)
 					again = time.After(fileInterval)
 				case current == nil || !next.Equal(*current):
-					return errReconfigured
+					if !s.postpone(ctx) {
+						return errReconfigured
+					}
+					again = time.After(fileInterval)
 				default:
+					s.postponed = false
 					s.reportUnused(ctx, next.Config)
 				}
 			}
@@ -202,6 +208,22 @@ func (s *settings) follow(ctx context.Context, current *config.Config) error {
 		case <-s.edited:
 		}
 	}
+}
+
+// postpone reports whether a driver call that does not return keeps the agent from starting again: execve would not return either, and the
+// node would have no agent. It reports the first such wait.
+func (s *settings) postpone(ctx context.Context) bool {
+	threads := s.stuck(ctx)
+	if len(threads) == 0 {
+		return false
+	}
+	if !s.postponed {
+		s.postponed = true
+		klog.FromContext(ctx).Info("The new configuration waits for a driver call that does not return", "threads", threads)
+		s.event(corev1.EventTypeWarning, "ConfigPostponed", "The node is served with its previous configuration, because a call of the agent to the driver "+
+			"does not return and keeps the agent from starting again. The new configuration takes effect when the call returns, or when the node is rebooted")
+	}
+	return true
 }
 
 // next returns the configuration that files and labels have now.

@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -36,6 +37,8 @@ type configured struct {
 	served chan config.Config
 	ended  chan error
 	gpus   *gpus
+	// hangs is whether a thread of the agent waits for the driver.
+	hangs atomic.Bool
 }
 
 // gpus are the node's.
@@ -93,6 +96,12 @@ func followWith(t *testing.T, file string, args []string, labels map[string]stri
 		gpus: &gpus{list: list},
 	}
 	a.recorder = c.events
+	a.stuck = func(context.Context) []int {
+		if c.hangs.Load() {
+			return []int{7}
+		}
+		return nil
+	}
 	a.reload = func(name string) (config.Chosen, error) { return config.LoadChosen(args, noVariable, name) }
 	a.client = fake.NewClientset(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node-1", UID: "uid", Labels: labels}})
 	ctx, cancel := context.WithCancel(context.Background())
@@ -300,6 +309,27 @@ func TestModeChanges(t *testing.T) {
 		c.rejects("set different uses for GPU GPU-b")
 		c.gpus.set(gpuA, gpuB)
 		c.startsAnew()
+	})
+	t.Run("edited while a driver call does not return", func(t *testing.T) {
+		c := follow(t, "version: v1\n", nil)
+		c.serves(config.ModeDual)
+		c.hangs.Store(true)
+		for _, mode := range []string{"ClaimsOnly", "DevicePluginOnly"} {
+			c.edit("tandem: {mode: " + mode + "}")
+			if mode == "ClaimsOnly" {
+				if event := <-c.events.Events; !strings.Contains(event, "Warning ConfigPostponed") {
+					t.Errorf("event %q", event)
+				}
+			}
+		}
+		c.hangs.Store(false)
+		c.edit("tandem: {mode: ClaimsOnly}")
+		c.startsAnew()
+		select {
+		case event := <-c.events.Events:
+			t.Errorf("event %q", event)
+		default:
+		}
 	})
 	t.Run("dynamic MIG where there is none", func(t *testing.T) {
 		c := follow(t, "tandem: {devices: [{match: {model: A30}, mig: dynamic}]}", nil)

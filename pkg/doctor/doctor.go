@@ -348,7 +348,7 @@ func (e *examination) policies() {
 }
 
 // telling are the events of agents on nodes that say what is wrong with an installation. GPUNodes say what is wrong with devices.
-var telling = []string{"ConfigRejected", "ConflictingDriver", "DeviceOfUnknownGPU", "DriverPaused", "HoldersUnknown", "LedgerLocked", "NoClaimsAPI", "NoDriver",
+var telling = []string{"ConfigPostponed", "ConfigRejected", "ConflictingDriver", "DeviceOfUnknownGPU", "DriverPaused", "HoldersUnknown", "LedgerLocked", "NoClaimsAPI", "NoDriver",
 	"NoGPU", "NoPartitionsOnDemand", "NodeLabelsNotWritten", "OtherDevicePlugin", "RuntimeWithoutCDI"}
 
 // lastEvent returns the newest telling event of a node since a time. What an agent reported before it became ready is over.

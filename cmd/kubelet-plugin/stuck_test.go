@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package main
+
+import (
+	"encoding/binary"
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"runtime"
+	"slices"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+func TestUninterruptible(t *testing.T) {
+	dir := t.TempDir()
+	for thread, status := range map[string]string{
+		"7": "Name:\tkubelet-plugin\nState:\tD (disk sleep)\nvoluntary_ctxt_switches:\t42\n", "8": "Name:\tState: D\nState:\tS (sleeping)\n",
+		"9": "State:\tR (running)\n", "10": "", "a": "State:\tD (disk sleep)\n",
+	} {
+		if err := os.Mkdir(filepath.Join(dir, thread), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(dir, thread, "status"), []byte(status), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got, want := uninterruptible(dir), map[int]string{7: "42"}; !maps.Equal(got, want) {
+		t.Errorf("got %v, want %v", got, want)
+	}
+	if got := uninterruptible(filepath.Join(dir, "none")); len(got) > 0 {
+		t.Errorf("without the directory: %v", got)
+	}
+}
+
+// A thread waits in the kernel for a file system that does not answer, as for a driver that does not.
+func TestStuckThreads(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("skipped: mounting a file system needs root")
+	}
+	fuse, err := unix.Open("/dev/fuse", unix.O_RDWR|unix.O_CLOEXEC, 0)
+	if err != nil {
+		t.Skipf("skipped: open /dev/fuse: %v", err)
+	}
+	dir := t.TempDir()
+	if err := unix.Mount("tandem-test", dir, "fuse", 0, fmt.Sprintf("fd=%d,rootmode=40000,user_id=0,group_id=0", fuse)); err != nil {
+		_ = unix.Close(fuse)
+		t.Skipf("skipped: mount a FUSE file system: %v", err)
+	}
+	if got := stuckThreads(t.Context()); len(got) > 0 {
+		t.Errorf("before: threads %v are stuck", got)
+	}
+	thread, ended := make(chan int, 1), make(chan struct{})
+	go func() {
+		defer close(ended)
+		runtime.LockOSThread()
+		thread <- unix.Gettid()
+		_, _ = os.Stat(filepath.Join(dir, "file"))
+	}()
+	asked := answerInit(t, fuse)
+	stuck := <-thread
+	<-asked
+	// The first signal makes the wait uninterruptible (fs/fuse/dev.c, request_wait_answer).
+	for late := time.Now().Add(10 * time.Second); !slices.Contains(stuckThreads(t.Context()), stuck); {
+		if time.Now().After(late) {
+			t.Errorf("thread %d is not reported", stuck)
+			break
+		}
+		if err := unix.Tgkill(os.Getpid(), stuck, syscall.SIGURG); err != nil {
+			t.Fatal(err)
+		}
+	}
+	// Without its reader the connection ends, and with it the wait.
+	if err := unix.Unmount(dir, unix.MNT_FORCE|unix.MNT_DETACH); err != nil {
+		t.Error(err)
+	}
+	if err := unix.Close(fuse); err != nil {
+		t.Error(err)
+	}
+	<-ended
+}
+
+// answerInit answers FUSE_INIT and no other request. asked is closed when another one was read.
+func answerInit(t *testing.T, fuse int) (asked <-chan struct{}) {
+	const initOpcode, headerSize, initSize = 26, 16, 64
+	read := make(chan struct{})
+	go func() {
+		request := make([]byte, 1<<20)
+		for {
+			n, err := unix.Read(fuse, request)
+			if err == unix.EINTR || err == unix.EAGAIN {
+				continue
+			}
+			if err != nil || n < 16 {
+				return
+			}
+			if binary.NativeEndian.Uint32(request[4:]) != initOpcode {
+				close(read)
+				return
+			}
+			answer := make([]byte, headerSize+initSize)
+			binary.NativeEndian.PutUint32(answer, uint32(len(answer)))
+			copy(answer[8:16], request[8:16])
+			binary.NativeEndian.PutUint32(answer[headerSize:], 7)
+			binary.NativeEndian.PutUint32(answer[headerSize+4:], 31)
+			binary.NativeEndian.PutUint32(answer[headerSize+20:], 4096)
+			if _, err := unix.Write(fuse, answer); err != nil {
+				t.Errorf("answer FUSE_INIT: %v", err)
+				return
+			}
+		}
+	}()
+	return read
+}
