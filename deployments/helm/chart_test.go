@@ -18,6 +18,7 @@ import (
 	"testing"
 
 	appsv1 "k8s.io/api/apps/v1"
+	batchv1 "k8s.io/api/batch/v1"
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
@@ -232,15 +233,7 @@ func TestSecurityContextConstraints(t *testing.T) {
 	}
 	list := func(args ...string) (found []constraints) {
 		t.Helper()
-		out := renderWith(t, args...)
-		for r := yaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(out))); ; {
-			doc, err := r.Read()
-			if err == io.EOF {
-				return found
-			}
-			if err != nil {
-				t.Fatal(err)
-			}
+		for _, doc := range documents(t, renderWith(t, args...)) {
 			var c constraints
 			if err := yaml.Unmarshal(doc, &c); err != nil {
 				t.Fatal(err)
@@ -249,6 +242,7 @@ func TestSecurityContextConstraints(t *testing.T) {
 				found = append(found, c)
 			}
 		}
+		return found
 	}
 	if found := list("-f", valuesFile("default")); len(found) > 0 {
 		t.Errorf("without OpenShift's API: %+v", found)
@@ -298,41 +292,21 @@ func TestSecurityContextConstraints(t *testing.T) {
 func TestFixedUsersOnOpenShift(t *testing.T) {
 	for _, name := range []string{"default", "everything"} {
 		fixed, bound := map[string]string{}, map[string]bool{}
-		out := renderWith(t, "-f", valuesFile(name), "--set", "gfd.enabled=true", "--api-versions", "security.openshift.io/v1")
-		for r := yaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(out))); ; {
-			doc, err := r.Read()
-			if err == io.EOF {
-				break
-			}
-			if err != nil {
-				t.Fatal(err)
-			}
-			var object struct {
-				Kind     string            `json:"kind"`
-				Metadata metav1.ObjectMeta `json:"metadata"`
-				RoleRef  rbacv1.RoleRef    `json:"roleRef"`
-				Subjects []rbacv1.Subject  `json:"subjects"`
-				Spec     struct {
-					Template corev1.PodTemplateSpec `json:"template"`
-				} `json:"spec"`
-			}
-			var kind metav1.TypeMeta
-			if err := yaml.Unmarshal(doc, &kind); err != nil {
-				t.Fatal(err)
-			}
-			if !slices.Contains([]string{"Deployment", "Job", "RoleBinding"}, kind.Kind) {
-				continue
-			}
-			if err := yaml.Unmarshal(doc, &object); err != nil {
-				t.Fatal(err)
-			}
-			pod := object.Spec.Template.Spec
+		note := func(owner string, pod corev1.PodSpec) {
 			if pod.SecurityContext != nil && pod.SecurityContext.RunAsUser != nil {
-				fixed[pod.ServiceAccountName] = object.Kind + " " + object.Metadata.Name
+				fixed[pod.ServiceAccountName] = owner
 			}
-			if object.RoleRef.Name == "system:openshift:scc:nonroot-v2" {
-				for _, subject := range object.Subjects {
-					bound[subject.Name] = true
+		}
+		out := renderWith(t, "-f", valuesFile(name), "--set", "gfd.enabled=true", "--api-versions", "security.openshift.io/v1")
+		for _, object := range decode(t, out) {
+			switch o := object.(type) {
+			case *appsv1.Deployment:
+				note("Deployment "+o.Name, o.Spec.Template.Spec)
+			case *batchv1.Job:
+				note("Job "+o.Name, o.Spec.Template.Spec)
+			case *rbacv1.RoleBinding:
+				for _, subject := range o.Subjects {
+					bound[subject.Name] = bound[subject.Name] || o.RoleRef.Name == "system:openshift:scc:nonroot-v2"
 				}
 			}
 		}
@@ -650,15 +624,8 @@ func decode(t *testing.T, manifest []byte) []runtime.Object {
 	}
 	decoder := serializer.NewCodecFactory(types, serializer.EnableStrict).UniversalDeserializer()
 	var found []runtime.Object
-	for r := yaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(manifest))); ; {
-		doc, err := r.Read()
-		if err == io.EOF {
-			return found
-		}
-		if err != nil {
-			t.Fatal(err)
-		}
-		if len(bytes.TrimSpace(doc)) == 0 || bytes.Contains(doc, []byte("monitoring.coreos.com")) {
+	for _, doc := range documents(t, manifest) {
+		if len(bytes.TrimSpace(doc)) == 0 || bytes.Contains(doc, []byte("monitoring.coreos.com")) || bytes.Contains(doc, []byte("security.openshift.io")) {
 			continue
 		}
 		object, _, err := decoder.Decode(doc, nil, nil)
@@ -666,6 +633,21 @@ func decode(t *testing.T, manifest []byte) []runtime.Object {
 			t.Fatalf("%v in\n%s", err, doc)
 		}
 		found = append(found, object)
+	}
+	return found
+}
+
+func documents(t *testing.T, manifest []byte) (documents [][]byte) {
+	t.Helper()
+	for r := yaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(manifest))); ; {
+		doc, err := r.Read()
+		if err == io.EOF {
+			return documents
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		documents = append(documents, doc)
 	}
 }
 
