@@ -60,14 +60,7 @@ func (r *run) besideBroken(ctx context.Context, u user) error {
 		return err
 	}
 	r.trace.say("beside a hung pod and a lost GPU: all ran after %s", time.Since(began).Round(100*time.Millisecond))
-	if err := u.clear(ctx, PodsOwn); err != nil {
-		return err
-	}
-	if err := r.freed(ctx); err != nil {
-		return err
-	}
-	r.forget(u)
-	return nil
+	return r.finish(ctx, u)
 }
 
 // breakTwo returns when the GPU of one workload's pod is hung and that of the other's claim is lost. The error is errAway if the pods do not

@@ -33,12 +33,5 @@ func (r *run) eachPart(ctx context.Context, u user) error {
 	if err := r.settle(ctx, u); err != nil {
 		return err
 	}
-	if err := u.clear(ctx, PodsOwn); err != nil {
-		return err
-	}
-	if err := r.freed(ctx); err != nil {
-		return err
-	}
-	r.forget(u)
-	return nil
+	return r.finish(ctx, u)
 }

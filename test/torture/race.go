@@ -56,14 +56,7 @@ func (r *run) race(ctx context.Context, u user) error {
 	after := r.statistics.now()
 	r.trace.say("race: %d claims of %d lost, and healed within %s", after.PendingEviction-before.PendingEviction, claims.Replicas,
 		after.HealTimes[len(before.HealTimes):].percentile(100))
-	if err := u.clear(ctx, PodsOwn); err != nil {
-		return err
-	}
-	if err := r.freed(ctx); err != nil {
-		return err
-	}
-	r.forget(u)
-	return nil
+	return r.finish(ctx, u)
 }
 
 // lineUp returns when limits have GPUs that claims are allocated to, and nothing is frozen any more.

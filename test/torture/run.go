@@ -346,6 +346,18 @@ func (r *run) unmanagedChanged(ctx context.Context, what string) {
 	r.keepLogs(ctx, "unmanaged-changed", []string{what})
 }
 
+// finish deletes what one check on an empty node has made, and returns when all is free again.
+func (r *run) finish(ctx context.Context, u user) error {
+	if err := u.clear(ctx, PodsOwn); err != nil {
+		return err
+	}
+	if err := r.freed(ctx); err != nil {
+		return err
+	}
+	r.forget(u)
+	return nil
+}
+
 func (r *run) forget(u user) {
 	r.watch.forget(u.namespace)
 	r.heals.forget()
