@@ -111,8 +111,8 @@ func PlanDaemons(node *v1alpha1.GPUNode, pods []*corev1.Pod, config DaemonPods, 
 	return plan
 }
 
-// podOf returns the pod with the settings of a daemon, out of all pods for it; nil if there is none. Of two, which an older controller may
-// have created beside this one, it is the one that stays.
+// podOf returns the pod of a daemon that this GPUNode owns and that has the daemon's settings; nil if there is none. An older controller may
+// have created a second one under another name: podOf then returns the one to keep.
 func podOf(node *v1alpha1.GPUNode, d v1alpha1.MPSDaemon, pods []*corev1.Pod) *corev1.Pod {
 	var found *corev1.Pod
 	hash := mps.Settings(d.MPSSettings).Hash()

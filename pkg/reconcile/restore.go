@@ -112,7 +112,7 @@ func (r *Reconciler) tryLateClaims(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	// Adopt waits for this pass, and kubelet for Adopt.
+	// Adopt waits for this pass, and the agent registers neither API before Adopt has returned.
 	ctx, cancel := context.WithTimeout(ctx, r.times.restore)
 	defer cancel()
 	var errs []error
