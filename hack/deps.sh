@@ -8,9 +8,12 @@ missing=()
 for package in "${!programs[@]}"; do
 	command -v "${programs[$package]}" >/dev/null || [ -e "${programs[$package]}" ] || missing+=("$package")
 done
+# The lock and the options of package hack/apt: apt-get does not wait for another apt-get.
 install() {
 	echo "deps: installing $*"
-	apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "$@"
+	mkdir -p /run/lock
+	local apt=(flock --close /run/lock/tandem-apt.lock apt-get -q -o Acquire::Retries=3 -o DPkg::Lock::Timeout=300)
+	"${apt[@]}" update && DEBIAN_FRONTEND=noninteractive "${apt[@]}" install -y --no-install-recommends "$@"
 }
 may_install() { [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; }
 if ! command -v chromium >/dev/null && may_install && ! install chromium; then

@@ -118,7 +118,7 @@ func Ensure(ctx context.Context, options Options) (*Set, error) {
 		}
 	}
 	log := progress.New(options.Progress)
-	if err := installPackages(ctx, log, cache); err != nil {
+	if err := installPackages(ctx, log); err != nil {
 		return nil, err
 	}
 

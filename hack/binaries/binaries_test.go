@@ -99,8 +99,8 @@ func TestLocate(t *testing.T) {
 	}
 }
 
-func newBuilder(t *testing.T) (builder, *lastLine) {
-	var said lastLine
+func newBuilder(t *testing.T) (builder, *progress.Tail) {
+	var said progress.Tail
 	return builder{cache: t.TempDir(), progress: progress.New(&said)}, &said
 }
 
@@ -130,8 +130,8 @@ func TestEnsureBuildsOnce(t *testing.T) {
 		})
 	}
 	running.Wait()
-	if count := strings.Count(said.tail(), "building tiny"); count != 1 {
-		t.Errorf("built %d times:\n%s", count, said.tail())
+	if count := strings.Count(said.String(), "building tiny"); count != 1 {
+		t.Errorf("built %d times:\n%s", count, said)
 	}
 	if _, err := os.Stat(orphan); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("leftover of a killed run: %v", err)
@@ -171,17 +171,6 @@ func TestEnsureWaitsForAnotherRun(t *testing.T) {
 	defer cancel()
 	if _, err := b.ensure(ctx, tiny(tinySource), ""); !errors.Is(err, context.DeadlineExceeded) {
 		t.Errorf("while another run builds: %v", err)
-	}
-}
-
-func TestLastLineKeepsTheEnd(t *testing.T) {
-	var output lastLine
-	for range 1000 {
-		_, _ = output.Write([]byte("a line of the usual length, more or less\n"))
-	}
-	_, _ = output.Write([]byte("the end\n"))
-	if output.last() != "the end" || len(output.tail()) > keptOutput || output.lines.Load() != 1001 {
-		t.Errorf("last %q, %d bytes, %d lines", output.last(), len(output.tail()), output.lines.Load())
 	}
 }
 

@@ -213,16 +213,16 @@ func (b builder) buildProgram(ctx context.Context, c component, program program,
 		return err
 	}
 	total := strings.Count(packages, "\n")
-	var output lastLine
+	var output progress.Tail
 	stop := b.progress.Beat(func() string {
-		return fmt.Sprintf("%s: compiled %d of at most %d packages in %s", label, output.lines.Load(), total, time.Since(start).Round(time.Second))
+		return fmt.Sprintf("%s: compiled %d of at most %d packages in %s", label, output.Lines(), total, time.Since(start).Round(time.Second))
 	})
 	defer stop()
 	cmd := goTool(ctx, c, work, "build", "-v", "-mod=mod", "-trimpath", "-buildvcs=false", "-tags", c.tags,
 		"-ldflags", "-s -w"+c.linkFlags, "-o", filepath.Join(out, program.name), program.path)
 	cmd.Stdout, cmd.Stderr = &output, &output
 	if err := cmd.Run(); err != nil {
-		return fmt.Errorf("build %s: %w\n%s", program.path, err, output.tail())
+		return fmt.Errorf("build %s: %w\n%s", program.path, err, &output)
 	}
 	return nil
 }
@@ -303,11 +303,11 @@ func goTool(ctx context.Context, c component, work string, args ...string) *exec
 
 func goCommand(ctx context.Context, c component, work string, args ...string) (string, error) {
 	cmd := goTool(ctx, c, work, args...)
-	var stderr lastLine
+	var stderr progress.Tail
 	cmd.Stderr = &stderr
 	out, err := cmd.Output()
 	if err != nil {
-		return "", fmt.Errorf("go %s: %w\n%s", strings.Join(args[:min(2, len(args))], " "), err, stderr.tail())
+		return "", fmt.Errorf("go %s: %w\n%s", strings.Join(args[:min(2, len(args))], " "), err, &stderr)
 	}
 	return string(out), nil
 }

@@ -3,17 +3,14 @@
 package binaries
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"strings"
-	"sync/atomic"
 
-	"github.com/tandem-gpu/tandem/hack/filelock"
+	"github.com/tandem-gpu/tandem/hack/apt"
 	"github.com/tandem-gpu/tandem/hack/progress"
 )
 
@@ -35,33 +32,16 @@ var debianPackages = []struct{ name, file string }{
 	{"ca-certificates", "/etc/ssl/certs/ca-certificates.crt"},
 }
 
-// installPackages installs what is missing with apt-get, or names it where that cannot be done. Runs with one cache take turns, because
-// apt-get update fails where another one runs.
-func installPackages(ctx context.Context, log *progress.Log, cache string) error {
+// installPackages installs what is missing, or names it where that cannot be done.
+func installPackages(ctx context.Context, log *progress.Log) error {
 	missing, err := missingPackages(ctx)
 	if err != nil || len(missing) == 0 {
 		return err
 	}
-	if err := os.MkdirAll(cache, 0o755); err != nil {
-		return fmt.Errorf("create cache: %w", err)
-	}
-	unlock, err := filelock.Wait(ctx, filepath.Join(cache, ".packages.lock"))
-	if err != nil {
-		return err
-	}
-	defer unlock()
-	// Another run may have installed them meanwhile.
-	if missing, err = missingPackages(ctx); err != nil || len(missing) == 0 {
-		return err
-	}
-	if _, err := exec.LookPath("apt-get"); err != nil || os.Geteuid() != 0 {
+	if !apt.Available() {
 		return fmt.Errorf("install Debian packages %s: needs root and apt-get", strings.Join(missing, " "))
 	}
-	log.Say("installing Debian packages: %s", strings.Join(missing, " "))
-	if err := aptGet(ctx, log, "update", "-q"); err != nil {
-		return err
-	}
-	return aptGet(ctx, log, append([]string{"install", "-y", "-q", "--no-install-recommends"}, missing...)...)
+	return apt.Install(ctx, log, func() ([]string, error) { return missingPackages(ctx) })
 }
 
 func missingPackages(ctx context.Context) ([]string, error) {
@@ -96,49 +76,4 @@ func installedPackages(ctx context.Context) (map[string]bool, error) {
 		installed[name] = status == "installed"
 	}
 	return installed, nil
-}
-
-func aptGet(ctx context.Context, log *progress.Log, args ...string) error {
-	cmd := exec.CommandContext(ctx, "apt-get", args...)
-	cmd.Env = append(os.Environ(), "DEBIAN_FRONTEND=noninteractive")
-	var output lastLine
-	cmd.Stdout, cmd.Stderr = &output, &output
-	stop := log.Beat(func() string { return "apt-get " + args[0] + ": " + output.last() })
-	defer stop()
-	if err := cmd.Run(); err != nil {
-		return fmt.Errorf("apt-get %s: %w\n%s", args[0], err, output.tail())
-	}
-	return nil
-}
-
-// lastLine keeps the end of what is written to it and counts lines; it is safe for concurrent use.
-type lastLine struct {
-	text  atomic.Pointer[[]byte]
-	lines atomic.Int64
-}
-
-const keptOutput = 8 << 10
-
-func (l *lastLine) Write(p []byte) (int, error) {
-	var kept []byte
-	if before := l.text.Load(); before != nil {
-		kept = bytes.Clone(*before)
-	}
-	kept = append(kept, p...)
-	kept = kept[max(0, len(kept)-keptOutput):]
-	l.text.Store(&kept)
-	l.lines.Add(int64(bytes.Count(p, []byte("\n"))))
-	return len(p), nil
-}
-
-func (l *lastLine) tail() string {
-	if text := l.text.Load(); text != nil {
-		return strings.TrimSpace(string(*text))
-	}
-	return ""
-}
-
-func (l *lastLine) last() string {
-	tail := l.tail()
-	return tail[strings.LastIndexByte(tail, '\n')+1:]
 }

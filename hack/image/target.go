@@ -10,6 +10,8 @@ import (
 	"os/exec"
 	"runtime"
 	"strings"
+
+	"github.com/tandem-gpu/tandem/hack/apt"
 )
 
 // target is the source of one architecture's C compiler and libraries. Names are Debian's.
@@ -113,19 +115,17 @@ func ensureToolchain(ctx context.Context, arch string, progress io.Writer) error
 	}
 	packages := t.packages(arch)
 	what := fmt.Sprintf("building for %s needs %s", arch, strings.Join(missing, ", "))
-	if _, err := exec.LookPath("apt-get"); err != nil || os.Geteuid() != 0 {
+	if !apt.Available() {
 		return fmt.Errorf("%s: install the equivalents of Debian's %s", what, strings.Join(packages, " "))
 	}
-	fmt.Fprintf(progress, "%s: installing %s\n", what, strings.Join(packages, " "))
-	for _, args := range [][]string{
-		{"update", "-q"},
-		append([]string{"install", "-y", "-q", "--no-install-recommends"}, packages...),
-	} {
-		cmd := exec.CommandContext(ctx, "apt-get", args...)
-		cmd.Env = append(os.Environ(), "DEBIAN_FRONTEND=noninteractive")
-		if output, err := cmd.CombinedOutput(); err != nil {
-			return fmt.Errorf("apt-get %s: %w\n%s", strings.Join(args, " "), err, output)
+	fmt.Fprintln(progress, what)
+	if err := apt.Install(ctx, progress, func() ([]string, error) {
+		if len(t.missing(arch)) == 0 {
+			return nil, nil
 		}
+		return packages, nil
+	}); err != nil {
+		return err
 	}
 	if missing := t.missing(arch); len(missing) > 0 {
 		return fmt.Errorf("build for %s: still missing after apt-get install: %s", arch, strings.Join(missing, ", "))
