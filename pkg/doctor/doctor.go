@@ -221,7 +221,7 @@ func (e *examination) agents() {
 			continue
 		}
 		why := waitsFor(&pod)
-		if event, found := e.lastEvent(pod.Spec.NodeName, time.Time{}); found {
+		if event, found := e.lastEvent(pod.Spec.NodeName, time.Time{}, anyType...); found {
 			why = event.Reason + ": " + event.Message
 		}
 		e.add(Error, "node "+pod.Spec.NodeName, pageInstallation, "read the agent's log: kubectl logs -n "+pod.Namespace+" "+pod.Name,
@@ -253,7 +253,7 @@ func (e *examination) nodes() {
 	}
 	for _, node := range slices.Sorted(maps.Keys(e.Withheld)) {
 		why := "its agent gives no device to new pods and claims"
-		if event, found := e.lastEvent(node, time.Time{}); found {
+		if event, found := e.lastEvent(node, time.Time{}, anyType...); found {
 			why += ": " + event.Message
 		}
 		e.add(Error, "node "+node, pageInstallation, "uninstall the other device plugin or DRA driver that the event names", "%s", why)
@@ -261,7 +261,7 @@ func (e *examination) nodes() {
 	for i := range e.Agents {
 		node := e.Agents[i].Spec.NodeName
 		ready, since := readiness(&e.Agents[i])
-		if event, found := e.lastEvent(node, since); ready && found && !e.Withheld[node] {
+		if event, found := e.lastEvent(node, since, corev1.EventTypeWarning); ready && found && !e.Withheld[node] {
 			e.add(Warning, "node "+node, pageInstallation, "look up this event in the table: "+event.Reason, "its agent reported %s: %s", event.Reason, event.Message)
 		}
 	}
@@ -351,10 +351,12 @@ func (e *examination) policies() {
 var telling = []string{"ConfigPostponed", "ConfigRejected", "ConflictingDriver", "DeviceOfUnknownGPU", "DriverPaused", "HoldersUnknown", "LedgerLocked", "NoClaimsAPI", "NoDriver",
 	"NoGPU", "NoPartitionsOnDemand", "NodeLabelsNotWritten", "OtherDevicePlugin", "RuntimeWithoutCDI"}
 
-// lastEvent returns the newest telling event of a node since a time. What an agent reported before it became ready is over.
-func (e *examination) lastEvent(node string, since time.Time) (last corev1.Event, found bool) {
+var anyType = []string{corev1.EventTypeNormal, corev1.EventTypeWarning}
+
+// lastEvent returns the newest telling event of a node since a time, of one of the types. What an agent reported before it became ready is over.
+func (e *examination) lastEvent(node string, since time.Time, types ...string) (last corev1.Event, found bool) {
 	for _, event := range e.Events {
-		if event.InvolvedObject.Name == node && slices.Contains(telling, event.Reason) && event.LastTimestamp.After(since) &&
+		if event.InvolvedObject.Name == node && slices.Contains(telling, event.Reason) && slices.Contains(types, event.Type) && event.LastTimestamp.After(since) &&
 			(!found || event.LastTimestamp.After(last.LastTimestamp.Time)) {
 			last, found = event, true
 		}

@@ -132,6 +132,11 @@ var faults = map[string]struct {
 	"a rejected config": {func(f *Facts) {
 		f.Events = []corev1.Event{event("node-1", "ConfigRejected", "sharing.replicas: -1", time.Minute)}
 	}, []string{"warning node node-1"}},
+	"a pause on request": {func(f *Facts) {
+		paused := event("node-1", "DriverPaused", "No GPU is given to new pods and claims", time.Minute)
+		paused.Type = corev1.EventTypeNormal
+		f.Events = []corev1.Event{paused, event("node-2", "ConfigRejected", "sharing.replicas: -1", 2*time.Minute)}
+	}, []string{"warning node node-2"}},
 	"a config that was rejected before a restart": {func(f *Facts) { f.Events = []corev1.Event{event("node-1", "ConfigRejected", "x", 2*time.Hour)} }, nil},
 	"an event of no interest":                     {func(f *Facts) { f.Events = []corev1.Event{event("node-1", "GPUUnhealthy", "x", time.Minute)} }, nil},
 	"a fault": {func(f *Facts) {
