@@ -45,6 +45,14 @@ func main() {
 // controller uses little CPU time. BenchmarkFleet measures both.
 const gcPercent = 30
 
+// commands follows the flags in the output of --help.
+const commands = `
+Other commands:
+  controller migrate        translate the configuration of NVIDIA's drivers, and move nodes
+  controller remove-labels  remove the labels of GPU Feature Discovery from nodes
+  controller version        print the version
+`
+
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if len(args) > 0 {
 		switch args[0] {
@@ -58,6 +66,9 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		}
 	}
 	c, err := config.LoadController(args, os.LookupEnv, stderr)
+	if errors.Is(err, flag.ErrHelp) {
+		fmt.Fprint(stderr, commands)
+	}
 	if err != nil {
 		return err
 	}

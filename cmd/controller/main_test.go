@@ -63,8 +63,9 @@ func TestRunErrors(t *testing.T) {
 	if err := run(t.Context(), []string{"version"}, &out, io.Discard); err != nil || out.Len() == 0 {
 		t.Errorf("version: %q, %v", out.String(), err)
 	}
-	if err := run(t.Context(), []string{"-h"}, io.Discard, io.Discard); !errors.Is(err, flag.ErrHelp) {
-		t.Errorf("help: %v", err)
+	out.Reset()
+	if err := run(t.Context(), []string{"-h"}, io.Discard, &out); !errors.Is(err, flag.ErrHelp) || !strings.Contains(out.String(), "controller migrate ") {
+		t.Errorf("help: %v\n%s", err, out.String())
 	}
 }
 

@@ -370,7 +370,7 @@ func TestProcess(t *testing.T) {
 		cmd.Env = append(os.Environ(), asAgent+"=1")
 		return cmd
 	}
-	if out, err := command("--help").CombinedOutput(); err != nil || !bytes.Contains(out, []byte("-kubelet-dir")) {
+	if out, err := command("--help").CombinedOutput(); err != nil || !bytes.Contains(out, []byte("-kubelet-dir")) || !bytes.Contains(out, []byte("kubelet-plugin inspect")) {
 		t.Errorf("help: %v\n%s", err, out)
 	}
 	out, err := command("--node-name=n", "--unknown").CombinedOutput()

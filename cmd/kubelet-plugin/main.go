@@ -52,6 +52,14 @@ func restart() error {
 	return fmt.Errorf("restart %s: %w", program, syscall.Exec(program, os.Args, os.Environ()))
 }
 
+// commands follows the flags in the output of --help.
+const commands = `
+Other commands:
+  kubelet-plugin inspect   show what the agent finds on this node
+  kubelet-plugin simulate  create the files of a simulated node
+  kubelet-plugin version   print the version
+`
+
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if len(args) > 0 {
 		switch args[0] {
@@ -65,6 +73,9 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 		}
 	}
 	c, err := config.Load(args, os.LookupEnv, stderr)
+	if errors.Is(err, flag.ErrHelp) {
+		fmt.Fprint(stderr, commands)
+	}
 	if err != nil {
 		return err
 	}
