@@ -15,7 +15,7 @@ import (
 type printer struct {
 	mu  sync.Mutex
 	out io.Writer
-	see func(line string)
+	see func(label, line string)
 	// width of the labels.
 	width int
 }
@@ -25,7 +25,7 @@ func (p *printer) print(label, lines string) error {
 	defer p.mu.Unlock()
 	for line := range strings.Lines(lines) {
 		if p.see != nil {
-			p.see(strings.TrimSuffix(line, "\n"))
+			p.see(label, strings.TrimSuffix(line, "\n"))
 		}
 		if _, err := fmt.Fprintf(p.out, "%-*s | %s", p.width, label, line); err != nil {
 			return err

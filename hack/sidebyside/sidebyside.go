@@ -31,10 +31,10 @@ type Program struct {
 const endPatience = 10 * time.Minute
 
 // Run runs them until the last has ended; one that fails leaves the others alone, and all failures are returned. When ctx is done they
-// are told by SIGTERM. Lines of output and errors go to out whole; see, if it is not nil, is called with each of them, one at a time.
-// The last lines of those that failed are repeated at the end, where a reader of a long log looks first.
+// are told by SIGTERM. Lines of output and errors go to out whole; see, if it is not nil, is called with each of them and its
+// program's label, one at a time. The last lines of those that failed are repeated at the end, where a reader of a long log looks first.
 // The programs of hack/cmd call it.
-func Run(ctx context.Context, out io.Writer, see func(line string), programs ...Program) error {
+func Run(ctx context.Context, out io.Writer, see func(label, line string), programs ...Program) error {
 	p := &printer{out: out, see: see}
 	for _, program := range programs {
 		p.width = max(p.width, len(program.Label))

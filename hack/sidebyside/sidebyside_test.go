@@ -19,7 +19,7 @@ import (
 func TestLinesStayWhole(t *testing.T) {
 	var out strings.Builder
 	var seen []string
-	p := &printer{out: &out, see: func(line string) { seen = append(seen, line) }}
+	p := &printer{out: &out, see: func(label, line string) { seen = append(seen, label+line) }}
 	a, b := &lines{printer: p, label: "a"}, &lines{printer: p, label: "b"}
 	for _, part := range []struct {
 		to   *lines
@@ -34,7 +34,7 @@ func TestLinesStayWhole(t *testing.T) {
 	if want := "a | one\nb | three\na | two\na | \nb | five\nb | six\na | four\n"; out.String() != want {
 		t.Errorf("printed\n%swant\n%s", out.String(), want)
 	}
-	if want := []string{"one", "three", "two", "", "five", "six", "four"}; !slices.Equal(seen, want) {
+	if want := []string{"aone", "bthree", "atwo", "a", "bfive", "bsix", "afour"}; !slices.Equal(seen, want) {
 		t.Errorf("seen %q, want %q", seen, want)
 	}
 }
@@ -95,7 +95,7 @@ func TestInterrupted(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	var out strings.Builder
-	began := func(line string) {
+	began := func(_, line string) {
 		if line == "began" {
 			cancel()
 		}

@@ -14,6 +14,7 @@ import (
 	"os/exec"
 	"os/signal"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"syscall"
@@ -47,7 +48,7 @@ func run(ctx context.Context, args []string) (err error) {
 	flags := flag.NewFlagSet("e2e", flag.ContinueOnError)
 	only := flags.String("run", "", "stories to play (`regexp`; one of a sub-story, with a slash, is played on one cluster)")
 	clusters := flags.Int("clusters", 3, "clusters at once")
-	timeout := flags.Duration("timeout", 80*time.Minute, "most time for all")
+	timeout := flags.Duration("timeout", 4*time.Hour, "most time for all")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
@@ -103,8 +104,8 @@ func run(ctx context.Context, args []string) (err error) {
 	var ended results
 	err = sidebyside.Run(ctx, os.Stdout, ended.see, programs...)
 	fmt.Printf("e2e: %d stories passed, %d failed, %d skipped in %s\n", ended.passed, len(ended.failed), ended.skipped, time.Since(start).Round(time.Second))
-	for _, name := range ended.failed {
-		fmt.Println("e2e: failed:", name)
+	for _, f := range ended.failed {
+		fmt.Printf("e2e: failed: %s\n%s", f.name, strings.Join(f.said, ""))
 	}
 	if played := ended.passed + ended.skipped + len(ended.failed); played < count {
 		err = errors.Join(err, fmt.Errorf("%d of %d stories did not end", count-played, count))
@@ -126,14 +127,53 @@ func compile(ctx context.Context) error {
 	return nil
 }
 
-// results counts how stories end.
+// results counts how stories end, and keeps what those said that failed.
 type results struct {
 	passed, skipped int
-	failed          []string
+	failed          []failure
+	// playing are the stories that the clusters play now, by the clusters' labels.
+	playing map[string]*story
 }
 
-// see counts the result in a line of go test -v, if it has one.
-func (t *results) see(line string) {
+type failure struct {
+	name string
+	said []string
+}
+
+type story struct {
+	// said is what the story has logged.
+	said []string
+	// more is how many lines are kept of its last message.
+	more int
+}
+
+// saidLines and linesEach are how many lines are kept of a story, and of each message that it logs.
+const saidLines, linesEach = 60, 6
+
+// message is the first line of what a test logs.
+var message = regexp.MustCompile(`^ +[^ ]+_test\.go:[0-9]+: `)
+
+// see takes a line of go test -v.
+func (t *results) see(label, line string) {
+	s, ok := t.playing[label]
+	if !ok {
+		s = &story{}
+		if t.playing == nil {
+			t.playing = map[string]*story{}
+		}
+		t.playing[label] = s
+	}
+	switch {
+	case message.MatchString(line):
+		s.more = linesEach
+	case !strings.HasPrefix(line, "        "):
+		s.more = 0
+	}
+	if s.more > 0 {
+		s.more--
+		s.said = append(s.said, line+"\n")
+		s.said = s.said[max(0, len(s.said)-saidLines):]
+	}
 	end, ok := strings.CutPrefix(line, "--- ")
 	if !ok {
 		return
@@ -146,8 +186,9 @@ func (t *results) see(line string) {
 	case "SKIP":
 		t.skipped++
 	case "FAIL":
-		t.failed = append(t.failed, name)
+		t.failed = append(t.failed, failure{name, s.said})
 	}
+	delete(t.playing, label)
 }
 
 // list are the stories whose names match, in the order of the source.

@@ -5,7 +5,7 @@ package main
 import (
 	"os"
 	"path/filepath"
-	"slices"
+	"reflect"
 	"strings"
 	"testing"
 )
@@ -46,17 +46,40 @@ func TestSlowStoriesExist(t *testing.T) {
 
 func TestSummary(t *testing.T) {
 	var ended results
-	for line := range strings.Lines(`=== RUN   TestOne
---- PASS: TestOne (1.00s)
---- SKIP: TestTwo (0.00s)
---- FAIL: TestThree (2.00s)
-    --- FAIL: TestThree/part (1.00s)
-FAIL
+	for line := range strings.Lines(`a === RUN   TestOne
+a     one_test.go:1: nothing of interest
+b === RUN   TestThree
+b     three_test.go:7: want
+a --- PASS: TestOne (1.00s)
+b         nothing
+b     three_test.go:8: the dump
+b         1
+b         2
+b         3
+b         4
+b         5
+b         6
+b noise
+b         of a component
+a --- SKIP: TestTwo (0.00s)
+b --- FAIL: TestThree (2.00s)
+b     --- FAIL: TestThree/part (1.00s)
+b FAIL
 `) {
-		ended.see(strings.TrimSuffix(line, "\n"))
+		label, line, _ := strings.Cut(strings.TrimSuffix(line, "\n"), " ")
+		ended.see(label, line)
 	}
-	if ended.passed != 1 || ended.skipped != 1 || !slices.Equal(ended.failed, []string{"TestThree"}) {
-		t.Errorf("passed %d, skipped %d, failed %v", ended.passed, ended.skipped, ended.failed)
+	want := []failure{{"TestThree", strings.SplitAfter(`    three_test.go:7: want
+        nothing
+    three_test.go:8: the dump
+        1
+        2
+        3
+        4
+        5
+`, "\n")[:8]}}
+	if ended.passed != 1 || ended.skipped != 1 || !reflect.DeepEqual(ended.failed, want) {
+		t.Errorf("passed %d, skipped %d, failed %q, want %q", ended.passed, ended.skipped, ended.failed, want)
 	}
 }
 
