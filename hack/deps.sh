@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Installs the Debian packages that building and testing need, those that are missing only. Without chromium, tests of a
-# web page in a browser are skipped.
+# Installs the Debian packages that building and testing need, those that are missing only, and downloads Go modules. Without
+# chromium, tests of a web page in a browser are skipped.
 set -euo pipefail
-"$(dirname "$0")/go.sh"
+cd "$(dirname "$0")/.."
+hack/go.sh
 declare -A programs=([gcc]=gcc [libc6-dev]=/usr/include/stdio.h [shellcheck]=shellcheck)
 missing=()
 for package in "${!programs[@]}"; do
@@ -19,9 +20,18 @@ may_install() { [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; }
 if ! command -v chromium >/dev/null && may_install && ! install chromium; then
 	echo "deps: chromium could not be installed: tests in a browser are skipped"
 fi
-[ ${#missing[@]} -eq 0 ] && exit 0
-if ! may_install; then
-	echo "deps: ${missing[*]} missing: install them, or run this as root on Debian, where it does so itself" >&2
-	exit 1
+if [ ${#missing[@]} -gt 0 ]; then
+	if ! may_install; then
+		echo "deps: ${missing[*]} missing: install them, or run this as root on Debian, where it does so itself" >&2
+		exit 1
+	fi
+	install "${missing[@]}"
 fi
-install "${missing[@]}"
+# Later steps download what is missing as well, but they try once.
+for module in . hack test hack/tools hack/tools/golangci; do
+	for pause in 5 10 20 0; do
+		GOWORK=off go -C "$module" mod download && break
+		[ "$pause" -gt 0 ] || echo "deps: not all modules of $module could be downloaded; a later step may fail" >&2
+		sleep "$pause"
+	done
+done

@@ -201,7 +201,7 @@ func (b builder) fetch(ctx context.Context, c component, work, step string) erro
 	for _, program := range c.packages {
 		list = append(list, program.path)
 	}
-	_, err := goCommand(ctx, c, work, list...)
+	_, err := download(ctx, c, work, list...)
 	return err
 }
 
@@ -268,7 +268,7 @@ func prepareModule(ctx context.Context, c component, work string) error {
 // its staging modules as v0.0.0 and replaces them by directories, which only the main module may do. dir has its sources.
 func stagingReplaces(ctx context.Context, c component, work string) (replaces, dir string, err error) {
 	version := cmp.Or(c.moduleVersion, c.version)
-	out, err := goCommand(ctx, c, work, "mod", "download", "-json", c.module+"@"+version)
+	out, err := download(ctx, c, work, "mod", "download", "-json", c.module+"@"+version)
 	if err != nil {
 		return "", "", err
 	}
@@ -292,6 +292,23 @@ func replaceLines(gomod, version string) string {
 		}
 	}
 	return replaces.String()
+}
+
+// downloads and downloadPause are how often a download is tried, and the time between two tries.
+const downloads, downloadPause = 4, 5 * time.Second
+
+// download runs a go command that may need the network, and again if it fails.
+func download(ctx context.Context, c component, work string, args ...string) (out string, err error) {
+	for try := 1; ; try++ {
+		if out, err = goCommand(ctx, c, work, args...); err == nil || try == downloads {
+			return out, err
+		}
+		select {
+		case <-ctx.Done():
+			return "", err
+		case <-time.After(downloadPause):
+		}
+	}
 }
 
 func goTool(ctx context.Context, c component, work string, args ...string) *exec.Cmd {

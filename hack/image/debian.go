@@ -191,7 +191,27 @@ var client = &http.Client{Timeout: 3 * time.Minute, Transport: &http.Transport{
 	Proxy: http.ProxyFromEnvironment, DialContext: (&net.Dialer{Timeout: 10 * time.Second}).DialContext, TLSHandshakeTimeout: 10 * time.Second,
 }}
 
-func get(ctx context.Context, url string) ([]byte, error) {
+// tries and pause are how often a download is tried, and the time between two tries.
+const tries, pause = 3, 2 * time.Second
+
+// errRefused is a server's answer that it will give again.
+var errRefused = errors.New("refused")
+
+// get downloads url. If the server fails, or is not reached, it tries again.
+func get(ctx context.Context, url string) (data []byte, err error) {
+	for try := 1; ; try++ {
+		if data, err = getOnce(ctx, url); err == nil || errors.Is(err, errRefused) || try == tries {
+			return data, err
+		}
+		select {
+		case <-ctx.Done():
+			return nil, err
+		case <-time.After(pause):
+		}
+	}
+}
+
+func getOnce(ctx context.Context, url string) ([]byte, error) {
 	request, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 	if err != nil {
 		return nil, fmt.Errorf("get %s: %w", url, err)
@@ -201,8 +221,11 @@ func get(ctx context.Context, url string) ([]byte, error) {
 		return nil, err
 	}
 	defer response.Body.Close()
-	if response.StatusCode != http.StatusOK {
+	switch {
+	case response.StatusCode >= http.StatusInternalServerError:
 		return nil, fmt.Errorf("get %s: %s", url, response.Status)
+	case response.StatusCode != http.StatusOK:
+		return nil, fmt.Errorf("get %s: %w: %s", url, errRefused, response.Status)
 	}
 	data, err := io.ReadAll(io.LimitReader(response.Body, largestPackage))
 	if err != nil {

@@ -6,6 +6,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
+	"errors"
 	"io"
 	"maps"
 	"net/http"
@@ -44,6 +45,29 @@ func TestFetchTakesThePinnedBytesOnly(t *testing.T) {
 	}
 	if got, err := os.ReadFile(to); err != nil || string(got) != right {
 		t.Errorf("fetched %q (%v)", got, err)
+	}
+}
+
+// TestAServerThatFailsIsAskedAgain: another answer than a failure is final.
+func TestAServerThatFailsIsAskedAgain(t *testing.T) {
+	asked := map[string]int{}
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		asked[r.URL.Path]++
+		switch {
+		case r.URL.Path == "/gone":
+			http.NotFound(w, r)
+		case asked[r.URL.Path] == 1:
+			w.WriteHeader(http.StatusBadGateway)
+		default:
+			io.WriteString(w, "here")
+		}
+	}))
+	defer server.Close()
+	if data, err := get(t.Context(), server.URL+"/busy"); err != nil || string(data) != "here" || asked["/busy"] != 2 {
+		t.Errorf("asked %d times: %q, %v", asked["/busy"], data, err)
+	}
+	if _, err := get(t.Context(), server.URL+"/gone"); !errors.Is(err, errRefused) || asked["/gone"] != 1 {
+		t.Errorf("asked %d times: %v", asked["/gone"], err)
 	}
 }
 

@@ -14,6 +14,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
 	"github.com/google/go-cmp/cmp"
@@ -33,16 +34,20 @@ const machine = "ACME DGX (rev. 2)"
 func gfd(t *testing.T) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "gpu-feature-discovery")
-	build := exec.CommandContext(t.Context(), "go", "build", "-mod=readonly", "-o", path, "./cmd/gpu-feature-discovery")
-	build.Dir, build.Env = nvidiaDir(t), append(os.Environ(), "GOWORK=off")
-	out, err := build.CombinedOutput()
-	if bytes.Contains(out, []byte("dial tcp")) || bytes.Contains(out, []byte("server response")) {
-		t.Skipf("the modules of GPU Feature Discovery cannot be downloaded:\n%s", out)
+	// It may have to download modules.
+	const tries = 3
+	for try := 1; ; try++ {
+		build := exec.CommandContext(t.Context(), "go", "build", "-mod=readonly", "-o", path, "./cmd/gpu-feature-discovery")
+		build.Dir, build.Env = nvidiaDir(t), append(os.Environ(), "GOWORK=off")
+		out, err := build.CombinedOutput()
+		if err == nil {
+			return path
+		}
+		if try == tries {
+			t.Fatalf("build GPU Feature Discovery: %v\n%s", err, out)
+		}
+		time.Sleep(5 * time.Second)
 	}
-	if err != nil {
-		t.Fatalf("build GPU Feature Discovery: %v\n%s", err, out)
-	}
-	return path
 }
 
 // machineRoot is a simulated machine, and a library in C that answers as its driver.
