@@ -565,8 +565,11 @@ func (p *planner) inject(among []Fault) Op {
 		op.Pause = minAway + p.upTo(maxAway-minAway)
 	case HangPod:
 		op.Pause, op.Pick, op.Grace = minFault+p.upTo(maxFault-minFault), p.rng.IntN(8), []int64{Forced, Forced, short, PodsOwn}[p.rng.IntN(4)]
-	case ListPods, FillDisk, ReadOnly:
+	case ListPods, FillDisk:
 		op.Pause = minFault + p.upTo(maxFault-minFault)
+	case ReadOnly:
+		// Only pods that come after the grace count.
+		op.Pause = unusableGrace + minFault + p.upTo(maxFault-minFault)
 	case ForeignPlugin:
 		op.Pause, op.Answer = minAway+p.upTo(maxAway-minAway), foreignIDs[p.weighted(3, 2)]
 	case LoseGPU:

@@ -88,7 +88,11 @@ func TestAPlanIsSound(t *testing.T) {
 					t.Errorf("seed %d: %s is a %s", seed, op, there[op.Target])
 				}
 			case HangPod, ListPods, FillDisk, ReadOnly:
-				if op.Pause < 2*time.Second || op.Pause > 10*time.Second || op.Grace < PodsOwn || op.Component == "" {
+				grace := time.Duration(0)
+				if op.Kind == ReadOnly {
+					grace = unusableGrace
+				}
+				if op.Pause < grace+2*time.Second || op.Pause > grace+10*time.Second || op.Grace < PodsOwn || op.Component == "" {
 					t.Errorf("seed %d: %s", seed, op)
 				}
 			case ForeignPlugin:

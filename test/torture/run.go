@@ -159,9 +159,9 @@ func newRun(ctx context.Context, c *cluster.Cluster, o Options) (*run, error) {
 	return r, nil
 }
 
-// rounds plays what is left, from a quiet point to the next.
+// rounds plays what is left, from a quiet point to the next. However long the start took, the first round is played.
 func (r *run) rounds(ctx context.Context) error {
-	for r.State.Next*r.State.RoundSize < r.State.Ops && !r.over() {
+	for r.State.Next*r.State.RoundSize < r.State.Ops && (r.State.Next == 0 || !r.over()) {
 		size := min(r.State.RoundSize, r.State.Ops-r.State.Next*r.State.RoundSize)
 		round := PlanRound(r.State.Seed, r.State.Next, r.State.RoundSize, r.Mix)
 		round.Ops = round.Ops[:size]

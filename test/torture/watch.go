@@ -349,13 +349,14 @@ func evicted(pod *corev1.Pod) bool {
 // refusals are words of Tandem's answers to Allocate where no device can be given to a container, or no holder be recorded.
 var refusals = []string{"cannot be given to a container", "reserve devices for a pod"}
 
-// unusableGrace is how long Tandem may take to find that a directory is read-only, and kubelet to be told.
-const unusableGrace = 3 * time.Second
+// unusableGrace is how long Tandem may take to find that a directory is read-only, and kubelet and the scheduler to be told. The agent looks
+// every two seconds.
+const unusableGrace = 6 * time.Second
 
 // failedInVain counts a pod that Tandem refused for good, although it could have known long ago that no device can be given: such a pod was
 // to wait. Under mu.
 func (w *watch) failedInVain(l *podHistory) {
-	if w.unusable.IsZero() || l.since.Before(w.unusable.Add(unusableGrace)) {
+	if w.unusable.IsZero() || l.pod.CreationTimestamp.Time.Before(w.unusable.Add(unusableGrace)) {
 		return
 	}
 	if message := l.pod.Status.Message; slices.ContainsFunc(refusals, func(words string) bool { return strings.Contains(message, words) }) {

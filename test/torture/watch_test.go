@@ -59,11 +59,11 @@ func TestFailedByAnUnusableDevice(t *testing.T) {
 		usable  bool
 		want    int
 	}{
-		{refused, 4 * time.Second, false, 1},
-		{"allocate nvidia.com/gpu: reserve devices for a pod: read-only file system", 4 * time.Second, false, 1},
-		{"Allocate failed due to requested number of devices unavailable for nvidia.com/gpu. Requested: 1, Available: 0", 4 * time.Second, false, 0},
-		{refused, 2 * time.Second, false, 0},
-		{refused, 4 * time.Second, true, 0},
+		{refused, unusableGrace + time.Second, false, 1},
+		{"allocate nvidia.com/gpu: reserve devices for a pod: read-only file system", unusableGrace + time.Second, false, 1},
+		{"Allocate failed due to requested number of devices unavailable for nvidia.com/gpu. Requested: 1, Available: 0", unusableGrace + time.Second, false, 0},
+		{refused, unusableGrace - time.Second, false, 0},
+		{refused, unusableGrace + time.Second, true, 0},
 	} {
 		w := newTestWatch(t)
 		w.setUnusable(true)
@@ -72,6 +72,7 @@ func TestFailedByAnUnusableDevice(t *testing.T) {
 			w.setUnusable(false)
 		}
 		pod := ourPod(fmt.Sprint("p", i))
+		pod.CreationTimestamp = metav1.Now()
 		w.podSeen(pod)
 		pod.Status.Phase, pod.Status.Reason, pod.Status.Message = corev1.PodFailed, "UnexpectedAdmissionError", c.message
 		w.podSeen(pod)
