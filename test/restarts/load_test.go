@@ -152,14 +152,14 @@ func (n *node) load(ctx context.Context, measured bool, do func(context.Context)
 	return group.Wait()
 }
 
-// p99 of the times since the last call.
-func (n *node) p99() time.Duration {
+// prepared returns the p99 and the longest of the times since the last call.
+func (n *node) prepared() (p99, longest time.Duration) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	slices.Sort(n.times)
-	p := n.times[len(n.times)*99/100]
+	p99, longest = n.times[len(n.times)*99/100], n.times[len(n.times)-1]
 	n.times = nil
-	return p
+	return p99, longest
 }
 
 func (n *node) fault(faults simulated.Faults) {
@@ -189,6 +189,9 @@ func (n *node) knows(ctx context.Context, admin *nvml.Node, on bool) error {
 	}
 	return nil
 }
+
+// hangs is the call for the failing GPU that takes longer than others are delayed, and hang how long.
+const hangs, hang = "CreateGpuInstanceWithPlacement", 20 * time.Second
 
 // One GPU fails at every call in turn, while partitions come and go on all GPUs. The others notice nothing: no operation on them fails or
 // takes longer, and scans go on. In the end no partition, no record and no CDI device is left.
@@ -221,14 +224,18 @@ func TestFaultAtEveryCallUnderLoad(t *testing.T) {
 		}
 		return nil
 	}))
-	before := n.p99()
+	before, longestBefore := n.prepared()
 	faults := 0
 	check(t, n.load(ctx, true, func(ctx context.Context) error {
 		on := false
 		for _, call := range gpuCalls {
+			delay := 100 * time.Millisecond
+			if call == hangs {
+				delay = hang
+			}
 			for _, fault := range []simulated.CallFault{
 				{Return: "ERROR_UNKNOWN", Times: 1}, {Return: "ERROR_UNKNOWN", Skip: 1, Times: 2}, {Return: "ERROR_GPU_IS_LOST", Times: 1},
-				{Delay: simulated.Duration(100 * time.Millisecond), Times: 1},
+				{Delay: simulated.Duration(delay), Times: 1},
 			} {
 				n.fault(simulated.Faults{GPUs: []simulated.GPUFaults{{GPU: "0", Calls: map[string]simulated.CallFault{call: fault}}}})
 				faults++
@@ -244,7 +251,7 @@ func TestFaultAtEveryCallUnderLoad(t *testing.T) {
 		n.fault(simulated.Faults{})
 		return nil
 	}))
-	under := n.p99()
+	under, longest := n.prepared()
 	check(t, n.load(ctx, false, func(ctx context.Context) error {
 		for _, call := range driverCalls {
 			n.fault(simulated.Faults{Calls: map[string]simulated.CallFault{call: {Return: "ERROR_UNKNOWN", Times: 3}}})
@@ -257,9 +264,9 @@ func TestFaultAtEveryCallUnderLoad(t *testing.T) {
 		return nil
 	}))
 	t.Logf("load: seed=%d faults=%d prepare_p99=%s prepare_p99_under_faults=%s", *seed, faults, before, under)
-	// The calls share two cores and one file of the simulation.
-	if most := 3*before + 100*time.Millisecond; under > most {
-		t.Errorf("with a failing GPU Prepare of the others takes %s (p99), without %s", under, before)
+	// Load of other programs comes and goes between the phases, so only a Prepare that waits for the failing GPU is longer than this.
+	if most := 3*longestBefore + hang/2; longest > most {
+		t.Errorf("with a failing GPU Prepare of the others takes up to %s, without up to %s", longest, longestBefore)
 	}
 	check(t, n.nvml.Scan(ctx))
 	for i, gpu := range n.nvml.Inventory().GPUs {
