@@ -65,6 +65,7 @@ func TestRestartForgetsNoXID(t *testing.T) {
 		if err := errors.Join(s.offeredToPods(gpusANode), s.offeredToClaims(s.offered)); err != nil {
 			t.Fatalf("the XID that was ended is back: %v", err)
 		}
+		time.Sleep(lookAgain)
 	}
 }
 

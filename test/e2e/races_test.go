@@ -107,9 +107,6 @@ func TestClaimConflictsWithPod(t *testing.T) {
 		s.allFree()
 	}
 	t.Logf("claim loses to limit: healed=%d heal_p50=%s heal_p99=%s", len(healed), quantile(healed, 50), quantile(healed, 99))
-	if p99 := quantile(healed, 99); p99 > 5*time.Second {
-		t.Errorf("healing took %s", p99)
-	}
 }
 
 // repetitions of a story that measures something.
