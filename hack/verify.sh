@@ -62,7 +62,7 @@ linters() {
 		echo "golangci-lint could not be built here: not checked"
 		return 0
 	fi
-	bin/tools/golangci-lint run --timeout 15m "${packages[@]}"
+	bin/tools/golangci-lint run --allow-serial-runners "${packages[@]}"
 }
 
 check formatting formatting

@@ -353,12 +353,16 @@ func (n *Node) start(ctx context.Context, images []string, served <-chan struct{
 	return nil
 }
 
+const readyTimeout = 10 * time.Minute
+
 // WaitReady returns when every node is Ready with its present boot ID and pods can be created in the default namespace. With
-// APIServerOnly there is nothing to wait for.
+// APIServerOnly there is nothing to wait for. After readyTimeout the error says what was awaited.
 func (c *Cluster) WaitReady(ctx context.Context) error {
 	if c.config.APIServerOnly {
 		return nil
 	}
+	ctx, cancel := context.WithTimeout(ctx, readyTimeout)
+	defer cancel()
 	for _, node := range c.nodes {
 		if err := c.waitReady(ctx, node); err != nil {
 			return err

@@ -24,8 +24,8 @@ import (
 )
 
 const (
-	// startTimeout is how long a component may take until it answers.
-	startTimeout = 90 * time.Second
+	// startTimeout is how long a component may take until it answers. One that ends is noticed at once.
+	startTimeout = 5 * time.Minute
 	// stopGrace is how long it may take to end after SIGTERM. The API server and etcd would wait for their watchers, ten
 	// seconds and a minute, and there is nothing to be learnt from that.
 	stopGrace = 2 * time.Second

@@ -79,7 +79,8 @@ func makeDisk(root, hostname string) error {
 	return nil
 }
 
-// copyEntry copies a link, a file, or a directory (with its content only where deep). What does not exist is skipped.
+// copyEntry copies a link, a file, or a directory (with its content only where deep). What does not exist is skipped, and so is what another
+// program removes meanwhile.
 func copyEntry(from, to string, deep bool) error {
 	info, err := os.Lstat(from)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -91,6 +92,9 @@ func copyEntry(from, to string, deep bool) error {
 	switch {
 	case info.Mode()&fs.ModeSymlink != 0:
 		target, err := os.Readlink(from)
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil
+		}
 		if err == nil {
 			if err = os.Symlink(target, to); errors.Is(err, fs.ErrExist) {
 				err = nil
@@ -107,7 +111,7 @@ func copyEntry(from, to string, deep bool) error {
 			return nil
 		}
 		entries, err := os.ReadDir(from)
-		if err != nil {
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return fmt.Errorf("list %s: %w", from, err)
 		}
 		for _, entry := range entries {
@@ -121,6 +125,9 @@ func copyEntry(from, to string, deep bool) error {
 		}
 	case info.Mode().IsRegular():
 		content, err := os.ReadFile(from)
+		if errors.Is(err, fs.ErrNotExist) {
+			return nil
+		}
 		if err == nil {
 			err = os.WriteFile(to, content, info.Mode().Perm())
 		}

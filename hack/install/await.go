@@ -25,7 +25,7 @@ const (
 	// lookAgain is how often the conditions are read; what one waits for here takes seconds.
 	lookAgain = 200 * time.Millisecond
 	// patience bounds each wait where the caller's context does not.
-	patience = 3 * time.Minute
+	patience = 10 * time.Minute
 	// heartbeat is how often a wait logs what it still waits for.
 	heartbeat = 5 * time.Second
 )

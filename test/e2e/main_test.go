@@ -90,7 +90,7 @@ func run(m *testing.M) (code int, err error) {
 			return
 		}
 		// Not ctx: an interrupted run leaves nothing behind either.
-		stopCtx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+		stopCtx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 		defer cancel()
 		err = errors.Join(err, theCluster.Stop(stopCtx))
 	}()

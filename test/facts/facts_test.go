@@ -41,7 +41,7 @@ func apiServer(t *testing.T) *rest.Config {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		ctx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 		defer cancel()
 		if err := c.Stop(ctx); err != nil {
 			t.Error(err)

@@ -152,15 +152,23 @@ const statusAddress = "127.0.0.1:8080"
 // probes from no answer. The agent serves the port with the same code (internal/status).
 func TestStatusFlood(t *testing.T) {
 	c := startController(t)
-	probe := func() error {
-		client := &http.Client{Timeout: 2 * time.Second, Transport: &http.Transport{DisableKeepAlives: true, DialContext: theCluster.DialContext}}
-		answer, err := client.Get("http://" + statusAddress + "/healthz") //nolint:noctx // it has a timeout
-		if err == nil {
-			err = answer.Body.Close()
+	get := func(path string) error {
+		client := &http.Client{Timeout: 20 * time.Second, Transport: &http.Transport{DisableKeepAlives: true, DialContext: theCluster.DialContext}}
+		answer, err := client.Get("http://" + statusAddress + path) //nolint:noctx // it has a timeout
+		if err != nil {
+			return err
 		}
-		return err
+		if err := answer.Body.Close(); err != nil {
+			return err
+		}
+		if answer.StatusCode != http.StatusOK {
+			return fmt.Errorf("%s: %s", path, answer.Status)
+		}
+		return nil
 	}
-	until(t, "status port", "", probe)
+	probe := func() error { return get("/healthz") }
+	// The memory of the start is not the flood's.
+	until(t, "controller to be ready", "", func() error { return get("/readyz") })
 	before := c.peak(t)
 	const flood = 1500
 	for at := range flood {

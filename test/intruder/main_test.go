@@ -74,7 +74,7 @@ func run(m *testing.M) (code int, err error) {
 		return 1, err
 	}
 	defer func() {
-		stopCtx, cancel := context.WithTimeout(context.Background(), time.Minute)
+		stopCtx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
 		defer cancel()
 		err = errors.Join(err, theCluster.Stop(stopCtx))
 	}()
@@ -166,7 +166,7 @@ func clientOf(t *testing.T, config *rest.Config) kubernetes.Interface {
 // until tries a request until its answer is as wanted: the API server learns of a new policy a little later.
 func until(t *testing.T, what, want string, try func() error) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	defer cancel()
 	for {
 		err := try()
