@@ -115,7 +115,7 @@ func trimClaim(claim *resourceapi.ResourceClaim, driver string) {
 	claim.ObjectMeta = identity(claim.ObjectMeta)
 	claim.Spec = resourceapi.ResourceClaimSpec{Devices: resourceapi.DeviceClaim{Requests: withCapacity(claim.Spec.Devices.Requests)}}
 	allocation := claim.Status.Allocation
-	allocation.NodeSelector, allocation.AllocationTimestamp = nil, nil
+	allocation.NodeSelector = nil
 	allocation.Devices.Results = slices.DeleteFunc(allocation.Devices.Results,
 		func(r resourceapi.DeviceRequestAllocationResult) bool { return r.Driver != driver })
 	allocation.Devices.Config = slices.DeleteFunc(allocation.Devices.Config,

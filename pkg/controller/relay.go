@@ -58,7 +58,8 @@ func Relay(claims []resourceapi.ResourceClaim, driver, node string) []v1alpha1.A
 		}
 		relayed = append(relayed, v1alpha1.AllocatedClaim{
 			UID: claims[i].UID, Namespace: claims[i].Namespace, Name: claims[i].Name,
-			Devices: slices.Compact(devices), Pools: slices.Compact(pools), Shares: shares,
+			Allocated: claims[i].Status.Allocation.AllocationTimestamp,
+			Devices:   slices.Compact(devices), Pools: slices.Compact(pools), Shares: shares,
 		})
 	}
 	slices.SortFunc(relayed, func(a, b v1alpha1.AllocatedClaim) int { return cmp.Compare(a.UID, b.UID) })

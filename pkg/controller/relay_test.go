@@ -10,6 +10,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/util/workqueue"
 	"k8s.io/utils/ptr"
@@ -29,6 +30,8 @@ func TestRelay(t *testing.T) {
 		resourceapi.DeviceRequestAllocationResult{Driver: "net.example.com", Pool: "node-1", Device: "nic-0"},
 		resourceapi.DeviceRequestAllocationResult{Driver: testDriver, Pool: "node-1", Device: "gpu-6", AdminAccess: ptr.To(true)},
 		resourceapi.DeviceRequestAllocationResult{Driver: testDriver, Pool: "node-1", Device: "gpu-7", AdminAccess: ptr.To(false)})
+	allocated := metav1.Unix(1, 0)
+	mixed.Status.Allocation.AllocationTimestamp = &allocated
 	elsewhere := newClaim("elsewhere", "gpu-0")
 	elsewhere.Status.Allocation.Devices.Results[0].Pool = "node-10"
 	ownPool := newClaim("own-pool", "gpu-3")
@@ -36,7 +39,7 @@ func TestRelay(t *testing.T) {
 	claims := []resourceapi.ResourceClaim{*ownPool, *elsewhere, *newClaim("unallocated"), *admin, *mixed}
 	want := []v1alpha1.AllocatedClaim{
 		{UID: "uid-admin", Namespace: "ns", Name: "admin", Devices: []string{}},
-		{UID: "uid-mixed", Namespace: "ns", Name: "mixed", Devices: []string{"gpu-4", "gpu-5", "gpu-7"}, Pools: []string{"node-1"}},
+		{UID: "uid-mixed", Namespace: "ns", Name: "mixed", Allocated: &allocated, Devices: []string{"gpu-4", "gpu-5", "gpu-7"}, Pools: []string{"node-1"}},
 		{UID: "uid-own-pool", Namespace: "ns", Name: "own-pool", Devices: []string{"gpu-3"}, Pools: []string{"node-1/gpu-03"}},
 	}
 	if diff := cmp.Diff(want, Relay(claims, testDriver, "node-1")); diff != "" {
@@ -52,7 +55,9 @@ func (w *world) relay() *relay {
 }
 
 func TestRelayWritesOnceAndEndsWithTheClaim(t *testing.T) {
-	w := newWorld(t, interceptor.Funcs{}, gpuNode(), newClaim("a", "gpu-0"))
+	a := newClaim("a", "gpu-0")
+	a.Status.Allocation.AllocationTimestamp = ptr.To(metav1.Now())
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(), a)
 	w.twice(w.relay(), "node-1")
 	if got := w.gpuNode().Spec.Claims; len(got) != 1 || got[0].UID != "uid-a" {
 		t.Errorf("claims %v", got)

@@ -240,8 +240,8 @@ func (d *Driver) confirmAllocations(ctx context.Context) error {
 		changed := d.Allocations.Changed()
 		current := map[string]v1alpha1.AllocatedClaim{}
 		for _, claim := range d.Allocations.Claims() {
-			// A claim may be allocated again with other devices.
-			current[fmt.Sprint(claim.UID, claim.Devices)] = claim
+			// The API server drops the conditions of a claim that is allocated again, maybe with the same devices.
+			current[fmt.Sprint(claim.UID, claim.Allocated, claim.Pools, claim.Devices, claim.Shares)] = claim
 		}
 		for key, end := range running {
 			if _, still := current[key]; !still {

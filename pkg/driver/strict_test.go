@@ -75,7 +75,7 @@ func (f *fakeAllocations) set(claims ...*resourceapi.ResourceClaim) {
 	defer f.mu.Unlock()
 	f.claims, f.late = nil, false
 	for _, c := range claims {
-		a := v1alpha1.AllocatedClaim{UID: c.UID, Namespace: c.Namespace, Name: c.Name}
+		a := v1alpha1.AllocatedClaim{UID: c.UID, Namespace: c.Namespace, Name: c.Name, Allocated: c.Status.Allocation.AllocationTimestamp}
 		for _, result := range c.Status.Allocation.Devices.Results {
 			if !ptr.Deref(result.AdminAccess, false) {
 				a.Devices, a.Pools = append(a.Devices, result.Device), append(a.Pools, result.Pool)
@@ -180,6 +180,28 @@ func TestStrictCancelsWhenNoPodIsBound(t *testing.T) {
 	awaitStates(t, client, "a", "gpu-0=reserved")
 	allocations.set()
 	r.awaitHolders("")
+}
+
+// TestStrictAnswersAnotherAllocation: the scheduler takes an allocation back and allocates the same devices again, and the agent learns of
+// both at once. The API server has dropped the conditions of the first allocation.
+func TestStrictAnswersAnotherAllocation(t *testing.T) {
+	a := unbound("a", "gpu-0")
+	a.Status.Allocation.AllocationTimestamp = &metav1.Time{Time: time.Unix(1, 0)}
+	r, allocations, client := strictRig(t, a)
+	allocations.set(a)
+	awaitStates(t, client, "a", "gpu-0=reserved")
+	again, err := client.ResourceV1().ResourceClaims("team-a").Get(t.Context(), "a", metav1.GetOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	again.Status.Devices = nil
+	again.Status.Allocation.AllocationTimestamp = &metav1.Time{Time: time.Unix(2, 0)}
+	if _, err := client.ResourceV1().ResourceClaims("team-a").UpdateStatus(t.Context(), again, metav1.UpdateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	allocations.set(again)
+	awaitStates(t, client, "a", "gpu-0=reserved")
+	r.awaitHolders("gpu-0: claim uid-a held")
 }
 
 func TestStrictKeepsPreparedClaims(t *testing.T) {
