@@ -148,7 +148,7 @@ func listed(status v1alpha1.GPUNodeStatus, resource corev1.ResourceName) (n int6
 }
 
 // settle is how long an increase has to be stable before it is written, unless kubelet lists more devices than before. An agent's
-// status is up to a second old and may lack what kubelet has just allocated. TestAllocatableUpIsSlower fails without it.
+// status is up to a second old and may lack what kubelet has just allocated. TestJudgeAllocatable fails without it.
 const settle = 2 * time.Second
 
 // observed records a node's allocatable number, how many devices kubelet listed at that time, and when the number appeared.

@@ -137,8 +137,8 @@ type allocatedClaims struct {
 	driver string
 
 	mu sync.Mutex
-	// passed are the claims that were passed and that the cache has not deleted since. A claim that loses its devices is passed once more,
-	// so that its nodes are told.
+	// passed are the claims that were passed and that the cache has not deleted since. They are passed although they have no device
+	// any more, so that their nodes are told.
 	passed sets.Set[types.UID]
 }
 

@@ -173,6 +173,15 @@ func optionsFor[T comparable](workers int) ctrlcontroller.TypedOptions[T] {
 	}
 }
 
+// requeue is the end of a Reconcile. After an error the queue tries again with its own backoff; controller-runtime ignores, and complains
+// of, a time beside an error.
+func requeue(after time.Duration, errs []error) (reconcile.Result, error) {
+	if err := errors.Join(errs...); err != nil {
+		return reconcile.Result{}, err
+	}
+	return reconcile.Result{RequeueAfter: after}, nil
+}
+
 // filler starts the informers in every replica, so that a new leader has filled caches. It sets synced once they are filled.
 // Readiness does not depend on the webhook's informers. TestRunAwaitsTheAPIServer fails if the informers start before the manager
 // runs: the manager would wait for them and would not end on SIGTERM.

@@ -5,7 +5,6 @@ package controller
 import (
 	"cmp"
 	"context"
-	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -266,7 +265,7 @@ func (d *daemons) Reconcile(ctx context.Context, request reconcile.Request) (rec
 	if !apiequality.Semantic.DeepEqual(node.Spec.Daemons, plan.Waiting) {
 		errs = append(errs, patchSpec(ctx, d.client, node, "daemons", plan.Waiting))
 	}
-	return reconcile.Result{RequeueAfter: plan.Again}, errors.Join(errs...)
+	return requeue(plan.Again, errs)
 }
 
 func (d *daemons) podsOf(ctx context.Context, node string) ([]*corev1.Pod, error) {

@@ -4,7 +4,6 @@ package controller
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -166,14 +165,14 @@ func (h *healer) Reconcile(ctx context.Context, request reconcile.Request) (reco
 	}
 	if t.next < len(claims) {
 		h.turns[request.Name] = t
-		return reconcile.Result{RequeueAfter: anotherTurn}, errors.Join(errs...)
+		return requeue(anotherTurn, errs)
 	}
 	delete(h.turns, request.Name)
 	setNode(h.metrics.notMovable, request.Name, t.refused)
 	if !pending {
 		return reconcile.Result{}, nil
 	}
-	return reconcile.Result{RequeueAfter: healInterval}, errors.Join(errs...)
+	return requeue(healInterval, errs)
 }
 
 // pending returns the claims of a node that are pending eviction, and whether the node reports any. It reads the cache only, and leaves

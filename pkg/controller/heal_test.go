@@ -311,9 +311,9 @@ func TestHealAndTheAPIServer(t *testing.T) {
 	}{
 		"a budget":              {apierrors.NewTooManyRequests("no disruption allowed", 10), healInterval, false},
 		"a protected namespace": {apierrors.NewForbidden(pods, "pod-a", nil), healInterval, false},
-		"the pod has changed":   {apierrors.NewConflict(pods, "pod-a", nil), healInterval, true},
+		"the pod has changed":   {apierrors.NewConflict(pods, "pod-a", nil), 0, true},
 		"the pod is gone":       {apierrors.NewNotFound(pods, "pod-a"), healInterval, false},
-		"the API server is ill": {apierrors.NewInternalError(context.DeadlineExceeded), healInterval, true},
+		"the API server is ill": {apierrors.NewInternalError(context.DeadlineExceeded), 0, true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t, interceptor.Funcs{

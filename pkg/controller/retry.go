@@ -6,7 +6,6 @@ import (
 	"cmp"
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"slices"
 	"strconv"
@@ -241,7 +240,7 @@ func (n *retrier) Reconcile(ctx context.Context, request reconcile.Request) (rec
 	for _, retry := range due {
 		errs = append(errs, n.retry(ctx, request.Name, retry))
 	}
-	return reconcile.Result{RequeueAfter: wait}, errors.Join(errs...)
+	return requeue(wait, errs)
 }
 
 // waiting returns the Pending pods of a node that have one of the claims reserved, by the claim's UID. It reads the cache only.
