@@ -450,7 +450,6 @@ func awaitPods(ctx context.Context, first *PodsFirst, changed, queueChanged <-ch
 	case <-queueChanged:
 	case <-ctx.Done():
 	case <-timer.C:
-		first.WaitBudget = 0
 	}
 	first.WaitBudget = max(0, first.WaitBudget-time.Since(started))
 }

@@ -10,7 +10,7 @@ func (l *Ledger) Probe() {
 	l.setUnwritable(l.records.Probe())
 }
 
-// Unwritable returns why a new hold cannot be recorded; nil if the last attempt succeeded. Changed announces changes.
+// Unwritable returns why a new hold cannot be recorded; nil once Probe has succeeded after the last failure. Changed announces changes.
 func (l *Ledger) Unwritable() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -19,10 +19,9 @@ func (l *Ledger) Unwritable() error {
 
 // setUnwritable is under l.mu.
 func (l *Ledger) setUnwritable(err error) {
-	if (err == nil) != (l.unwritable == nil) {
-		l.announce()
+	if (err == nil) == (l.unwritable == nil) {
+		return // the first reason stays
 	}
-	if err == nil || l.unwritable == nil {
-		l.unwritable = err
-	}
+	l.unwritable = err
+	l.announce()
 }

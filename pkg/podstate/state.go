@@ -373,8 +373,8 @@ func (p *Pods) movable(claim ledger.ClaimRequest) (movable, unknown bool) {
 const reportDelay = time.Minute
 
 // Ended reports whether no pod is left that could use the claim of a conflict.
-func (p *Pods) Ended(lost ledger.Conflict) bool {
-	uids := p.podsOf(lost.Namespace, lost.Name, lost.Pods)
+func (p *Pods) Ended(conflict ledger.Conflict) bool {
+	uids := p.podsOf(conflict.Namespace, conflict.Name, conflict.Pods)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.synced.IsZero() {
@@ -382,7 +382,7 @@ func (p *Pods) Ended(lost ledger.Conflict) bool {
 	}
 	for uid := range uids {
 		pod, known := p.pods[uid]
-		if known && !pod.deleted && !podstatus.Ended(pod.Pod) || !known && time.Since(lost.Since) < reportDelay {
+		if known && !pod.deleted && !podstatus.Ended(pod.Pod) || !known && time.Since(conflict.Since) < reportDelay {
 			return false
 		}
 	}
