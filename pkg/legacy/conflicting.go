@@ -115,8 +115,8 @@ const sourceConflicting = "conflicting device plugin"
 // FindConflicting looks once for a conflicting device plugin, and withholds devices in both APIs while there is one. The agent calls it
 // before it serves either API. It takes up to a second for each socket that does not answer.
 func (p *Plugin) FindConflicting(ctx context.Context) {
-	p.Look(time.Now())
-	p.look(ctx)
+	p.Refresh(time.Now())
+	p.withhold(ctx)
 }
 
 // WatchConflicting withholds devices while there is a conflicting device plugin, until ctx is done. The agent calls it once in a mode
@@ -145,11 +145,11 @@ func (p *Plugin) WatchConflicting(ctx context.Context) error {
 	return nil
 }
 
-// look is checkConflicting, and withholds devices while there is a conflicting plugin. When it is gone, look adopts what it gave away
+// withhold withholds devices while checkConflicting finds a plugin. When that is gone, withhold adopts what it gave away
 // before it ends that. An error is why limits must not be served.
-func (p *Plugin) look(ctx context.Context) (conflicting error, settled bool) {
-	p.looking.Lock()
-	defer p.looking.Unlock()
+func (p *Plugin) withhold(ctx context.Context) (conflicting error, settled bool) {
+	p.withholding.Lock()
+	defer p.withholding.Unlock()
 	found, settled := p.checkConflicting(ctx)
 	if found == nil && p.withholds.Load() {
 		// By then kubelet's checkpoint has the last device that the plugin gave away.

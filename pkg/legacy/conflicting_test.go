@@ -138,7 +138,7 @@ func TestForeignPluginWithoutHealthyDevices(t *testing.T) {
 	f.kubelet.DropStreams() // kubelet takes them for unhealthy
 	f.await("no healthy device", func(s kubeletState) bool { return len(s.Healthy()) == 0 })
 	for range 3 {
-		if other, _ := p.look(context.Background()); other == nil {
+		if other, _ := p.withhold(context.Background()); other == nil {
 			t.Error("forgotten")
 		}
 	}

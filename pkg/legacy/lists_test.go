@@ -262,7 +262,7 @@ func TestWhatALimitHasIsListed(t *testing.T) {
 	began := time.Now()
 	look := func(after time.Duration, resource string, want map[string]string) {
 		t.Helper()
-		lists, _ := p.Look(began.Add(after))
+		lists, _ := p.Refresh(began.Add(after))
 		got := map[string]string{}
 		for _, d := range lists[resource].GetDevices() {
 			got[d.ID] = d.Health
@@ -304,7 +304,7 @@ func TestAdoptedIDIsListedAsItsGPU(t *testing.T) {
 	}
 	began := time.Now()
 	health := func(at int, id string) string {
-		lists, _ := p.Look(began.Add(time.Duration(at) * time.Second))
+		lists, _ := p.Refresh(began.Add(time.Duration(at) * time.Second))
 		for _, d := range lists[whole.GPU].GetDevices() {
 			if d.ID == id {
 				return d.Health
@@ -338,12 +338,12 @@ func TestPlannerBesideWhatLeaves(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p.Look(time.Now())
+	p.Refresh(time.Now())
 	if p.lists.devices(whole.GPU).wholeGPUs {
 		t.Error("partitions are chosen by the links of their GPUs")
 	}
 	f.inventory.set(func(device.Inventory) device.Inventory { return islands(4, 2, 6) })
-	p.Look(time.Now())
+	p.Refresh(time.Now())
 	if items := len(p.lists.devices(whole.GPU).items); items != 4+3 {
 		t.Errorf("%d items are listed", items)
 	}

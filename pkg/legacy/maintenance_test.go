@@ -75,7 +75,7 @@ func TestMaintenanceOfReplicas(t *testing.T) {
 	}}); err != nil {
 		t.Fatal(err)
 	}
-	lists, _ := p.Look(time.Now())
+	lists, _ := p.Refresh(time.Now())
 	healthy := map[string]int{}
 	for id, state := range health(lists["nvidia.com/gpu"]) {
 		if state == pluginapi.Healthy {

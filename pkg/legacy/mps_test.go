@@ -112,7 +112,7 @@ func TestUnreadyIsNotOffered(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			lists, _ := p.Look(time.Now())
+			lists, _ := p.Refresh(time.Now())
 			if diff := cmp.Diff(want, health(lists["nvidia.com/gpu"])); diff != "" {
 				t.Error(diff)
 			}
@@ -162,7 +162,7 @@ func TestDaemonsAreAskedForOnce(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if p.Look(time.Now()); daemons.asked.Load() != 8 {
+	if p.Refresh(time.Now()); daemons.asked.Load() != 8 {
 		t.Errorf("asked %d times about 8 GPUs", daemons.asked.Load())
 	}
 }

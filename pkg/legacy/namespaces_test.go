@@ -46,7 +46,7 @@ func TestNamespacesOfLimits(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			p.Look(time.Now())
+			p.Refresh(time.Now())
 			_, err = p.Allocate(t.Context(), "nvidia.com/gpu", allocation([]string{replicaOf(c.gpu, 0)}))
 			if c.want == "" {
 				if err != nil {

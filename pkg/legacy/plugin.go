@@ -36,9 +36,9 @@ type Plugin struct {
 	probes  sync.Map
 	probing singleflight.Group
 	foreign foreignDevices
-	// looking lets one look run at a time; withholds is set from a conflicting plugin's appearance until it is taken over from.
-	looking   sync.Mutex
-	withholds atomic.Bool
+	// withholding lets one call of withhold run at a time; withholds is set from a conflicting plugin's appearance until it is taken over from.
+	withholding sync.Mutex
+	withholds   atomic.Bool
 	// filesChanged reports changes in kubelet's device-plugins directory.
 	filesChanged broadcast.Signal
 
@@ -117,7 +117,7 @@ func (p *Plugin) Run(ctx context.Context) error {
 		klog.FromContext(ctx).Error(err, "Stale sockets stay")
 	}
 
-	p.Look(time.Now())
+	p.Refresh(time.Now())
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return p.watchDirectory(ctx) })
 	group.Go(func() error { p.lists.run(ctx); return nil })
@@ -128,9 +128,9 @@ func (p *Plugin) Run(ctx context.Context) error {
 	return nil
 }
 
-// Look reads inventory and ledger again. It returns the device lists for kubelet by resource and, if it delays a device, after how long to
+// Refresh reads inventory and ledger again. It returns the device lists for kubelet by resource and, if it delays a device, after how long to
 // call it again. Simulations call it instead of Run, one call at a time.
-func (p *Plugin) Look(now time.Time) (lists map[string]*pluginapi.ListAndWatchResponse, again time.Duration) {
+func (p *Plugin) Refresh(now time.Time) (lists map[string]*pluginapi.ListAndWatchResponse, again time.Duration) {
 	p.lists.retireAfter = p.times.retireAfter
 	p.lists.rebuild(now)
 	again = p.lists.publish(now)

@@ -171,7 +171,7 @@ func (r *registrar) awaitKubelet(ctx context.Context) bool {
 func (r *registrar) awaitNoConflicting(ctx context.Context) bool {
 	reported := ""
 	return r.await(ctx, r.times.pluginInterval, func() bool {
-		conflicting, _ := r.look(ctx)
+		conflicting, _ := r.withhold(ctx)
 		if conflicting == nil {
 			return true
 		}
@@ -281,7 +281,7 @@ func (r *registrar) watchFiles(ctx context.Context, e *endpoint, kubelet fileID)
 		}
 		if len(r.foreignOfKubelet(ctx)) > 0 {
 			// kubelet already has devices of another plugin.
-			if conflicting, _ := r.look(ctx); conflicting != nil {
+			if conflicting, _ := r.withhold(ctx); conflicting != nil {
 				return &ended{conflicting, causeConflicting}
 			}
 		}
@@ -291,7 +291,7 @@ func (r *registrar) watchFiles(ctx context.Context, e *endpoint, kubelet fileID)
 		case <-changed:
 		case <-look:
 			looks--
-			conflicting, settled := r.look(ctx)
+			conflicting, settled := r.withhold(ctx)
 			if conflicting != nil {
 				return &ended{conflicting, causeConflicting}
 			}

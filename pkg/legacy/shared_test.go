@@ -62,7 +62,7 @@ func TestReplicas(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, p := sharingNode(t, shared(3, 2, c.replicas))
-			lists, _ := p.Look(time.Now())
+			lists, _ := p.Refresh(time.Now())
 			got := map[string]int{}
 			for resource, list := range lists {
 				for id, health := range health(list) {
@@ -107,7 +107,7 @@ func TestWhatIsOfferedOfSharedDevicesCanBeHad(t *testing.T) {
 			}
 			return f.ledger.ReservePod([]ledger.PodRequest{{ID: id, Resource: "nvidia.com/gpu", Device: gpu.Ref(), Share: share}})
 		}
-		lists, _ := p.Look(time.Now())
+		lists, _ := p.Refresh(time.Now())
 		offered := health(lists["nvidia.com/gpu"])
 		ids := slices.Collect(maps.Keys(offered))
 		random.Shuffle(len(ids), func(i, j int) { ids[i], ids[j] = ids[j], ids[i] })
@@ -123,7 +123,7 @@ func TestWhatIsOfferedOfSharedDevicesCanBeHad(t *testing.T) {
 				continue
 			}
 			// Kubelet sees the list anew, and what it has given out stays in it.
-			lists, _ = p.Look(time.Now())
+			lists, _ = p.Refresh(time.Now())
 			for id, health := range health(lists["nvidia.com/gpu"]) {
 				if health != offered[id] {
 					t.Fatalf("seed %d: %s was %s and is %s, though limits took only what was offered", seed, id, offered[id], health)
@@ -145,7 +145,7 @@ func TestPromisedShares(t *testing.T) {
 	allocated := allocatedShares{newObservable[[]ledger.Hold](nil)}
 	p.config.Allocations = allocated
 	healthy := func(after time.Duration) (n int) {
-		lists, _ := p.Look(time.Now().Add(after))
+		lists, _ := p.Refresh(time.Now().Add(after))
 		for _, health := range health(lists["nvidia.com/gpu"]) {
 			if health == pluginapi.Healthy {
 				n++
@@ -192,7 +192,7 @@ func (p allocatedShares) Maintenance() map[string]bool { return nil }
 func TestAllocateReplicas(t *testing.T) {
 	f, p := sharingNode(t, shared(2, 2, device.Replicas{Count: 4}))
 	p.config.Strategies = []Strategy{StrategyCDI, StrategyEnvVar}
-	p.Look(time.Now())
+	p.Refresh(time.Now())
 	request := func(ids ...string) *pluginapi.AllocateRequest {
 		return &pluginapi.AllocateRequest{ContainerRequests: []*pluginapi.ContainerAllocateRequest{{DevicesIds: ids}}}
 	}
@@ -236,7 +236,7 @@ func TestPreferredReplicas(t *testing.T) {
 		}}); err != nil {
 			t.Fatal(err)
 		}
-		lists, _ := p.Look(time.Now())
+		lists, _ := p.Refresh(time.Now())
 		available := slices.DeleteFunc(slices.Collect(maps.Keys(health(lists["nvidia.com/gpu"]))), func(id string) bool { return id == uuid(0)+"::0" })
 		got := p.Preferred("nvidia.com/gpu", &pluginapi.PreferredAllocationRequest{
 			ContainerRequests: []*pluginapi.ContainerPreferredAllocationRequest{{AvailableDeviceIDs: available, AllocationSize: 2}},
@@ -253,7 +253,7 @@ func TestPreferredAmongMPS(t *testing.T) {
 	inv := shared(2, 2, device.Replicas{Count: 2})
 	inv.GPUs[1].Sharing.Strategy = device.MPS
 	_, p := sharingNode(t, inv)
-	p.Look(time.Now())
+	p.Refresh(time.Now())
 	available := []string{uuid(1) + "::0", uuid(0) + "::0", uuid(1) + "::1", uuid(0) + "::1"}
 	for size, want := range map[int32]string{1: "1::1", 2: "0::1 0::0", 3: "0::1 0::0 1::1"} {
 		got := p.Preferred("nvidia.com/gpu", &pluginapi.PreferredAllocationRequest{
@@ -276,7 +276,7 @@ func TestWaitedForAsAWhole(t *testing.T) {
 		t.Fatal(err)
 	}
 	f.ledger.RecordConflict(ledger.Conflict{UID: "a", Namespace: "ns", Name: "a", Devices: []device.Ref{gpu.Ref()}})
-	lists, _ := p.Look(time.Now())
+	lists, _ := p.Refresh(time.Now())
 	for id, health := range health(lists["nvidia.com/gpu"]) {
 		if want := map[bool]string{true: pluginapi.Healthy, false: pluginapi.Unhealthy}[id == device.ReplicaID(gpu.UUID, 0)]; health != want {
 			t.Errorf("%s is %s, want %s", id, health, want)
@@ -289,7 +289,7 @@ func TestPreferredReplicasFit(t *testing.T) {
 	for _, packed := range []bool{true, false} {
 		f, p := sharingNode(t, shared(2, 2, device.Replicas{Count: 4}))
 		p.config.Packed = packed
-		lists, _ := p.Look(time.Now())
+		lists, _ := p.Refresh(time.Now())
 		available := slices.Collect(maps.Keys(health(lists["nvidia.com/gpu"])))
 		gpu := f.inventory.get().GPUs[0]
 		if _, err := f.ledger.ReserveClaim(t.Context(), ledger.ClaimRequest{

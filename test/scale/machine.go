@@ -193,7 +193,7 @@ const unsettled = 500 * time.Millisecond
 func (m *machine) look() time.Duration {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	lists, again := m.limits.Look(time.Now())
+	lists, again := m.limits.Refresh(time.Now())
 	m.list = lists[install.ResourceName].GetDevices()
 	var healthy []string
 	for _, d := range m.list {

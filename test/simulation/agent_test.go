@@ -344,7 +344,7 @@ func (a *agent) sawCheckpoint() {
 
 // look sends the device list where it has changed.
 func (a *agent) look() time.Duration {
-	lists, again := a.limits.Look(time.Now())
+	lists, again := a.limits.Refresh(time.Now())
 	list := lists[resourceName]
 	if list != a.list {
 		for _, h := range a.book.Holds() {
