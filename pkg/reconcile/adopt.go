@@ -47,12 +47,15 @@ func (r *Reconciler) Adopt(ctx context.Context) error {
 			r.addLate(ctx, d)
 		}
 	}
+	// The agent registers neither API before Adopt has returned, so the requests have one deadline. A claim that is not asked for is late.
+	asking, cancel := context.WithTimeout(ctx, r.times.restore)
+	defer cancel()
 	for _, claim := range claims {
 		if _, held := holds[ledger.Holder{Kind: ledger.KindClaim, ID: claim.UID}]; held || len(claim.Devices) == 0 {
 			continue
 		}
 		r.AddPlaceholders(claim.CDIDevices)
-		callCtx, cancel := context.WithTimeout(ctx, r.times.call)
+		callCtx, cancel := context.WithTimeout(asking, r.times.call)
 		missing, err := r.restoreClaim(callCtx, claim)
 		cancel()
 		if !errors.Is(err, errUnasked) {

@@ -205,7 +205,7 @@ func (r *Reconciler) Verify(ctx context.Context) (time.Duration, error) {
 func (r *Reconciler) follow(ctx context.Context) {
 	files := r.watchKubeletFiles(ctx)
 	defer files.Close()
-	complaint := &complaint{message: "Reconciling holds"}
+	complaint := &complaint{message: "Cannot bring all holds up to date, retrying"}
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for ctx.Err() == nil {
@@ -434,7 +434,7 @@ func relevant(kubeletDir string, event fsnotify.Event) bool {
 	return false
 }
 
-// complaint logs an error once, until it changes.
+// complaint logs an error once, until it changes, and its end.
 type complaint struct{ message, said string }
 
 func (c *complaint) say(ctx context.Context, err error) {
@@ -442,8 +442,12 @@ func (c *complaint) say(ctx context.Context, err error) {
 	if err != nil {
 		text = err.Error()
 	}
-	if err != nil && text != c.said {
+	switch {
+	case text == c.said:
+	case err != nil:
 		klog.FromContext(ctx).Error(err, c.message)
+	default:
+		klog.FromContext(ctx).Info("Succeeded again", "after", c.message, "err", c.said)
 	}
 	c.said = text
 }

@@ -67,7 +67,7 @@ func (r *Reconciler) Restore(ctx context.Context) error {
 // restoreLate restores holds on devices that come into the inventory later, such as a GPU that was lost when the agent started.
 // It retries what it cannot restore.
 func (r *Reconciler) restoreLate(ctx context.Context) {
-	complaint := &complaint{message: "Restoring the holders of devices that came late"}
+	complaint := &complaint{message: "Cannot restore all holders of devices that came late, retrying"}
 	retry := r.times.retry
 	for ctx.Err() == nil {
 		changed, added, podsChanged := r.Inventory.Changed(), r.lateAdded.Changed(), r.Pods.Changed()

@@ -249,9 +249,10 @@ func (s silentClaims) Get(ctx context.Context, _ string, _ metav1.GetOptions) (*
 	return nil, ctx.Err()
 }
 
-// Adopt, and with it the registration of both APIs, waits for a pass over late claims. All their requests together have one deadline.
-func TestAPassOverLateClaimsIsBounded(t *testing.T) {
-	g := newRig(t, "GPU-0")
+// silentRig is a node with five claims of a shared GPU, and an API server that does not answer. asked counts the requests.
+func silentRig(t *testing.T) (g *rig, asked *int) {
+	t.Helper()
+	g, asked = newRig(t, "GPU-0"), new(int)
 	g.change(func() {
 		g.gpus[0].MemoryBytes, g.gpus[0].Sharing = 24<<30, device.Sharing{Strategy: device.TimeSlicing, Claims: "memory"}
 	})
@@ -260,13 +261,26 @@ func TestAPassOverLateClaimsIsBounded(t *testing.T) {
 		claims = append(claims, kubeletClaim{uid, "claim-" + uid, []string{"p-" + uid}, []string{"gpu-0"}})
 	}
 	g.claimState(claims...)
-	asked := 0
 	g.r.times.call, g.r.times.restore = 50*time.Millisecond, 50*time.Millisecond
-	g.r.Claims = func(string) Claims { return silentClaims{&asked} }
+	g.r.Claims = func(string) Claims { return silentClaims{asked} }
+	return g, asked
+}
+
+// Adopt, and with it the registration of both APIs, waits for a pass over late claims. All their requests together have one deadline.
+func TestAPassOverLateClaimsIsBounded(t *testing.T) {
+	g, asked := silentRig(t)
 	must(t, g.r.Restore(t.Context()))
-	asked = 0
-	if left, err := g.r.RestoreLate(t.Context()); !left || err == nil || asked != 1 {
-		t.Errorf("left %t, %v, after %d requests", left, err, asked)
+	*asked = 0
+	if left, err := g.r.RestoreLate(t.Context()); !left || err == nil || *asked != 1 {
+		t.Errorf("left %t, %v, after %d requests", left, err, *asked)
+	}
+}
+
+// So have those of Adopt for claims that nothing has been restored for.
+func TestAdoptIsBounded(t *testing.T) {
+	g, asked := silentRig(t)
+	if err := g.r.Adopt(t.Context()); err != nil || *asked != 1 {
+		t.Errorf("adopted with %v, after %d requests", err, *asked)
 	}
 }
 
