@@ -179,6 +179,17 @@ func TestPrepareWaitsForItsPod(t *testing.T) {
 	}
 }
 
+// Where no GPU is offered to pods, no pod goes first.
+func TestPrepareWaitsForNoPodWithoutLimits(t *testing.T) {
+	r := newRig(t, machine(1), func(c *Config) { c.OfferedToPods = func(device.GPU) bool { return false } })
+	if err := r.ask(t.Context(), newClaim("a", "gpu-0")); err != nil {
+		t.Fatal(err)
+	}
+	if n := r.pods.waited.Load(); n > 0 {
+		t.Errorf("waited %d times for pods", n)
+	}
+}
+
 // What limits pods could get depends on the MIG strategy, and not on unhealthy devices.
 func TestLimitDevices(t *testing.T) {
 	part := func(g *device.GPU, start int, health device.Health) {

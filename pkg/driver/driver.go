@@ -35,7 +35,7 @@ type Ledger interface {
 	Valid(r ledger.Reservation) bool
 	CancelReservation(r ledger.Reservation) error
 	DrainClaim(ctx context.Context, uid string) error
-	RecordConflict(lost ledger.Conflict)
+	RecordConflict(conflict ledger.Conflict)
 	Holds() []ledger.Hold
 	Changed() <-chan struct{}
 	Withheld() error

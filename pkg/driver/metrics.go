@@ -40,7 +40,7 @@ func newMetrics(registerer prometheus.Registerer) *metrics {
 		unprepare: calls("tandem_unprepare_duration_seconds", "Time to answer kubelet's NodeUnprepareResources."),
 		conflicts: factory.NewCounterVec(prometheus.CounterOpts{
 			Name: "tandem_prepare_conflicts_total",
-			Help: "Claims refused because another holder has one of their devices, by the kind of holder (claim, pod, partition) and by outcome: pending_eviction (its pods are evicted), waiting (for the device), deadline (the holder was ending, but not in time).",
+			Help: "Claims refused because of one of their devices, by what keeps it from them and by outcome. What keeps it is the kind of another holder (claim, pod), a partition that Tandem did not create (partition), or the device itself, which is unhealthy or unknown (device). The outcome is pending_eviction (the claim's pods are evicted), waiting (for the device), or deadline (the holder was ending, but not in time).",
 		}, []string{"kind", "outcome"}),
 		podsFirst: factory.NewHistogram(prometheus.HistogramOpts{
 			Name:    "tandem_prepare_pods_first_wait_seconds",

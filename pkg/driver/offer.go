@@ -129,7 +129,7 @@ func (o *Offer) build(f Facts) layout {
 	}
 	withdrawn, next := o.withdrawn(Facts{Inventory: inv, Holds: holds, Claims: f.Claims, Maintenance: f.Maintenance, Now: f.Now})
 	if f.Withheld {
-		withdrawn = withhold(inv, withdrawn)
+		withdrawn = withdrawAll(inv, withdrawn)
 	}
 	gpus, left := publishable(inv)
 	l := layout{pools: map[string]resourceslice.Pool{}, excluded: left, next: next}

@@ -48,7 +48,7 @@ func (d *Driver) PrepareResourceClaims(ctx context.Context, claims []*resourceap
 	podsFirst := &ledger.PodsFirst{Slots: d.podSlots(inv), WaitBudget: podsFirstBudget}
 	preparations, ok := d.planAll(ctx, claims, inv, podsFirst)
 	d.recordUnusable(ctx, preparations, time.Now())
-	if ok {
+	if ok && len(podsFirst.Slots) > 0 {
 		d.waitForPods(ctx, preparations)
 	}
 	ok = ok && each(ctx, preparations, d.reserve) && each(ctx, preparations, d.handOver) && each(ctx, preparations, d.createPartitions) &&
@@ -150,8 +150,8 @@ func (d *Driver) createPartitions(ctx context.Context, p *preparation) error {
 		if unmanaged, ok := errors.AsType[*partition.UnmanagedError](err); ok {
 			// A claim in conflict holds nothing.
 			d.cancel(ctx, p)
-			lost := ledger.Conflict{Message: unmanaged.Error(), Devices: []device.Ref{o.device.Ref()}}
-			return d.recordConflict(ctx, p, "partition", reasonUnmanagedPartition, lost)
+			conflict := ledger.Conflict{Message: unmanaged.Error(), Devices: []device.Ref{o.device.Ref()}}
+			return d.recordConflict(ctx, p, kindPartition, reasonUnmanagedPartition, adviceWait, conflict)
 		}
 		if err != nil {
 			return refuse(reasonPartitionNotMade, "device %s cannot be created, retrying: %v", p.answer[o.entry].DeviceName, err)
@@ -376,6 +376,9 @@ const (
 // holder was draining, but did not end in time.
 const outcomePendingEviction, outcomeWaiting, outcomeDeadline = "pending_eviction", "waiting", "deadline"
 
+// What keeps a device from a claim, for the metric, besides the kinds of holders.
+const kindPartition, kindDevice = "partition", "device"
+
 // refusal is an error that becomes an event on the claim.
 type refusal struct {
 	reason, message string
@@ -415,17 +418,20 @@ func (d *Driver) explain(ctx context.Context, p *preparation, err error) error {
 	devices := slices.DeleteFunc(slices.Clone(p.request.Devices), func(ref device.Ref) bool {
 		return !slices.ContainsFunc(conflict.Holds, func(h ledger.Hold) bool { return h.Device.Overlaps(ref) })
 	})
-	lost := ledger.Conflict{Message: describeConflict(conflict, p), Devices: devices, Generation: conflict.Generation}
-	return d.recordConflict(ctx, p, string(conflict.Holds[0].Holder.Kind), reasonDeviceHeld, lost)
+	return d.recordConflict(ctx, p, string(conflict.Holds[0].Holder.Kind), reasonDeviceHeld, adviceWait,
+		ledger.Conflict{Message: describeConflict(conflict, p), Devices: devices, Generation: conflict.Generation})
 }
 
-// recordConflict records lost as the claim's conflict, and decides whether the controller evicts the claim's pods.
-func (d *Driver) recordConflict(ctx context.Context, p *preparation, kind, reason string, lost ledger.Conflict) error {
-	outcome, what := outcomeWaiting, "the claim waits, and is prepared when the device is free; delete the pod if its next one should be placed elsewhere"
-	if kind == "device" {
-		what = "the pod is not evicted: its owner may not replace it, or a container of the claim has started; " +
-			"delete it and create it again, so that its claim is allocated another device (retrying until then)"
-	}
+// What users read of a claim whose pods are not evicted.
+const (
+	adviceWait     = "the claim waits, and is prepared when the device is free; delete the pod if its next one should be placed elsewhere"
+	adviceRecreate = "the pod is not evicted: its owner may not replace it, or a container of the claim has started; " +
+		"delete it and create it again, so that its claim is allocated another device (retrying until then)"
+)
+
+// recordConflict records the claim's conflict, and decides whether the controller evicts the claim's pods.
+func (d *Driver) recordConflict(ctx context.Context, p *preparation, kind, reason, advice string, conflict ledger.Conflict) error {
+	outcome, what := outcomeWaiting, advice
 	switch {
 	// answerMargin is enough time to ask.
 	case d.Pods.Movable(context.WithoutCancel(ctx), p.request):
@@ -433,15 +439,15 @@ func (d *Driver) recordConflict(ctx context.Context, p *preparation, kind, reaso
 	case ctx.Err() != nil:
 		outcome = outcomeDeadline
 	}
-	lost.UID, lost.Namespace, lost.Name, lost.Pods = p.request.UID, p.request.Namespace, p.request.Name, p.request.Pods
-	for _, ref := range lost.Devices {
-		lost.Names = append(lost.Names, p.names[ref])
+	conflict.UID, conflict.Namespace, conflict.Name, conflict.Pods = p.request.UID, p.request.Namespace, p.request.Name, p.request.Pods
+	for _, ref := range conflict.Devices {
+		conflict.Names = append(conflict.Names, p.names[ref])
 	}
-	lost.PendingEviction = outcome == outcomePendingEviction
-	d.Ledger.RecordConflict(lost)
+	conflict.PendingEviction = outcome == outcomePendingEviction
+	d.Ledger.RecordConflict(conflict)
 	d.metrics.conflicts.WithLabelValues(kind, outcome).Inc()
 	klog.FromContext(ctx).Info("Recorded a conflict of a claim", "claim", klog.KObj(p.claim), "claimUID", p.claim.UID, "outcome", outcome)
-	return refuse(reason, "%s: %s", lost.Message, what)
+	return refuse(reason, "%s: %s", conflict.Message, what)
 }
 
 // describeConflict names each device and its holder, as far as the claim's namespace may know.

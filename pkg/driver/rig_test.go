@@ -339,9 +339,11 @@ func (f *fakeSpecs) QualifiedName(uuid string) string { return "k8s.gpu.nvidia.c
 type fakePods struct {
 	movable atomic.Bool
 	met     chan struct{}
+	waited  atomic.Int32
 }
 
 func (f *fakePods) WaitForPods(ctx context.Context, _ ledger.ClaimRequest) {
+	f.waited.Add(1)
 	if f.met == nil {
 		return
 	}

@@ -36,7 +36,7 @@ func (d *Driver) recordUnusable(ctx context.Context, preparations []*preparation
 			continue
 		}
 		p.names[refused.ref] = refused.device
-		p.err = d.recordConflict(ctx, p, "device", refused.reason, ledger.Conflict{Message: refused.message, Devices: []device.Ref{refused.ref}})
+		p.err = d.recordConflict(ctx, p, kindDevice, refused.reason, adviceRecreate, ledger.Conflict{Message: refused.message, Devices: []device.Ref{refused.ref}})
 	}
 }
 

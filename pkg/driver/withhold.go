@@ -63,8 +63,8 @@ func (d *Driver) conflicted(socket string) bool {
 // withheldDetail is the value of TaintUnhealthy on the devices of a node that serves nothing new.
 const withheldDetail = "Withheld"
 
-// withhold withdraws all devices.
-func withhold(inv device.Inventory, withdrawn []withdrawal) []withdrawal {
+// withdrawAll withdraws all devices.
+func withdrawAll(inv device.Inventory, withdrawn []withdrawal) []withdrawal {
 	for _, d := range inv.Devices() {
 		if d.Health().Healthy() { // one taint for each key
 			withdrawn = append(withdrawn, withdrawal{use: use{Device: d.Ref(), Reason: availability.Unhealthy}, health: device.Health{Reason: withheldDetail}})
