@@ -274,10 +274,7 @@ func (a *agent) serveWithDriver(ctx context.Context, c components) error {
 			return err
 		}
 		group.Go(func() error { return paused.follow(ctx) })
-		stop := a.reportWaiting(ctx, c, true)
-		err := c.node.Scan(ctx)
-		stop()
-		if err != nil && !errors.Is(err, nvml.ErrNoDriver) {
+		if err := a.firstScan(ctx, c); err != nil {
 			return err
 		}
 		group.Go(func() error { return c.node.Run(ctx) })
@@ -290,18 +287,30 @@ func (a *agent) serveWithDriver(ctx context.Context, c components) error {
 			})
 			return a.driverless().serveDevices(ctx, c)
 		}
-		if c.node.Missing() != nil {
-			stopReport, stopLabels := a.reportWaiting(ctx, c, false), a.labelWithoutGPU(ctx, c)
-			stop = func() { stopReport(); stopLabels() }
-		}
-		found := a.awaitGPU(ctx, c.node)
-		stop()
-		if !found {
+		if !a.awaitFirstGPU(ctx, c) {
 			return nil
 		}
 		return a.serveDevices(ctx, c)
 	})
 	return group.Wait()
+}
+
+// firstScan reads the node's GPUs. A node without a driver is no error: c.node.Missing says so.
+func (a *agent) firstScan(ctx context.Context, c components) error {
+	defer a.reportWaiting(ctx, c, true)()
+	if err := c.node.Scan(ctx); !errors.Is(err, nvml.ErrNoDriver) {
+		return err
+	}
+	return nil
+}
+
+// awaitFirstGPU waits on a node without holds. It returns false if ctx ends.
+func (a *agent) awaitFirstGPU(ctx context.Context, c components) bool {
+	if c.node.Missing() != nil {
+		defer a.reportWaiting(ctx, c, false)()
+		defer a.labelWithoutGPU(ctx, c)()
+	}
+	return a.awaitGPU(ctx, c.node)
 }
 
 func (a *agent) partitionPolicy() partition.Policy {

@@ -50,8 +50,7 @@ func (a *agent) serveAPIs(ctx context.Context, c components) error {
 		klog.FromContext(ctx).Error(err, "Giving no device to new pods and claims until the pods of before are known")
 		a.event(corev1.EventTypeWarning, "HoldersUnknown", fmt.Sprintf("Serving no GPU to new pods, because kubelet may have given some to other pods before the agent started: %v", err))
 		group.Go(func() error {
-			// The error is that of ctx.
-			_ = wait.PollUntilContextCancel(ctx, adoptInterval, false, func(ctx context.Context) (bool, error) { return a.adopt(ctx, c) == nil, nil })
+			a.adoptLater(ctx, c, err)
 			return nil
 		})
 	}
@@ -92,6 +91,23 @@ func (a *agent) adopt(ctx context.Context, c components) error {
 		c.book.Withhold(sourceStart, err)
 	}
 	return err
+}
+
+// adoptLater tries again until it succeeds or ctx is done, and logs each new reason. why is the first.
+func (a *agent) adoptLater(ctx context.Context, c components, why error) {
+	logger := klog.FromContext(ctx)
+	// The error is that of ctx.
+	_ = wait.PollUntilContextCancel(ctx, adoptInterval, false, func(ctx context.Context) (bool, error) {
+		err := a.adopt(ctx, c)
+		switch {
+		case err == nil:
+			logger.Info("The pods of before are known: giving devices to new pods and claims")
+		case err.Error() != why.Error() && ctx.Err() == nil:
+			why = err
+			logger.Error(err, "Still giving no device to new pods and claims until the pods of before are known")
+		}
+		return err == nil, nil
+	})
 }
 
 // awaitSpecs waits for the first CDI specs, so that healthy devices are not listed as unhealthy first. Without an entry they are

@@ -22,7 +22,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
-// errReconfigured ends an agent whose configuration has changed: main starts it again in the same process, unnoticed by pods.
+// errReconfigured ends an agent whose configuration has changed: main executes the program again, unnoticed by pods.
 var errReconfigured = errors.New("the node's configuration has changed")
 
 // inventory has the node's devices. Changed is taken before Inventory is read.
