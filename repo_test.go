@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -182,6 +183,54 @@ func callee(call *ast.CallExpr) string {
 		}
 	}
 	return ""
+}
+
+// TestNamedTestsExist: comments and documents name the tests that defend what they describe.
+func TestNamedTestsExist(t *testing.T) {
+	exist, namedIn := map[string]bool{}, map[string]string{}
+	name := regexp.MustCompile(`\b(Test|Benchmark|Fuzz)[A-Z]\w+`)
+	note := func(path, text string) {
+		for _, found := range name.FindAllString(text, -1) {
+			namedIn[found] = path
+		}
+	}
+	for _, f := range sources(t) {
+		for _, declaration := range f.file.Decls {
+			if function, ok := declaration.(*ast.FuncDecl); ok && function.Recv == nil {
+				exist[function.Name.Name] = true
+			}
+		}
+		for _, comment := range f.file.Comments {
+			note(f.path, comment.Text())
+		}
+	}
+	documents, err := filepath.Glob("*.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := filepath.WalkDir("docs", func(path string, _ fs.DirEntry, err error) error {
+		if strings.HasSuffix(path, ".md") {
+			documents = append(documents, path)
+		}
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+	for _, path := range documents {
+		text, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		note(path, string(text))
+	}
+	for found, path := range namedIn {
+		if !exist[found] {
+			t.Errorf("%s names %s, which does not exist", path, found)
+		}
+	}
+	if len(namedIn) < 100 {
+		t.Errorf("only %d names were found", len(namedIn))
+	}
 }
 
 func TestNoGrabBags(t *testing.T) {
