@@ -367,7 +367,9 @@ func (s *shim) stop(socket string) error {
 		for _, other := range s.plugins {
 			live += len(other.live())
 		}
-		return frames("(*server).runClient(") == live
+		// The end of an older stream disconnects the resource's present client as well. That client's goroutine may end before the plugin
+		// sees it, while kubelet has not marked the resource as stopped. The order matters: each is a stack trace of its own.
+		return frames("(*server).runClient(") == live && frames("(*client).Disconnect(") == 0
 	}) {
 		return errors.New("kubelet does not notice")
 	}
