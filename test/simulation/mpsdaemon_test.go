@@ -361,6 +361,9 @@ func (h *host) checkDaemon(uid string, g grant) {
 				h.fail("pod %s uses %s of %s, which daemon %s has", uid, gpu, g.owner, v.name())
 			}
 		}
+		if h.mixed[g.owner] {
+			continue // kubelet gave it the daemon of one allocation and a GPU of another
+		}
 		if mode := h.mode(uuidOf(gpu)); (mode == device.ComputeModeExclusiveProcess) != (g.daemon != "") {
 			h.fail("pod %s uses %s of %s in compute mode %s by daemon %q", uid, gpu, g.owner, mode, g.daemon)
 		}
