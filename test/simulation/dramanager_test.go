@@ -155,17 +155,18 @@ func (k *kubelet) prepared(w *worker, batch []*claimInfo, answer map[string][]ku
 			delete(k.host.cdi, info.uid) // earlier ones add to what they had
 			delete(k.host.mixed, info.uid)
 		}
-		earlier := len(k.host.cdi[info.uid])
+		var answered []string
 		for _, d := range answer[info.uid] {
 			now.devices = append(now.devices, d.DeviceName)
-			for _, id := range d.CDIDeviceIDs {
-				if !slices.Contains(k.host.cdi[info.uid], id) {
-					k.host.cdi[info.uid] = append(k.host.cdi[info.uid], id)
-				}
-			}
+			answered = append(answered, d.CDIDeviceIDs...)
 		}
-		if earlier > 0 && len(k.host.cdi[info.uid]) > earlier {
-			k.host.mixed[info.uid] = true // also after the answer for the next pod, which adds nothing
+		if slices.ContainsFunc(k.host.cdi[info.uid], func(id string) bool { return !slices.Contains(answered, id) }) {
+			k.host.mixed[info.uid] = true
+		}
+		for _, id := range answered {
+			if !slices.Contains(k.host.cdi[info.uid], id) {
+				k.host.cdi[info.uid] = append(k.host.cdi[info.uid], id)
+			}
 		}
 	}
 	for _, info := range batch {
