@@ -77,6 +77,8 @@ type shim struct {
 	active  []string
 	ready   bool
 	plugins map[string]*plugin
+	// current are the streams of kubelet's present clients, by resource.
+	current map[string]*stream
 	asks    chan *ask
 	replies chan command
 	done    chan error
@@ -203,7 +205,7 @@ func (s *shim) restart(c command) error {
 			return err
 		}
 	}
-	s.plugins = map[string]*plugin{}
+	s.plugins, s.current = map[string]*plugin{}, map[string]*stream{}
 	s.active, s.ready = c.Active, c.Ready
 	var err error
 	s.bridge, err = devicemanager.Open(s.dir, s.activePods, s.allReady, c.Running)
@@ -263,8 +265,9 @@ type plugin struct {
 }
 
 type stream struct {
-	lists chan *pluginapi.ListAndWatchResponse
-	ended <-chan struct{}
+	resource string
+	lists    chan *pluginapi.ListAndWatchResponse
+	ended    <-chan struct{}
 }
 
 func (s *shim) register(c command) error {
@@ -284,6 +287,10 @@ func (s *shim) register(c command) error {
 		return err
 	}
 	<-p.started
+	streams := p.live()
+	latest := streams[len(streams)-1]
+	latest.resource = c.Resource
+	s.current[c.Resource] = latest
 	return nil
 }
 
@@ -351,29 +358,39 @@ func (s *shim) list(c command) error {
 	return nil
 }
 
-// stop ends a plugin's process, and waits until kubelet has noticed.
+// stop ends a plugin's process, and waits until kubelet has noticed. Where any stream of a resource ends, kubelet disconnects the
+// resource's present client (pkg/kubelet/cm/devicemanager/plugin/v1beta1, runClient), whose stream then ends as well.
 func (s *shim) stop(socket string) error {
 	p := s.plugins[socket]
 	if p == nil {
 		return errors.New("no such plugin")
 	}
 	delete(s.plugins, socket)
+	gone, left := p.live(), s.streams()
+	for _, ended := range gone {
+		if current := s.current[ended.resource]; current != nil && !slices.Contains(gone, current) {
+			left--
+		}
+		delete(s.current, ended.resource)
+	}
 	p.server.Stop()
 	if err := os.Remove(filepath.Join(s.dir, socket)); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
 	}
 	if !s.await(func() bool {
-		live := 0
-		for _, other := range s.plugins {
-			live += len(other.live())
-		}
-		// The end of an older stream disconnects the resource's present client as well. That client's goroutine may end before the plugin
-		// sees it, while kubelet has not marked the resource as stopped. The order matters: each is a stack trace of its own.
-		return frames("(*server).runClient(") == live && frames("(*client).Disconnect(") == 0
+		return s.streams() == left && frames("(*server).runClient(") == left && frames("(*client).Disconnect(") == 0
 	}) {
 		return errors.New("kubelet does not notice")
 	}
 	return nil
+}
+
+// streams counts the streams of all plugins.
+func (s *shim) streams() (n int) {
+	for _, p := range s.plugins {
+		n += len(p.live())
+	}
+	return n
 }
 
 func (p *plugin) call(ctx context.Context, a *ask) (command, error) {
