@@ -355,7 +355,8 @@ func (s *sequence) stop(inFlight *Ask) (broken bool) {
 		}
 	}
 	s.streams = slices.DeleteFunc(s.streams, func(e *Endpoint) bool { return gone[e] })
-	if r := (request{Op: "stop", Socket: socket}); broken {
+	left := len(slices.DeleteFunc(slices.Clone(s.streams), func(e *Endpoint) bool { return e.dropped }))
+	if r := (request{Op: "stop", Socket: socket, Left: left}); broken {
 		s.give(r) // what becomes of the call is seen next
 	} else {
 		s.send(r, "")

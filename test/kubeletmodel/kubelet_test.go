@@ -24,6 +24,8 @@ type request struct {
 	Container            string      `json:",omitempty"`
 	IDs                  []string    `json:",omitempty"`
 	Fail, Damage         bool        `json:",omitempty"`
+	// Left is how many streams are left after a stop.
+	Left int `json:",omitempty"`
 }
 
 // response is its answer.

@@ -49,6 +49,8 @@ type command struct {
 	Container            string
 	IDs                  []string
 	Fail, Damage         bool
+	// Left is how many streams are left after a stop.
+	Left int
 }
 
 // ask is a call from kubelet to a plugin.
@@ -77,8 +79,6 @@ type shim struct {
 	active  []string
 	ready   bool
 	plugins map[string]*plugin
-	// current are the streams of kubelet's present clients, by resource.
-	current map[string]*stream
 	asks    chan *ask
 	replies chan command
 	done    chan error
@@ -141,7 +141,7 @@ func (s *shim) serve(c command, a *answer) error {
 	case "list":
 		return s.list(c)
 	case "stop":
-		return s.stop(c.Socket)
+		return s.stop(c.Socket, c.Left)
 	case "update":
 		s.bridge.Update()
 	case "age":
@@ -205,7 +205,7 @@ func (s *shim) restart(c command) error {
 			return err
 		}
 	}
-	s.plugins, s.current = map[string]*plugin{}, map[string]*stream{}
+	s.plugins = map[string]*plugin{}
 	s.active, s.ready = c.Active, c.Ready
 	var err error
 	s.bridge, err = devicemanager.Open(s.dir, s.activePods, s.allReady, c.Running)
@@ -265,9 +265,8 @@ type plugin struct {
 }
 
 type stream struct {
-	resource string
-	lists    chan *pluginapi.ListAndWatchResponse
-	ended    <-chan struct{}
+	lists chan *pluginapi.ListAndWatchResponse
+	ended <-chan struct{}
 }
 
 func (s *shim) register(c command) error {
@@ -287,10 +286,6 @@ func (s *shim) register(c command) error {
 		return err
 	}
 	<-p.started
-	streams := p.live()
-	latest := streams[len(streams)-1]
-	latest.resource = c.Resource
-	s.current[c.Resource] = latest
 	return nil
 }
 
@@ -358,25 +353,19 @@ func (s *shim) list(c command) error {
 	return nil
 }
 
-// stop ends a plugin's process, and waits until kubelet has noticed. Where any stream of a resource ends, kubelet disconnects the
-// resource's present client (pkg/kubelet/cm/devicemanager/plugin/v1beta1, runClient), whose stream then ends as well.
-func (s *shim) stop(socket string) error {
+// stop ends a plugin's process, and waits until kubelet has noticed. Then so many streams are left: kubelet before 1.37 also disconnects
+// the present client of the resource (pkg/kubelet/cm/devicemanager/plugin/v1beta1, runClient).
+func (s *shim) stop(socket string, left int) error {
 	p := s.plugins[socket]
 	if p == nil {
 		return errors.New("no such plugin")
 	}
 	delete(s.plugins, socket)
-	gone, left := p.live(), s.streams()
-	for _, ended := range gone {
-		if current := s.current[ended.resource]; current != nil && !slices.Contains(gone, current) {
-			left--
-		}
-		delete(s.current, ended.resource)
-	}
 	p.server.Stop()
 	if err := os.Remove(filepath.Join(s.dir, socket)); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
 	}
+	// Disconnect marks the resource as stopped after it has closed the connection. The order matters: each is a stack trace of its own.
 	if !s.await(func() bool {
 		return s.streams() == left && frames("(*server).runClient(") == left && frames("(*client).Disconnect(") == 0
 	}) {
