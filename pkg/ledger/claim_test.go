@@ -293,25 +293,3 @@ func TestValid(t *testing.T) {
 		t.Error("valid although the claim was unprepared")
 	}
 }
-
-// TestSinceOfADrainingHold: a claim's hold counts from when it began to drain, for the metrics of holds; a pod's from its Allocate.
-func TestSinceOfADrainingHold(t *testing.T) {
-	start := time.Unix(1000, 0)
-	now := start
-	l, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", PodStates: judge(neverRunningOut), Now: func() time.Time { return now }})
-	must(t, err)
-	t.Cleanup(func() { _ = l.Close() })
-	must(t, second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))))
-	must(t, l.ReservePod(limitsOf("b")))
-	for _, at := range []time.Duration{time.Hour, 2 * time.Hour} {
-		now = start.Add(at)
-		must(t, l.SetState(find(l, "c"), StateDraining))
-		must(t, l.SetState(find(l, "b"), StateDraining))
-	}
-	if got := find(l, "c").Since.Sub(start); got != time.Hour {
-		t.Errorf("the claim's hold counts from %s after it was taken", got)
-	}
-	if got := find(l, "b").Since.Sub(start); got != 0 {
-		t.Errorf("the pod's hold counts from %s after it was taken", got)
-	}
-}

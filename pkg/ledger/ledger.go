@@ -57,8 +57,8 @@ type Hold struct {
 	// Share is the holder's share of the device. The device can have other holders while there is memory for all shares.
 	Share device.Share `json:"share,omitzero"`
 	State State        `json:"state"`
-	// Since is when the hold was taken, by the clock that stamps files. That of a claim's hold is when it began to drain, or was held
-	// again; a Prepare repeated for a held claim does not change it.
+	// Since is when the hold was taken, by the clock that stamps files, or when it began to drain. A Prepare repeated for a held claim
+	// does not change it.
 	Since time.Time `json:"since"`
 	// Resource is the extended resource that a pod requested; empty for claims.
 	Resource string `json:"resource,omitempty"`

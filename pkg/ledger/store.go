@@ -268,16 +268,9 @@ func (l *Ledger) SetPods(h Hold, pods []Pod) error {
 }
 
 // SetState moves a hold between held and draining as the state of its pods changes. It does nothing if the hold has another
-// generation. Since of a claim's hold becomes the present; a pod's keeps the time of its Allocate.
+// generation.
 func (l *Ledger) SetState(h Hold, state State) error {
-	return l.amend(h, func(updated *Hold) {
-		if updated.State == state {
-			return
-		}
-		if updated.State = state; updated.Holder.Kind == KindClaim {
-			updated.Since = l.options.Now()
-		}
-	})
+	return l.amend(h, func(updated *Hold) { updated.State = state })
 }
 
 func (l *Ledger) amend(h Hold, amend func(*Hold)) error {
