@@ -235,28 +235,30 @@ func withBindingConditions(device resourceapi.Device) resourceapi.Device {
 // (TestStrictWaitsForOneAndAnswersTheOther). Reservations stay: the pods of these claims are being bound.
 func (d *Driver) confirmAllocations(ctx context.Context) error {
 	group, ctx := errgroup.WithContext(ctx)
-	running := map[string]context.CancelFunc{}
+	running := map[string]*confirmation{}
 	for ctx.Err() == nil {
 		changed := d.Allocations.Changed()
 		current := map[string]v1alpha1.AllocatedClaim{}
 		for _, claim := range d.Allocations.Claims() {
-			// The API server drops the conditions of a claim that is allocated again, maybe with the same devices.
-			current[fmt.Sprint(claim.UID, claim.Allocated, claim.Pools, claim.Devices, claim.Shares)] = claim
+			// A claim may be allocated again with other devices.
+			current[fmt.Sprint(claim.UID, claim.Devices)] = claim
 		}
-		for key, end := range running {
+		for key, c := range running {
 			if _, still := current[key]; !still {
-				end()
+				c.end()
 				delete(running, key)
 			}
 		}
 		for key, claim := range current {
-			if running[key] != nil {
+			if c := running[key]; c != nil {
+				c.repeat(claim.Allocated)
 				continue
 			}
 			allocation, end := context.WithCancel(ctx)
-			running[key] = end
+			c := &confirmation{end: end, at: claim.Allocated, again: make(chan *metav1.Time, 1)}
+			running[key] = c
 			group.Go(func() error {
-				d.confirm(ctx, allocation, claim)
+				d.confirm(ctx, allocation, claim, c.again)
 				return nil
 			})
 		}
@@ -268,57 +270,86 @@ func (d *Driver) confirmAllocations(ctx context.Context) error {
 	return group.Wait()
 }
 
+// confirmation is a call of confirm that runs.
+type confirmation struct {
+	end context.CancelFunc
+	// at is the time of the allocation; nil if the controller has not said.
+	at    *metav1.Time
+	again chan *metav1.Time
+}
+
+// repeat has confirm answer an allocation of the same devices at another time: the API server has dropped the conditions of the one before.
+// A controller of an older version does not relay the time.
+func (c *confirmation) repeat(at *metav1.Time) {
+	if at == nil || at.Equal(c.at) {
+		return
+	}
+	first := c.at == nil
+	c.at = at
+	if first {
+		return
+	}
+	select {
+	case <-c.again: // an older one
+	default:
+	}
+	c.again <- at
+}
+
 // confirm reserves, answers the scheduler, and waits until the allocation ends. It then cancels the reservation, unless kubelet has
-// prepared the claim. The context allocation ends when the claim is no longer allocated these devices, and with the agent's context.
-func (d *Driver) confirm(agent, allocation context.Context, allocated v1alpha1.AllocatedClaim) {
+// prepared the claim. The context allocation ends when the claim is no longer allocated these devices, and with the agent's context. After
+// a time from again the scheduler needs another answer; the reservation stays meanwhile.
+func (d *Driver) confirm(agent, allocation context.Context, allocated v1alpha1.AllocatedClaim, again <-chan *metav1.Time) {
 	logger := klog.FromContext(agent).WithValues("claim", klog.KRef(allocated.Namespace, allocated.Name), "claimUID", allocated.UID)
-	var reservation ledger.Reservation
-	answer := claimStatus{uid: allocated.UID, namespace: allocated.Namespace, name: allocated.Name}
-	retry(allocation, logger, "Cannot reserve the devices of a claim whose pod is not bound yet", func() (err error) {
-		reservation, err = d.reserveUnbound(allocation, &answer)
-		return err
-	})
-	retry(allocation, logger, "Cannot write the condition of a claim whose pod is not bound yet", func() error {
-		return d.updateStatus(allocation, answer)
-	})
-	<-allocation.Done()
+	u := unboundClaim{at: allocated.Allocated, status: claimStatus{uid: allocated.UID, namespace: allocated.Namespace, name: allocated.Name}}
+	for allocation.Err() == nil {
+		u.status.devices = nil
+		retry(allocation, logger, "Cannot reserve the devices of a claim whose pod is not bound yet", func() error {
+			return d.reserveUnbound(allocation, &u)
+		})
+		retry(allocation, logger, "Cannot write the condition of a claim whose pod is not bound yet", func() error {
+			return d.updateStatus(allocation, u.status)
+		})
+		select {
+		case u.at = <-again:
+		case <-allocation.Done():
+		}
+	}
 	if agent.Err() != nil {
 		return
 	}
-	if err := d.Ledger.CancelReservation(reservation); err != nil {
+	if err := d.Ledger.CancelReservation(u.reservation); err != nil {
 		// The reconciler releases a claim that is not allocated to this node.
 		logger.Error(err, "Cannot cancel the reservation of a claim that is no longer allocated")
 	}
 }
 
+// unboundClaim is a claim whose pod is not bound yet.
+type unboundClaim struct {
+	// at is the time of the allocation that is answered; nil if it is not known.
+	at *metav1.Time
+	// status is the answer.
+	status      claimStatus
+	reserved    bool
+	reservation ledger.Reservation
+}
+
 // reserveUnbound reserves the devices of a claim and sets the conditions of those for which the scheduler waits.
-func (d *Driver) reserveUnbound(ctx context.Context, answer *claimStatus) (reservation ledger.Reservation, err error) {
-	claim, err := d.getClaim(ctx, *answer)
+func (d *Driver) reserveUnbound(ctx context.Context, u *unboundClaim) error {
+	claim, err := d.getClaim(ctx, u.status)
 	if claim == nil || err != nil {
-		return ledger.Reservation{}, err
+		return err
+	}
+	if a := claim.Status.Allocation; a != nil && u.at != nil && a.AllocationTimestamp != nil && !u.at.Equal(a.AllocationTimestamp) {
+		return nil // GPUNode does not have this allocation yet
 	}
 	waiting := d.unanswered(claim)
 	if len(waiting) == 0 {
-		return ledger.Reservation{}, nil
+		return nil
 	}
-	inv := d.Inventory.Inventory()
-	p := d.plan(ctx, claim, inv, &ledger.PodsFirst{Slots: d.podSlots(inv), WaitBudget: podsFirstBudget})
-	refused, _ := errors.AsType[*refusal](p.err)
-	switch {
-	case p.err != nil && refused == nil:
-		return ledger.Reservation{}, p.err
-	case refused != nil && refused.reason == reasonInvalidParameters:
-		// Another node would refuse wrong parameters, too. Prepare reports them.
-		refused = nil
-	case refused == nil && len(p.request.Devices) > 0:
-		reservation, err = d.Ledger.ReserveClaim(ctx, p.request)
-		if conflict, lost := errors.AsType[*ledger.ConflictError](err); lost {
-			refused = &refusal{reason: reasonDeviceHeld, message: describeConflict(conflict, p)}
-		} else if withheld, ok := errors.AsType[*ledger.WithheldError](err); ok {
-			refused = &refusal{reason: reasonDevicesWithheld, message: withheld.Error()}
-		} else if err != nil {
-			return reservation, err
-		}
+	refused, err := d.reserveFor(ctx, claim, u)
+	if err != nil {
+		return err
 	}
 	condition := metav1.Condition{
 		Type: ConditionReserved, Status: metav1.ConditionTrue, Reason: "Reserved", Message: "the node reserved the device for this claim",
@@ -331,8 +362,36 @@ func (d *Driver) reserveUnbound(ctx context.Context, answer *claimStatus) (reser
 	for i := range waiting {
 		waiting[i].Conditions = []metav1.Condition{condition}
 	}
-	answer.devices = waiting
-	return reservation, nil
+	u.status.devices = waiting
+	return nil
+}
+
+// reserveFor reserves the devices of a claim, unless it has them from an earlier call. refused says why the scheduler has to allocate again.
+func (d *Driver) reserveFor(ctx context.Context, claim *resourceapi.ResourceClaim, u *unboundClaim) (refused *refusal, err error) {
+	if u.reserved && d.Ledger.Valid(u.reservation) {
+		return nil, nil
+	}
+	inv := d.Inventory.Inventory()
+	p := d.plan(ctx, claim, inv, &ledger.PodsFirst{Slots: d.podSlots(inv), WaitBudget: podsFirstBudget})
+	refused, _ = errors.AsType[*refusal](p.err)
+	switch {
+	case p.err != nil && refused == nil:
+		return nil, p.err
+	case refused != nil && refused.reason == reasonInvalidParameters:
+		// Another node would refuse wrong parameters, too. Prepare reports them.
+		return nil, nil
+	case refused != nil || len(p.request.Devices) == 0:
+		return refused, nil
+	}
+	reservation, err := d.Ledger.ReserveClaim(ctx, p.request)
+	if conflict, lost := errors.AsType[*ledger.ConflictError](err); lost {
+		return &refusal{reason: reasonDeviceHeld, message: describeConflict(conflict, p)}, nil
+	}
+	if withheld, ok := errors.AsType[*ledger.WithheldError](err); ok {
+		return &refusal{reason: reasonDevicesWithheld, message: withheld.Error()}, nil
+	}
+	u.reservation, u.reserved = reservation, err == nil
+	return nil, err
 }
 
 // unanswered returns the devices whose conditions the scheduler waits for.

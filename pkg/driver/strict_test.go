@@ -202,6 +202,8 @@ func TestStrictAnswersAnotherAllocation(t *testing.T) {
 	allocations.set(again)
 	awaitStates(t, client, "a", "gpu-0=reserved")
 	r.awaitHolders("gpu-0: claim uid-a held")
+	allocations.set()
+	r.awaitHolders("")
 }
 
 func TestStrictKeepsPreparedClaims(t *testing.T) {

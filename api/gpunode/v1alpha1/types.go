@@ -135,8 +135,8 @@ type AllocatedClaim struct {
 	Namespace string `json:"namespace"`
 	// +kubebuilder:validation:MaxLength=253
 	Name string `json:"name"`
-	// Allocated is when the scheduler allocated the devices. Another allocation of the same devices has another time. It is set if the
-	// API server keeps the time (AllocationResult.allocationTimestamp of KEP-5007).
+	// Allocated is when the scheduler allocated the devices, in whole seconds. It tells two allocations of the same devices apart, unless
+	// both are of one second. It is set if the API server keeps the time (AllocationResult.allocationTimestamp of KEP-5007).
 	Allocated *metav1.Time `json:"allocated,omitempty"`
 	// Devices by their names in the pool, sorted. Devices with admin access are not listed: their claim does not hold them.
 	//
