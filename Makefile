@@ -27,7 +27,7 @@ test: deps dropin-begin verify programs unit simulation kubelet-model-ci e2e dro
 deps: ## install the Debian packages that building and testing need
 	@hack/deps.sh
 
-# Tests of unit start clusters and have a time limit. A machine without the programs takes long to build them.
+# The target unit starts clusters and has a time limit. A machine without the programs takes long to build them.
 .PHONY: programs
 programs:
 	@[ "$$(id -u)" -ne 0 ] || { hack/go.sh && go build -o bin/hack/ ./hack/cmd/cluster && exec bin/hack/cluster build; }

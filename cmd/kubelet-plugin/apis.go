@@ -101,10 +101,10 @@ func (a *agent) adoptLater(ctx context.Context, c components, why error) {
 		err := a.adopt(ctx, c)
 		switch {
 		case err == nil:
-			logger.Info("The pods of before are known: giving devices to new pods and claims")
+			logger.Info("The pods from before the start are known: giving devices to new pods and claims")
 		case err.Error() != why.Error() && ctx.Err() == nil:
 			why = err
-			logger.Error(err, "Still giving no device to new pods and claims until the pods of before are known")
+			logger.Error(err, "Still giving no device to new pods and claims, because the pods from before the start are not known; retrying")
 		}
 		return err == nil, nil
 	})

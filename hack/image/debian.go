@@ -222,7 +222,7 @@ func getOnce(ctx context.Context, url string) ([]byte, error) {
 	}
 	defer response.Body.Close()
 	switch {
-	case response.StatusCode >= http.StatusInternalServerError:
+	case response.StatusCode >= http.StatusInternalServerError, response.StatusCode == http.StatusTooManyRequests:
 		return nil, fmt.Errorf("get %s: %s", url, response.Status)
 	case response.StatusCode != http.StatusOK:
 		return nil, fmt.Errorf("get %s: %w: %s", url, errRefused, response.Status)

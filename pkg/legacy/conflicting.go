@@ -145,11 +145,11 @@ func (p *Plugin) WatchConflicting(ctx context.Context) error {
 	return nil
 }
 
-// withhold withholds devices while checkConflicting finds a plugin. When that is gone, withhold adopts what it gave away
-// before it ends that. An error is why limits must not be served.
+// withhold withholds devices while checkConflicting finds a plugin. When the plugin is gone, withhold first adopts what
+// it gave away. An error is why limits must not be served.
 func (p *Plugin) withhold(ctx context.Context) (conflicting error, settled bool) {
-	p.withholding.Lock()
-	defer p.withholding.Unlock()
+	p.turn.Lock()
+	defer p.turn.Unlock()
 	found, settled := p.checkConflicting(ctx)
 	if found == nil && p.withholds.Load() {
 		// By then kubelet's checkpoint has the last device that the plugin gave away.

@@ -36,9 +36,9 @@ type Plugin struct {
 	probes  sync.Map
 	probing singleflight.Group
 	foreign foreignDevices
-	// withholding lets one call of withhold run at a time; withholds is set from a conflicting plugin's appearance until it is taken over from.
-	withholding sync.Mutex
-	withholds   atomic.Bool
+	// turn lets one call of withhold run at a time; withholds is set from a conflicting plugin's appearance until it is taken over from.
+	turn      sync.Mutex
+	withholds atomic.Bool
 	// filesChanged reports changes in kubelet's device-plugins directory.
 	filesChanged broadcast.Signal
 

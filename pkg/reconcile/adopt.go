@@ -47,7 +47,8 @@ func (r *Reconciler) Adopt(ctx context.Context) error {
 			r.addLate(ctx, d)
 		}
 	}
-	// The agent registers neither API before Adopt has returned, so the requests have one deadline. A claim that is not asked for is late.
+	// The agent registers neither API before Adopt has returned, so the requests have one deadline. After it
+	// kubelet's list of a claim's devices counts, and a claim of shared devices is late.
 	asking, cancel := context.WithTimeout(ctx, r.times.restore)
 	defer cancel()
 	for _, claim := range claims {

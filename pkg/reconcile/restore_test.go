@@ -276,7 +276,7 @@ func TestAPassOverLateClaimsIsBounded(t *testing.T) {
 	}
 }
 
-// So have those of Adopt for claims that nothing has been restored for.
+// The requests of Adopt have one deadline, too.
 func TestAdoptIsBounded(t *testing.T) {
 	g, asked := silentRig(t)
 	if err := g.r.Adopt(t.Context()); err != nil || *asked != 1 {

@@ -353,8 +353,8 @@ func (s *shim) list(c command) error {
 	return nil
 }
 
-// stop ends a plugin's process, and waits until kubelet has noticed. Then so many streams are left: kubelet before 1.37 also disconnects
-// the present client of the resource (pkg/kubelet/cm/devicemanager/plugin/v1beta1, runClient).
+// stop ends a plugin's process, and waits until kubelet has noticed: until left streams remain. kubelet before 1.37 also disconnects the
+// present client of the resource (pkg/kubelet/cm/devicemanager/plugin/v1beta1, runClient), so the caller says how many.
 func (s *shim) stop(socket string, left int) error {
 	p := s.plugins[socket]
 	if p == nil {
@@ -365,7 +365,8 @@ func (s *shim) stop(socket string, left int) error {
 	if err := os.Remove(filepath.Join(s.dir, socket)); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return err
 	}
-	// Disconnect marks the resource as stopped after it has closed the connection. The order matters: each is a stack trace of its own.
+	// Disconnect closes the connection first and marks the resource as stopped later. It is counted last, because each count takes a stack
+	// trace of its own.
 	if !s.await(func() bool {
 		return s.streams() == left && frames("(*server).runClient(") == left && frames("(*client).Disconnect(") == 0
 	}) {
