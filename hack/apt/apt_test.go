@@ -13,6 +13,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 )
 
 // TestInstallationsTakeTurns lets ten installations of the same package start at once: one apt-get at a time, and one installation.
@@ -25,6 +26,7 @@ func TestInstallationsTakeTurns(t *testing.T) {
 		}
 		defer running.Add(-1)
 		calls.Add(1)
+		time.Sleep(20 * time.Millisecond) // long enough for another to come
 		if args[0] == "install" {
 			if args[len(args)-1] != "gcc" {
 				t.Errorf("apt-get %q", args)
