@@ -16,6 +16,9 @@ import (
 	"strings"
 	"time"
 
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/util/retry"
+
 	"github.com/tandem-gpu/tandem/hack/filelock"
 	"github.com/tandem-gpu/tandem/hack/gotool"
 	"github.com/tandem-gpu/tandem/hack/progress"
@@ -294,21 +297,13 @@ func replaceLines(gomod, version string) string {
 	return replaces.String()
 }
 
-// downloads and downloadPause are how often a download is tried, and the time between two tries.
-const downloads, downloadPause = 4, 5 * time.Second
-
 // download runs a go command that may need the network, and again if it fails.
 func download(ctx context.Context, c component, work string, args ...string) (out string, err error) {
-	for try := 1; ; try++ {
-		if out, err = goCommand(ctx, c, work, args...); err == nil || try == downloads {
-			return out, err
-		}
-		select {
-		case <-ctx.Done():
-			return "", err
-		case <-time.After(downloadPause):
-		}
-	}
+	err = retry.OnError(wait.Backoff{Steps: 4, Duration: 5 * time.Second}, func(error) bool { return ctx.Err() == nil }, func() (err error) {
+		out, err = goCommand(ctx, c, work, args...)
+		return err
+	})
+	return out, err
 }
 
 func goTool(ctx context.Context, c component, work string, args ...string) *exec.Cmd {

@@ -21,6 +21,9 @@ import (
 	"strings"
 	"time"
 
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/util/retry"
+
 	"github.com/tandem-gpu/tandem/hack/binaries"
 	"github.com/tandem-gpu/tandem/hack/filelock"
 )
@@ -191,24 +194,17 @@ var client = &http.Client{Timeout: 3 * time.Minute, Transport: &http.Transport{
 	Proxy: http.ProxyFromEnvironment, DialContext: (&net.Dialer{Timeout: 10 * time.Second}).DialContext, TLSHandshakeTimeout: 10 * time.Second,
 }}
 
-// tries and pause are how often a download is tried, and the time between two tries.
-const tries, pause = 3, 2 * time.Second
-
 // errRefused is a server's answer that it will give again.
 var errRefused = errors.New("refused")
 
 // get downloads url. If the server fails, or is not reached, it tries again.
 func get(ctx context.Context, url string) (data []byte, err error) {
-	for try := 1; ; try++ {
-		if data, err = getOnce(ctx, url); err == nil || errors.Is(err, errRefused) || try == tries {
-			return data, err
-		}
-		select {
-		case <-ctx.Done():
-			return nil, err
-		case <-time.After(pause):
-		}
-	}
+	again := func(err error) bool { return ctx.Err() == nil && !errors.Is(err, errRefused) }
+	err = retry.OnError(wait.Backoff{Steps: 3, Duration: 2 * time.Second}, again, func() (err error) {
+		data, err = getOnce(ctx, url)
+		return err
+	})
+	return data, err
 }
 
 func getOnce(ctx context.Context, url string) ([]byte, error) {

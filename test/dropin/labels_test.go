@@ -18,6 +18,8 @@ import (
 
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
 	"github.com/google/go-cmp/cmp"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/util/retry"
 
 	"github.com/tandem-gpu/tandem/hack/hardware"
 	"github.com/tandem-gpu/tandem/internal/config"
@@ -35,19 +37,17 @@ func gfd(t *testing.T) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "gpu-feature-discovery")
 	// It may have to download modules.
-	const tries = 3
-	for try := 1; ; try++ {
+	var out []byte
+	err := retry.OnError(wait.Backoff{Steps: 3, Duration: 5 * time.Second}, func(error) bool { return true }, func() (err error) {
 		build := exec.CommandContext(t.Context(), "go", "build", "-mod=readonly", "-o", path, "./cmd/gpu-feature-discovery")
 		build.Dir, build.Env = nvidiaDir(t), append(os.Environ(), "GOWORK=off")
-		out, err := build.CombinedOutput()
-		if err == nil {
-			return path
-		}
-		if try == tries {
-			t.Fatalf("build GPU Feature Discovery: %v\n%s", err, out)
-		}
-		time.Sleep(5 * time.Second)
+		out, err = build.CombinedOutput()
+		return err
+	})
+	if err != nil {
+		t.Fatalf("build GPU Feature Discovery: %v\n%s", err, out)
 	}
+	return path
 }
 
 // machineRoot is a simulated machine, and a library in C that answers as its driver.
