@@ -47,7 +47,7 @@ func (a *agent) serveAPIs(ctx context.Context, c components) error {
 		return group.Wait()
 	}
 	if err := a.adopt(ctx, c); err != nil && ctx.Err() == nil {
-		klog.FromContext(ctx).Error(err, "Giving no device to new pods and claims until the pods of before are known")
+		klog.FromContext(ctx).Error(err, "Giving no device to new pods and claims until the pods from before the start are known")
 		a.event(corev1.EventTypeWarning, "HoldersUnknown", fmt.Sprintf("Serving no GPU to new pods, because kubelet may have given some to other pods before the agent started: %v", err))
 		group.Go(func() error {
 			a.adoptLater(ctx, c, err)
