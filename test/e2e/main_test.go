@@ -19,6 +19,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/hack/queue"
 	"github.com/tandem-gpu/tandem/simulated"
 )
 
@@ -38,6 +39,9 @@ const keepVariable = "E2E_CLUSTER"
 
 // logsVariable names the directory for what a failed run has to tell.
 const logsVariable = "E2E_LOGS"
+
+// queueVariable names the file of a queue of stories, which several runs share (hack/cmd/e2e).
+const queueVariable = "E2E_QUEUE"
 
 var (
 	theCluster *cluster.Cluster
@@ -97,11 +101,32 @@ func run(m *testing.M) (code int, err error) {
 	if err := start(ctx); err != nil {
 		return 1, errors.Join(err, collectLogs())
 	}
-	code = m.Run()
+	code, err = play(ctx, m)
 	if code != 0 {
-		return code, collectLogs()
+		return code, errors.Join(err, collectLogs())
 	}
-	return code, nil
+	return code, err
+}
+
+// play runs the stories that flags name, or those that it can take from the queue.
+func play(ctx context.Context, m *testing.M) (code int, err error) {
+	path, queued := os.LookupEnv(queueVariable)
+	if !queued {
+		return m.Run(), nil
+	}
+	for {
+		name, ok, err := queue.At(path).Take(ctx)
+		if err != nil {
+			return 1, err
+		}
+		if !ok {
+			return code, nil
+		}
+		if err := flag.Set("test.run", "^"+name+"$"); err != nil {
+			return 1, err
+		}
+		code = max(code, m.Run())
+	}
 }
 
 func clusterConfig(dir string) (cluster.Config, error) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command e2e plays the users' stories of test/e2e on several clusters at once: they wait more than they compute. Each cluster
-// has its share of the stories and runs them one after the other; its lines begin with its letter.
+// takes one story after the other from one queue; its lines begin with its letter.
 package main
 
 import (
@@ -10,6 +10,7 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"math/rand/v2"
 	"os"
 	"os/exec"
 	"os/signal"
@@ -20,16 +21,20 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/sync/errgroup"
+
 	"github.com/tandem-gpu/tandem/hack/gotool"
+	"github.com/tandem-gpu/tandem/hack/queue"
 	"github.com/tandem-gpu/tandem/hack/sidebyside"
 )
 
 const (
 	stories = "./test/e2e"
 	program = "bin/hack/e2e.test"
-	// keepVariable and logsVariable are those of the stories: one cluster is kept for the next run, and where logs of a failure go.
-	keepVariable = "E2E_CLUSTER"
-	logsVariable = "E2E_LOGS"
+	// These are the stories' own: one cluster is kept for the next run, where logs of a failure go, and the file of the queue.
+	keepVariable  = "E2E_CLUSTER"
+	logsVariable  = "E2E_LOGS"
+	queueVariable = "E2E_QUEUE"
 )
 
 func main() {
@@ -49,6 +54,7 @@ func run(ctx context.Context, args []string) (err error) {
 	only := flags.String("run", "", "stories to play (`regexp`; one of a sub-story, with a slash, is played on one cluster)")
 	clusters := flags.Int("clusters", 3, "clusters at once")
 	timeout := flags.Duration("timeout", 4*time.Hour, "most time for all")
+	until := flags.Int64("until", 0, "begin no story after this `time`, in seconds since 1970; the others are named at the end (0: never)")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
@@ -59,72 +65,109 @@ func run(ctx context.Context, args []string) (err error) {
 		fmt.Println("e2e: skipped: clusters of one's own need root")
 		return nil
 	}
-	start := time.Now()
-	if err := compile(ctx); err != nil {
-		return err
+	tmp, err := os.MkdirTemp("", "tandem-e2e-run-")
+	if err != nil {
+		return fmt.Errorf("make directory for the run: %w", err)
 	}
-	binary, err := filepath.Abs(program)
+	defer func() { err = errors.Join(err, os.RemoveAll(tmp)) }()
+	start := time.Now()
+	binary, err := compile(ctx, tmp)
 	if err != nil {
 		return err
 	}
-	restore := func() error { return nil }
-	defer func() { err = errors.Join(err, restore()) }()
-	var hands []string
-	count := 0
-	if _, kept := os.LookupEnv(keepVariable); kept || strings.Contains(*only, "/") {
-		hands = []string{*only}
-	} else {
-		names, err := list(ctx, binary, *only)
-		if err != nil {
-			return err
-		}
-		count = len(names)
-		if *clusters > 1 {
-			if restore, err = raise(instancesFile, instancesOfAll); err != nil {
-				fmt.Println("e2e: one cluster at once, which takes longer: several have more inotify instances than they may:", err)
-				*clusters = 1
-			}
-		}
-		for _, hand := range deal(names, *clusters) {
-			hands = append(hands, "^("+strings.Join(hand, "|")+")$")
-		}
-	}
-	if count > 0 {
-		fmt.Printf("e2e: %d stories on %d clusters\n", count, len(hands))
-	}
-	var programs []sidebyside.Program
-	for i, hand := range hands {
-		letter := string(rune('a' + i))
-		programs = append(programs, sidebyside.Program{
-			Label: letter, Path: binary, Dir: stories,
-			Args: []string{"-test.v", "-test.count=1", "-test.timeout=" + timeout.String(), "-test.run=" + hand},
-			Env:  append(os.Environ(), logsVariable+"="+filepath.Join(os.TempDir(), "tandem-e2e-logs-"+letter)),
-		})
-	}
 	var ended results
-	err = sidebyside.Run(ctx, os.Stdout, ended.see, programs...)
+	if _, kept := os.LookupEnv(keepVariable); kept || strings.Contains(*only, "/") {
+		err = play(ctx, &ended, binary, 1, *timeout, "-test.run="+*only)
+	} else {
+		err = playAll(ctx, &ended, filepath.Join(tmp, "queue"), binary, *only, *clusters, *timeout, *until)
+	}
 	fmt.Printf("e2e: %d stories passed, %d failed, %d skipped in %s\n", ended.passed, len(ended.failed), ended.skipped, time.Since(start).Round(time.Second))
 	for _, f := range ended.failed {
 		fmt.Printf("e2e: failed: %s\n%s", f.name, strings.Join(f.said, ""))
 	}
-	if played := ended.passed + ended.skipped + len(ended.failed); played < count {
-		err = errors.Join(err, fmt.Errorf("%d of %d stories did not end", count-played, count))
+	return err
+}
+
+// playAll plays the stories that match, from a queue. It fails where one of them did not end, unless the time for them was over before
+// it began.
+func playAll(ctx context.Context, ended *results, path, binary, only string, clusters int, timeout time.Duration, until int64) (err error) {
+	names, err := list(ctx, binary, only)
+	if err != nil {
+		return err
+	}
+	if clusters > 1 {
+		restore, err := raise(instancesFile, instancesOfAll)
+		if err != nil {
+			fmt.Println("e2e: one cluster at once, which takes longer: several have more inotify instances than they may:", err)
+			clusters = 1
+		}
+		defer func() { err = errors.Join(err, restore()) }()
+	}
+	stories, err := queue.Write(path, order(names))
+	if err != nil {
+		return err
+	}
+	clusters = min(clusters, len(names))
+	fmt.Printf("e2e: %d stories on %d clusters\n", len(names), clusters)
+	played := make(chan struct{})
+	var late []string
+	var closing errgroup.Group
+	closing.Go(func() (err error) {
+		late, err = closeAt(ctx, stories, until, played)
+		return err
+	})
+	err = play(ctx, ended, binary, clusters, timeout, "-test.run=.", queueVariable+"="+path)
+	close(played)
+	err = errors.Join(err, closing.Wait())
+	if len(late) > 0 {
+		fmt.Printf("e2e: the time was over before these stories began; make e2e RUN=NAME plays one: %s\n", strings.Join(late, " "))
+	}
+	if missing := len(names) - len(late) - ended.passed - ended.skipped - len(ended.failed); missing > 0 {
+		err = errors.Join(err, fmt.Errorf("%d of %d stories did not end", missing, len(names)))
 	}
 	return err
 }
 
-func compile(ctx context.Context) error {
-	tmp, err := os.MkdirTemp("", "tandem-e2e-build-")
-	if err != nil {
-		return fmt.Errorf("make build directory: %w", err)
+// closeAt removes the stories that are not required from the queue at a time, unless that is zero or all are played before, and answers
+// them.
+func closeAt(ctx context.Context, stories queue.Queue, until int64, played <-chan struct{}) ([]string, error) {
+	if until == 0 {
+		return nil, nil
 	}
-	defer os.RemoveAll(tmp)
-	cmd := gotool.Command(ctx, tmp, nil, "test", "-c", "-o", program, stories)
+	select {
+	case <-played:
+		return nil, nil
+	case <-time.After(time.Until(time.Unix(until, 0))):
+		return stories.Keep(ctx, required...)
+	}
+}
+
+// play runs the program of the stories on so many clusters.
+func play(ctx context.Context, ended *results, binary string, clusters int, timeout time.Duration, run string, env ...string) error {
+	var programs []sidebyside.Program
+	for i := range clusters {
+		letter := string(rune('a' + i))
+		programs = append(programs, sidebyside.Program{
+			Label: letter, Path: binary, Dir: stories,
+			Args: []string{"-test.v", "-test.count=1", "-test.timeout=" + timeout.String(), run},
+			Env:  append(append(os.Environ(), env...), logsVariable+"="+filepath.Join(os.TempDir(), "tandem-e2e-logs-"+letter)),
+		})
+	}
+	return sidebyside.Run(ctx, os.Stdout, ended.see, programs...)
+}
+
+// compile answers the path of the program that plays the stories.
+func compile(ctx context.Context, tmp string) (string, error) {
+	binary, err := filepath.Abs(program)
+	if err != nil {
+		return "", err
+	}
+	cmd := gotool.Command(ctx, tmp, nil, "test", "-c", "-o", binary, stories)
 	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
 	if err := cmd.Run(); err != nil {
-		return fmt.Errorf("compile the stories: %w", err)
+		return "", fmt.Errorf("compile the stories: %w", err)
 	}
-	return nil
+	return binary, nil
 }
 
 // results counts how stories end, and keeps what those said that failed.
@@ -214,22 +257,22 @@ var slow = map[string]int{
 	"TestKubeletForgetsRunningPods": 70, "TestModeChangesOnALiveNode": 60, "TestKubectlGPU": 75, "TestKubectlGPUTop": 45, "TestUpgradedAndBack": 60,
 }
 
-// usual is how long the others take.
-const usual = 20
+// required are the stories whose results make dropin-end adds up.
+var required = []string{"TestPublishedManifests", "TestQuota", "TestValuesOfNVIDIAsCharts"}
 
-// deal gives each of n hands its share: the longest first, each to who has least. A hand keeps the order of the source.
-func deal(names []string, n int) [][]string {
-	seconds := func(name string) int { return cmp.Or(slow[name], usual) }
-	longest := slices.Clone(names)
-	slices.SortStableFunc(longest, func(a, b string) int { return cmp.Compare(seconds(b), seconds(a)) })
-	hands, loads := make([][]string, min(n, len(names))), make([]int, min(n, len(names)))
-	for _, name := range longest {
-		least := slices.Index(loads, slices.Min(loads))
-		hands[least] = append(hands[least], name)
-		loads[least] += seconds(name)
-	}
-	for _, hand := range hands {
-		slices.SortFunc(hand, func(a, b string) int { return cmp.Compare(slices.Index(names, a), slices.Index(names, b)) })
-	}
-	return hands
+// order is the one in which the stories are played: those that are required, those that take longest, so that no cluster has a long one
+// left at the end, and the others in a new order each time, so that a run without time for all leaves others out than the last one.
+func order(names []string) []string {
+	names = slices.Clone(names)
+	rand.Shuffle(len(names), func(i, j int) { names[i], names[j] = names[j], names[i] })
+	slices.SortStableFunc(names, func(a, b string) int {
+		if a, b := slices.Contains(required, a), slices.Contains(required, b); a != b {
+			if a {
+				return -1
+			}
+			return 1
+		}
+		return cmp.Compare(slow[b], slow[a])
+	})
+	return names
 }

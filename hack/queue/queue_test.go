@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package queue
+
+import (
+	"fmt"
+	"path/filepath"
+	"slices"
+	"sync"
+	"testing"
+)
+
+// Each name is handed out once, in order, however many take; names that are not kept are handed out no more.
+func TestEachNameOnce(t *testing.T) {
+	const count, takers = 80, 4
+	path := filepath.Join(t.TempDir(), "queue")
+	var names []string
+	for i := range count {
+		names = append(names, fmt.Sprintf("Test%02d", i))
+	}
+	q, err := Write(path, names)
+	if err != nil {
+		t.Fatal(err)
+	}
+	taken := make([][]string, takers)
+	var all sync.WaitGroup
+	for i := range takers {
+		all.Go(func() {
+			for range count / takers / 2 {
+				name, ok, err := At(path).Take(t.Context())
+				if err != nil || !ok {
+					t.Errorf("take: %q, %v, %v", name, ok, err)
+					return
+				}
+				taken[i] = append(taken[i], name)
+			}
+		})
+	}
+	all.Wait()
+	var got []string
+	for _, names := range taken {
+		if !slices.IsSorted(names) {
+			t.Errorf("taken out of order: %v", names)
+		}
+		got = append(got, names...)
+	}
+	slices.Sort(got)
+	if want := names[:count/2]; !slices.Equal(got, want) {
+		t.Errorf("taken: %v, want %v", got, want)
+	}
+	last := names[count-1]
+	removed, err := q.Keep(t.Context(), last, names[0])
+	if err != nil || !slices.Equal(removed, names[len(got):count-1]) {
+		t.Errorf("removed: %v, %v", removed, err)
+	}
+	if name, ok, err := q.Take(t.Context()); name != last || !ok || err != nil {
+		t.Errorf("take what was kept: %q, %v, %v", name, ok, err)
+	}
+	if name, ok, err := q.Take(t.Context()); ok || err != nil {
+		t.Errorf("take from an empty queue: %q, %v, %v", name, ok, err)
+	}
+}
+
+// A queue whose file is gone hands nothing out and says so.
+func TestNoQueue(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "queue")
+	if name, ok, err := At(path).Take(t.Context()); ok || err == nil {
+		t.Errorf("without a file: %q, %v, %v", name, ok, err)
+	}
+}
