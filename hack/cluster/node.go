@@ -353,7 +353,7 @@ const cniConfig = `{
   "name": "tandem",
   "plugins": [
     {
-      "type": "bridge", "bridge": "cni0", "isGateway": true, "ipMasq": true, "hairpinMode": true,
+      "type": "bridge", "bridge": "cni0", "isGateway": true, "hairpinMode": true,
       "ipam": {"type": "host-local", "ranges": [[{"subnet": %q}]], "routes": [{"dst": "0.0.0.0/0"}]}
     },
     {"type": "portmap", "capabilities": {"portMappings": true}, "snat": true},

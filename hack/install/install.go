@@ -12,6 +12,7 @@ import (
 	"io"
 	"path/filepath"
 	"strings"
+	"sync"
 
 	"golang.org/x/sync/errgroup"
 
@@ -36,7 +37,7 @@ const (
 type Options struct {
 	// Profile is the simulated machine of every node; DefaultProfile when empty.
 	Profile string
-	// Image is the tarball of an image built before, named image.DefaultRef; it is built when empty.
+	// Image is the tarball of an image built before, named image.DefaultRef. When empty, the process's first installation builds it.
 	Image string
 	// Values are given to Helm as --set, ValuesFiles as --values; they win over what this package sets, Values over files.
 	Values      []string
@@ -131,8 +132,7 @@ func valueArgs(o Options, digest string) []string {
 func provideImage(ctx context.Context, c *cluster.Cluster, o Options, s *progress.Log) (digest string, err error) {
 	tarball := o.Image
 	if tarball == "" {
-		s.Say("building the image")
-		if tarball, digest, err = image.Build(ctx, image.Options{Progress: s}); err != nil {
+		if tarball, digest, err = buildOnce(ctx, s); err != nil {
 			return "", err
 		}
 	}
@@ -147,6 +147,24 @@ func provideImage(ctx context.Context, c *cluster.Cluster, o Options, s *progres
 		})
 	}
 	return digest, group.Wait()
+}
+
+// built is the image of this checkout. All installations of a process take the same one; to find that nothing has changed takes seconds.
+var built struct {
+	sync.Mutex
+	tarball, digest string
+}
+
+func buildOnce(ctx context.Context, s *progress.Log) (tarball, digest string, err error) {
+	built.Lock()
+	defer built.Unlock()
+	if built.tarball == "" {
+		s.Say("building the image")
+		if built.tarball, built.digest, err = image.Build(ctx, image.Options{Progress: s}); err != nil {
+			return "", "", err
+		}
+	}
+	return built.tarball, built.digest, nil
 }
 
 // Render returns the objects that Helm would make of the chart of the module around the working directory, as YAML documents. Values

@@ -112,6 +112,11 @@ func (r *run) build(ctx context.Context) error {
 	if r.Agent != "" {
 		r.node.agent = r.Agent
 	}
+	unpacked := r.node.path("kubelet-plugin")
+	if err := unpack(r.node.agent, unpacked); err != nil {
+		return err
+	}
+	r.node.agent = unpacked
 	return nil
 }
 

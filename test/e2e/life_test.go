@@ -291,18 +291,19 @@ spec:
 `, name, replicas)
 }
 
-// TestDeleteAndRecreate fifty times by each API leaves nothing: no record, no CDI file, no socket.
+// TestDeleteAndRecreate many times by each API leaves nothing: no record, no CDI file, no socket.
 func TestDeleteAndRecreate(t *testing.T) {
 	s := begin(t)
 	s.manifest(singleTemplate)
 	before := s.files()
-	for i := range 50 {
+	const rounds = 15
+	for i := range rounds {
 		claim, limit := fmt.Sprintf("claim-%d", i), fmt.Sprintf("limit-%d", i)
 		s.manifest(one("claim", claim) + one("limit", limit))
 		s.running(patient, 2, 0)
 		s.kubectl("delete", "pod", "-n", s.namespace, claim, limit)
-		if i%10 == 9 {
-			t.Logf("%d of 50 rounds", i+1)
+		if i%5 == 4 {
+			t.Logf("%d of %d rounds", i+1, rounds)
 		}
 	}
 	s.await(soon, "the ledger to be empty", s.empty)
@@ -311,7 +312,7 @@ func TestDeleteAndRecreate(t *testing.T) {
 	}
 }
 
-// files that 50 rounds could have left behind.
+// files that many rounds could have left behind.
 func (s *story) files() string {
 	s.Helper()
 	return s.on(node(), "sh", "-c",
