@@ -108,13 +108,13 @@ func run(m *testing.M) (code int, err error) {
 	return code, err
 }
 
-// play runs the stories that flags name, or those that it can take from the queue.
+// play runs the stories that flags name, or those that it can take from the queue. An interrupted run takes no more.
 func play(ctx context.Context, m *testing.M) (code int, err error) {
 	path, queued := os.LookupEnv(queueVariable)
 	if !queued {
 		return m.Run(), nil
 	}
-	for {
+	for ctx.Err() == nil {
 		name, ok, err := queue.At(path).Take(ctx)
 		if err != nil {
 			return 1, err
@@ -127,6 +127,7 @@ func play(ctx context.Context, m *testing.M) (code int, err error) {
 		}
 		code = max(code, m.Run())
 	}
+	return 1, fmt.Errorf("play stories: %w", context.Cause(ctx))
 }
 
 func clusterConfig(dir string) (cluster.Config, error) {
