@@ -231,15 +231,23 @@ func (i *Inventory) follow(ctx context.Context) error {
 	defer ticker.Stop()
 	var seen, before, reported string
 	known := map[device.Ref]device.Health{}
-	source := i.config.Changed()
+	source, xids := i.config.Changed(), i.xids.Changed()
+	i.changed.Notify() // they may have changed since Inventory was first read
 	for {
+		// Also if something else woke the loop, and if the review below ends what came: Inventory may have been read in between.
 		select {
-		case <-source: // also if something else woke the loop
+		case <-source:
 			source = i.config.Changed()
 			i.changed.Notify()
 		default:
 		}
-		specs, ledger, xids := i.config.Specs.Changed(), i.config.Ledger.Changed(), i.xids.Changed()
+		select {
+		case <-xids:
+			xids = i.xids.Changed()
+			i.changed.Notify()
+		default:
+		}
+		specs, ledger := i.config.Specs.Changed(), i.config.Ledger.Changed()
 		reads := map[string]time.Time{}
 		for _, g := range i.config.Inventory().GPUs {
 			reads[g.UUID] = i.config.Hardware.LastRead(g.UUID)

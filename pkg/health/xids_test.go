@@ -192,6 +192,50 @@ func TestXIDEndsByItsOwnReading(t *testing.T) {
 	})
 }
 
+// readWhileReviewed is a world in which someone reads the inventory after an XID came and before it is reviewed.
+type readWhileReviewed struct {
+	*world
+	read func()
+}
+
+func (r readWhileReviewed) LastRead(uuid string) time.Time { r.read(); return r.world.LastRead(uuid) }
+
+// An XID of before a reset comes from the kernel's log and ends at once. Who has read the inventory in between hears of the end: the
+// device plugin would withdraw the GPU until the next change.
+func TestEndOfAnXIDIsAnnounced(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := xidWorld()
+		w.read = time.Now()
+		i, _ := newInventoryWith(w, loaded(t, t.TempDir()))
+		var seen string
+		var changed <-chan struct{}
+		i.config.Hardware = readWhileReviewed{w, func() {
+			if now := unhealthyOnes(i); now != "" && seen == "" {
+				seen, changed = now, i.Changed()
+			}
+		}}
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error, 1)
+		go func() { done <- i.Run(ctx) }()
+		synctest.Wait()
+		w.xids <- device.XIDEvent{PCI: "0000:1b:00", XID: 79, GPUInstance: noInstance, ComputeInstance: noInstance, Time: time.Now().Add(-time.Hour)}
+		synctest.Wait()
+		if seen == "" {
+			t.Fatal("the XID was not seen")
+		}
+		want(t, i, "")
+		select {
+		case <-changed:
+		default:
+			t.Errorf("the end of %s was not announced", seen)
+		}
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+}
+
 // The XID of a partition ends with the partition, also if another one is made at its place.
 func TestXIDEndsWithItsPartition(t *testing.T) {
 	w := xidWorld()

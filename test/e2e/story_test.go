@@ -50,9 +50,15 @@ func begin(t *testing.T) *story {
 	}
 	t.Cleanup(func() {
 		defer cancel()
-		if t.Failed() {
+		failed := t.Failed()
+		if failed {
 			s.explain()
 		}
+		defer func() {
+			if t.Failed() && !failed {
+				s.explain()
+			}
+		}()
 		s.end()
 	})
 	s.unrestartedAgent()
@@ -82,6 +88,7 @@ func (s *story) explain() {
 		{"get", "pods,resourceclaims", "-n", s.namespace, "-o", "wide"},
 		{"get", "events", "-n", s.namespace, "--sort-by=.lastTimestamp"},
 		{"get", "events", "-n", "default", "--field-selector=involvedObject.kind=Node"},
+		{"get", "gpunodes", "-o", "yaml"},
 		{"logs", "-n", install.Namespace, "-l", "app.kubernetes.io/name=tandem", "--tail=40", "--prefix"},
 	} {
 		out, err := theCluster.Kubectl(s.ctx, args...)
