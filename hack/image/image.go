@@ -33,8 +33,10 @@ const DefaultRef = "docker.io/local/tandem:dev"
 // Options says what to build. The zero value builds the agent of the module in the working directory for this machine's
 // architecture.
 type Options struct {
-	// Arch is amd64 or arm64 (GOARCH). Push ignores it and builds both.
+	// Arch is amd64 or arm64 (GOARCH). Push and BuildIndex ignore it.
 	Arch string
+	// Architectures are those of an index, in its order: Architectures() where nil.
+	Architectures []string
 	// Version is the release the binary and the image call themselves; "dev" when empty (Push: the tag).
 	Version string
 	// Commit is the git commit; when empty git is asked, and a tree without git has none.
@@ -180,6 +182,9 @@ func (o *Options) complete(ctx context.Context) error {
 	}
 	if _, err := targetFor(o.Arch); err != nil {
 		return err
+	}
+	if o.Architectures == nil {
+		o.Architectures = Architectures()
 	}
 	if o.Root == "" {
 		root, err := gotool.Root(ctx)

@@ -22,7 +22,7 @@ import (
 // Architectures are those of the released image, in the order of its index.
 func Architectures() []string { return []string{"amd64", "arm64"} }
 
-// BuildIndex builds every architecture, each with a tarball as Build leaves it, and writes the OCI layout of the index
+// BuildIndex builds the image for o.Architectures, each with a tarball as Build leaves it, and writes the OCI layout of the index
 // that holds them to Out/oci. It returns that directory and the digest of the index.
 func BuildIndex(ctx context.Context, o Options) (dir, digest string, err error) {
 	if err := o.complete(ctx); err != nil {
@@ -49,7 +49,7 @@ func BuildIndex(ctx context.Context, o Options) (dir, digest string, err error) 
 	return dir, hash.String(), nil
 }
 
-// Push builds every architecture and pushes the index to ref (registry/repository:tag) with the credentials of
+// Push builds the image for o.Architectures and pushes the index to ref (registry/repository:tag) with the credentials of
 // Docker's configuration, and returns the digest of what it pushed. The version is the tag where Options.Version is empty. A
 // registry on the loopback interface is spoken to in plain HTTP.
 func Push(ctx context.Context, o Options, ref string) (string, error) {
@@ -85,7 +85,7 @@ func Push(ctx context.Context, o Options, ref string) (string, error) {
 
 func buildIndex(ctx context.Context, o Options) (v1.ImageIndex, error) {
 	index := mutate.IndexMediaType(empty.Index, types.OCIImageIndex)
-	for _, arch := range Architectures() {
+	for _, arch := range o.Architectures {
 		each := o
 		each.Arch = arch
 		c, err := collect(ctx, each)

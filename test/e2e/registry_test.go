@@ -12,6 +12,7 @@ import (
 	"os/exec"
 	"path"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -161,7 +162,7 @@ func (s *story) release(version, registry string) (release.Description, string) 
 		s.Fatal(err)
 	}
 	d, err := release.Build(s.ctx, release.Options{
-		Version: version, Out: out, Root: checkout, Registry: registry + "/gpu", AnyToolchain: true, NoPlugins: true, Progress: io.Discard,
+		Version: version, Out: out, Root: checkout, Registry: registry + "/gpu", AnyToolchain: true, OnlyArch: runtime.GOARCH, Progress: io.Discard,
 	})
 	if err != nil {
 		s.Fatal(err)

@@ -252,9 +252,13 @@ func list(ctx context.Context, binary, only string) ([]string, error) {
 // slow are the stories that take longer than most, in seconds, on two cores and with two other clusters beside them. What is wrong
 // here costs time only.
 var slow = map[string]int{
-	"TestPublishedManifests": 600, "TestPartitionsOnDemand": 400, "TestDeleteAndRecreate": 220, "TestInterruptedSharing": 150, "TestAgentKilledOnAFullNode": 150, "TestAgentAwayOnAFullNode": 130,
-	"TestMistakesThatSlipThrough": 120, "TestWritesAPod": 110, "TestMPSByPolicy": 95, "TestStaticPartitions": 85, "TestAgentAwayWhilePodsEnd": 80,
-	"TestKubeletForgetsRunningPods": 70, "TestModeChangesOnALiveNode": 60, "TestKubectlGPU": 75, "TestKubectlGPUTop": 45, "TestUpgradedAndBack": 60,
+	"TestPartitionsOnDemand": 750, "TestPublishedManifests": 590, "TestRelease": 300, "TestMPSByPolicy": 260, "TestInterruptedSharing": 230,
+	"TestWritesAPod":  230,
+	"TestNodeFeature": 230, "TestMistakesThatSlipThrough": 220, "TestUpgradedAndBack": 140, "TestModeChangesOnALiveNode": 130,
+	"TestStaticPartitions": 130, "TestDeleteAndRecreate": 120, "TestSharesOfClaims": 120, "TestSingleStrategy": 120, "TestMIGManager": 110,
+	"TestNodeLabels": 110, "TestAgentKilledOnAFullNode": 110, "TestWrongConfiguration": 110, "TestFaultEndsByAReset": 110,
+	"TestAgentAwayOnAFullNode": 110, "TestDrainGPUs": 100, "TestLimitsByClaims": 100, "TestFromNVIDIAsDevicePlugin": 100,
+	"TestEditedConfiguration": 95, "TestKubectlGPU": 95, "TestMPSNamespaces": 95,
 }
 
 // required are the stories whose results make dropin-end adds up.
