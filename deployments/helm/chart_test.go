@@ -54,6 +54,7 @@ func TestMain(m *testing.M) {
 var cases = []string{"default", "simulated", "runtimeclass", "gke", "everything"}
 
 func TestRendersAsBefore(t *testing.T) {
+	t.Parallel()
 	for _, name := range cases {
 		t.Run(name, func(t *testing.T) {
 			golden.Compare(t, filepath.Join("testdata", name+".golden.yaml"), render(t, name))
@@ -62,6 +63,7 @@ func TestRendersAsBefore(t *testing.T) {
 }
 
 func TestLint(t *testing.T) {
+	t.Parallel()
 	for _, name := range cases {
 		if out, err := run("lint", "--strict", "tandem", "-f", valuesFile(name)); err != nil {
 			t.Errorf("%s: %v\n%s", name, err, out)
@@ -71,6 +73,7 @@ func TestLint(t *testing.T) {
 
 // Every field exists in the API: the API server silently drops misspelt fields.
 func TestDecodesStrictly(t *testing.T) {
+	t.Parallel()
 	for _, name := range cases {
 		t.Run(name, func(t *testing.T) {
 			if len(objects(t, name)) < 4 {
@@ -81,6 +84,7 @@ func TestDecodesStrictly(t *testing.T) {
 }
 
 func TestMountsMatchVolumes(t *testing.T) {
+	t.Parallel()
 	for _, name := range cases {
 		t.Run(name, func(t *testing.T) {
 			pod := daemonSet(t, name).Spec.Template.Spec
@@ -116,6 +120,7 @@ func TestMountsMatchVolumes(t *testing.T) {
 // No socket is mounted, because it does not work after its server restarts. Every hostPath has a type, because otherwise the
 // container runtime creates the path.
 func TestHostPathsAreDirectories(t *testing.T) {
+	t.Parallel()
 	for _, name := range cases {
 		t.Run(name, func(t *testing.T) {
 			for _, v := range daemonSet(t, name).Spec.Template.Spec.Volumes {
@@ -132,6 +137,7 @@ func TestHostPathsAreDirectories(t *testing.T) {
 
 // The least privileges that each kind of access needs.
 func TestPrivileges(t *testing.T) {
+	t.Parallel()
 	for name, want := range map[string]struct {
 		privileged bool
 		root, dev  bool // host directories / and /dev mounted
@@ -190,6 +196,7 @@ func TestPrivileges(t *testing.T) {
 // Placements, GPU instances by ID and changes need a privileged user of MIG, which is SYS_ADMIN with access to the monitor and the config
 // device (MIG User Guide, "Device Nodes and Capabilities"; nvml.h).
 func TestMIGWithARuntimeClass(t *testing.T) {
+	t.Parallel()
 	for _, allowed := range []bool{true, false} {
 		var set appsv1.DaemonSet
 		out := renderWith(t, "-f", valuesFile("runtimeclass"), "--set", fmt.Sprintf("migAccess=%t", allowed), "-s", "templates/daemonset.yaml")
@@ -219,6 +226,7 @@ func TestMIGWithARuntimeClass(t *testing.T) {
 
 // OpenShift admits pods by SecurityContextConstraints.
 func TestSecurityContextConstraints(t *testing.T) {
+	t.Parallel()
 	const api = "security.openshift.io/v1"
 	type constraints struct {
 		APIVersion string            `json:"apiVersion"`
@@ -290,6 +298,7 @@ func TestSecurityContextConstraints(t *testing.T) {
 
 // OpenShift admits a pod with a fixed user only if its service account may use constraints that allow it.
 func TestFixedUsersOnOpenShift(t *testing.T) {
+	t.Parallel()
 	for _, name := range []string{"default", "everything"} {
 		fixed, bound := map[string]string{}, map[string]bool{}
 		note := func(owner string, pod corev1.PodSpec) {
@@ -323,6 +332,7 @@ func TestFixedUsersOnOpenShift(t *testing.T) {
 
 // The controller meets Pod Security's restricted profile and mounts nothing of the host.
 func TestControllerIsRestricted(t *testing.T) {
+	t.Parallel()
 	for _, name := range cases {
 		t.Run(name, func(t *testing.T) {
 			pod := find[*appsv1.Deployment](t, name).Spec.Template.Spec
@@ -343,6 +353,7 @@ func TestControllerIsRestricted(t *testing.T) {
 
 // Whom a binding, a policy or a Service is about is found by name and label: that of the other would render as well.
 func TestControllerIsNotTheAgent(t *testing.T) {
+	t.Parallel()
 	for _, name := range cases {
 		controller, agent := find[*appsv1.Deployment](t, name), daemonSet(t, name)
 		if labels.SelectorFromSet(agent.Spec.Selector.MatchLabels).Matches(labels.Set(controller.Spec.Template.Labels)) {
@@ -365,6 +376,7 @@ func TestControllerIsNotTheAgent(t *testing.T) {
 
 // The pod of a daemon has what the agent has, or one capability; no token, and no limit of memory that would end its clients.
 func TestDaemonPods(t *testing.T) {
+	t.Parallel()
 	for name, want := range map[string]struct {
 		privileged bool
 		class      string
@@ -414,6 +426,7 @@ func TestDaemonPods(t *testing.T) {
 
 // Without daemons the controller has no right to make pods.
 func TestWithoutDaemons(t *testing.T) {
+	t.Parallel()
 	text := string(renderWith(t, "-f", valuesFile("default"), "--set", "mps.enabled=false"))
 	for _, word := range []string{"mps-pod", "mps-daemon", "create, delete]"} {
 		if strings.Contains(text, word) {
@@ -424,6 +437,7 @@ func TestWithoutDaemons(t *testing.T) {
 
 // TestToleratesEveryTaint: without the agent, kubelet cannot unprepare the claims of pods that a NoExecute taint ends.
 func TestToleratesEveryTaint(t *testing.T) {
+	t.Parallel()
 	every := corev1.Toleration{Operator: corev1.TolerationOpExists}
 	if got := daemonSet(t, "default").Spec.Template.Spec.Tolerations; !slices.Contains(got, every) {
 		t.Errorf("the agent tolerates only %v", got)
@@ -431,6 +445,7 @@ func TestToleratesEveryTaint(t *testing.T) {
 }
 
 func TestNeverSurges(t *testing.T) {
+	t.Parallel()
 	for _, name := range cases {
 		if surge := daemonSet(t, name).Spec.UpdateStrategy.RollingUpdate.MaxSurge; surge.IntValue() != 0 {
 			t.Errorf("%s: maxSurge is %v", name, surge)
@@ -440,6 +455,7 @@ func TestNeverSurges(t *testing.T) {
 
 // The agent takes every flag and the configuration that the chart gives it.
 func TestAgentAcceptsTheArguments(t *testing.T) {
+	t.Parallel()
 	for _, name := range cases {
 		t.Run(name, func(t *testing.T) {
 			agent := daemonSet(t, name).Spec.Template.Spec.Containers[0]
@@ -465,6 +481,7 @@ func TestAgentAcceptsTheArguments(t *testing.T) {
 }
 
 func TestControllerAcceptsTheArguments(t *testing.T) {
+	t.Parallel()
 	for _, name := range cases {
 		t.Run(name, func(t *testing.T) {
 			container := find[*appsv1.Deployment](t, name).Spec.Template.Spec.Containers[0]
@@ -490,6 +507,7 @@ func TestControllerAcceptsTheArguments(t *testing.T) {
 // A new configuration reaches the agents as a file that kubelet replaces under them, which it does for whole volumes only: no pod
 // is made anew for it.
 func TestConfigChangesNoPod(t *testing.T) {
+	t.Parallel()
 	render := func(args ...string) string {
 		return string(renderWith(t, append([]string{"-f", valuesFile("everything"), "--show-only", "templates/daemonset.yaml"}, args...)...))
 	}
@@ -503,6 +521,7 @@ func TestConfigChangesNoPod(t *testing.T) {
 }
 
 func TestRejects(t *testing.T) {
+	t.Parallel()
 	for name, c := range map[string]struct {
 		args []string
 		want string
@@ -548,6 +567,7 @@ func TestRejects(t *testing.T) {
 
 // The names of the schema and of values.yaml are the same, so docs/reference/values.md has every value with its default.
 func TestSchemaMatchesValues(t *testing.T) {
+	t.Parallel()
 	var schema struct{ Properties map[string]any }
 	var values map[string]any
 	decodeFile(t, "tandem/values.schema.json", &schema)

@@ -16,6 +16,7 @@ import (
 // The scheduler and quota read the DeviceClasses by one cache, in any order. Quota finds the resource of gpu.nvidia.com, and the scheduler
 // the class for limits, also where both were created in the same second.
 func TestClassesOfLimits(t *testing.T) {
+	t.Parallel()
 	for name, c := range map[string]struct {
 		args     []string
 		resource string

@@ -49,6 +49,7 @@ func ask[T any](t *testing.T, kind, suffix string, set ...string) *T {
 
 // Go collects garbage before the kernel ends the process. The limit follows the container's, and extraEnv wins.
 func TestGoMemoryLimit(t *testing.T) {
+	t.Parallel()
 	for limit, want := range map[string]string{
 		`"512Mi"`: "483183820", `"1Gi"`: "966367641", `"1.5Gi"`: "1449551462", `"500M"`: "450000000", `268435456`: "241591910", `"268435456"`: "241591910",
 		`"1Pi"`: "", `null`: "",
@@ -83,6 +84,7 @@ func TestGoMemoryLimit(t *testing.T) {
 
 // helm uninstall does not end MPS daemons, which go with the GPUNodes, nor their clients.
 func TestDefinitionIsKept(t *testing.T) {
+	t.Parallel()
 	for _, name := range cases {
 		definition := find[*apiextensionsv1.CustomResourceDefinition](t, name)
 		if definition.Annotations["helm.sh/resource-policy"] != "keep" {
@@ -93,6 +95,7 @@ func TestDefinitionIsKept(t *testing.T) {
 
 // The labels of nodes are removed after the agents and their rights: an agent would write them again.
 func TestLabelsAreRemoved(t *testing.T) {
+	t.Parallel()
 	const suffix = "-remove-labels"
 	for _, name := range cases {
 		job := findNamed[*batchv1.Job](t, name, suffix)
@@ -141,6 +144,7 @@ func TestLabelsAreRemoved(t *testing.T) {
 
 // A rollout over thousands of nodes takes minutes, not hours.
 func TestRolloutOfManyNodes(t *testing.T) {
+	t.Parallel()
 	if got := daemonSet(t, "default").Spec.UpdateStrategy.RollingUpdate.MaxUnavailable.String(); got != "10%" {
 		t.Errorf("maxUnavailable is %s", got)
 	}
@@ -148,6 +152,7 @@ func TestRolloutOfManyNodes(t *testing.T) {
 
 // Where the host's root is mounted, kubelet's directory and the host's processes are hidden below it.
 func TestHostIsHidden(t *testing.T) {
+	t.Parallel()
 	for _, name := range cases {
 		pod := daemonSet(t, name).Spec.Template.Spec
 		if !mountsHost(pod, "/") {
@@ -168,6 +173,7 @@ func TestHostIsHidden(t *testing.T) {
 // Through the host's proc an agent that runs as root reads the files and environments of other processes of root, so an unprivileged
 // one has no mount of it, unless the machine is simulated.
 func TestHostProcesses(t *testing.T) {
+	t.Parallel()
 	for name, want := range map[string]bool{"default": true, "gke": true, "simulated": true, "runtimeclass": false, "everything": false} {
 		pod := daemonSet(t, name).Spec.Template.Spec
 		if mountsHost(pod, "/proc") != want || slices.Contains(pod.Containers[0].Args, "--proc-root=/node/proc") != want {
@@ -179,6 +185,7 @@ func TestHostProcesses(t *testing.T) {
 // A fleet with labels keeps privileged agents off nodes without GPUs. Without labels the agent must be everywhere: a default that
 // asks for a label would install nothing on a cluster without feature discovery.
 func TestOnlyNodesWithGPUs(t *testing.T) {
+	t.Parallel()
 	if got := daemonSet(t, "default").Spec.Template.Spec; len(got.NodeSelector) != 1 || got.NodeSelector["kubernetes.io/os"] != "linux" || got.Affinity != nil {
 		t.Errorf("by default on nodes with %v, %v", got.NodeSelector, got.Affinity)
 	}
@@ -192,6 +199,7 @@ func TestOnlyNodesWithGPUs(t *testing.T) {
 
 // The README's affinity keeps agents off control-plane nodes, whose taint they tolerate.
 func TestNotOnTheControlPlane(t *testing.T) {
+	t.Parallel()
 	const label = "node-role.kubernetes.io/control-plane"
 	spec := ask[appsv1.DaemonSet](t, "DaemonSet", "", `affinity={"nodeAffinity":{"requiredDuringSchedulingIgnoredDuringExecution":`+
 		`{"nodeSelectorTerms":[{"matchExpressions":[{"key":"`+label+`","operator":"DoesNotExist"}]}]}}}`).Spec.Template.Spec
@@ -205,6 +213,7 @@ func TestNotOnTheControlPlane(t *testing.T) {
 }
 
 func TestPodPolicy(t *testing.T) {
+	t.Parallel()
 	const kind, binding, suffix = "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding", "-pods-around-the-ledger"
 	for action, want := range map[string][]admissionv1.ValidationAction{
 		`"off"`: nil, `false`: nil, `"audit"`: {admissionv1.Audit}, `"warn"`: {admissionv1.Warn, admissionv1.Audit}, `"deny"`: {admissionv1.Deny, admissionv1.Audit},
@@ -226,6 +235,7 @@ func TestPodPolicy(t *testing.T) {
 
 // What a pod may not say, in the spellings that NVIDIA's runtime understands (nvidia-container-toolkit, internal/config/image).
 func TestPodsAroundTheLedger(t *testing.T) {
+	t.Parallel()
 	policyWith := func(set ...string) *admissionv1.ValidatingAdmissionPolicy {
 		return ask[admissionv1.ValidatingAdmissionPolicy](t, "ValidatingAdmissionPolicy", "-pods-around-the-ledger", set...)
 	}
@@ -274,6 +284,7 @@ func TestPodsAroundTheLedger(t *testing.T) {
 
 // A policy without the API servers' addresses would be either no protection or no webhook.
 func TestNetworkPolicies(t *testing.T) {
+	t.Parallel()
 	const from = `[{"ipBlock":{"cidr":"10.0.0.10/32"}}]`
 	if ask[networkingv1.NetworkPolicy](t, "NetworkPolicy", "") != nil {
 		t.Error("there is one by default")
@@ -313,6 +324,7 @@ func TestNetworkPolicies(t *testing.T) {
 // Helm creates kinds that it does not know last, policies among them, whatever the chart says. The README says what to do about that;
 // when Helm knows them, it need not.
 func TestHelmInstallsPoliciesLast(t *testing.T) {
+	t.Parallel()
 	text := string(render(t, "default"))
 	if strings.Index(text, "\nkind: ValidatingAdmissionPolicy\n") < strings.Index(text, "\nkind: DaemonSet\n") {
 		t.Error("Helm installs policies first now: remove the section of the chart's README")
@@ -325,6 +337,7 @@ func TestHelmInstallsPoliciesLast(t *testing.T) {
 }
 
 func TestProtectedNamespaces(t *testing.T) {
+	t.Parallel()
 	policy := ask[admissionv1.ValidatingAdmissionPolicy](t, "ValidatingAdmissionPolicy", "-controller-protected", `controller.protectedNamespaces=["a"]`)
 	if got := policy.Spec.Validations[0].Expression; got != `!(request.namespace in ["a","tandem-system"])` {
 		t.Error(got)
@@ -332,6 +345,7 @@ func TestProtectedNamespaces(t *testing.T) {
 }
 
 func TestFlowControl(t *testing.T) {
+	t.Parallel()
 	for set, want := range map[string]int{`flowControl.create=false`: 0, `rbac.create=true`: 3, `rbac.create=false`: 3} {
 		text := string(renderWith(t, "-f", valuesFile("default"), "--set", set))
 		if got := strings.Count(text, "flowcontrol.apiserver.k8s.io/v1"); got != want {

@@ -21,6 +21,7 @@ const parametersSuffix = "-parameters"
 // TestParametersPolicy: the agent rejects everything that the policy rejects, and the policy admits everything that the agent
 // accepts. The agent finds the mistakes that the policy misses.
 func TestParametersPolicy(t *testing.T) {
+	t.Parallel()
 	gpu := func(text string) string {
 		return "{apiVersion: resource.nvidia.com/v1beta1, kind: GpuConfig, " + text + "}"
 	}
@@ -110,6 +111,7 @@ func TestParametersPolicy(t *testing.T) {
 
 // Objects without parameters pass, and so do objects that are older than the policy.
 func TestParametersPolicyLeavesAlone(t *testing.T) {
+	t.Parallel()
 	const wrong = `{"config":[{"opaque":{"driver":"gpu.nvidia.com","parameters":{}}}]}`
 	podState := parametersPolicy(t)
 	for _, c := range []struct{ operation, spec, before, want string }{

@@ -54,6 +54,7 @@ func platformAgents(t *testing.T, name string) (set appsv1.DaemonSet) {
 }
 
 func TestPlatforms(t *testing.T) {
+	t.Parallel()
 	files, err := filepath.Glob("values/*.yaml")
 	if err != nil {
 		t.Fatal(err)
@@ -122,6 +123,7 @@ func TestPlatforms(t *testing.T) {
 // NVIDIA/k8s-driver-manager 0c04c81075d6, cmd/driver-manager/main.go, waitForPodsToTerminate and WaitForPodsWithNodeSelector). The agents must
 // neither end then nor be waited for.
 func TestAgentsOutliveAPause(t *testing.T) {
+	t.Parallel()
 	for name := range platforms {
 		template := platformAgents(t, name).Spec.Template
 		if app, has := template.Labels["app"]; has {
@@ -137,6 +139,7 @@ func TestAgentsOutliveAPause(t *testing.T) {
 
 // TestDriverContainersRoot: a pod that mounts the root of a driver container keeps the old driver's after an upgrade.
 func TestDriverContainersRoot(t *testing.T) {
+	t.Parallel()
 	var set appsv1.DaemonSet
 	args := append(platformValues("gpu-operator"), "--set", "driverRoot=/run/nvidia/driver", "-s", "templates/daemonset.yaml")
 	if err := yaml.UnmarshalStrict(renderWith(t, args...), &set); err != nil {

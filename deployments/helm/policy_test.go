@@ -44,6 +44,7 @@ func slice(driver, node, pool string) object {
 }
 
 func TestPolicy(t *testing.T) {
+	t.Parallel()
 	const (
 		agent  = "system:serviceaccount:tandem-system:tandem"
 		driver = "gpu.nvidia.com"
@@ -99,6 +100,7 @@ func TestPolicy(t *testing.T) {
 
 // The account in the condition is the one that the pods use, whatever it is called.
 func TestPoliciesMatchTheAccounts(t *testing.T) {
+	t.Parallel()
 	for _, name := range cases {
 		agent := daemonSet(t, name).Spec.Template.Spec.ServiceAccountName
 		controller := find[*appsv1.Deployment](t, name).Spec.Template.Spec.ServiceAccountName
@@ -123,6 +125,7 @@ func policies(agent, controller string) map[string]string {
 }
 
 func TestPoliciesFailClosed(t *testing.T) {
+	t.Parallel()
 	for _, name := range cases {
 		for suffix := range policies("", "") {
 			policy := policyOf(t, name, suffix)
@@ -139,6 +142,7 @@ func TestPoliciesFailClosed(t *testing.T) {
 
 // The agent writes events of itself only, also those in which client-go combines similar ones: they lack the reporting controller.
 func TestAgentsEventPolicy(t *testing.T) {
+	t.Parallel()
 	request := object{"operation": "CREATE", "userInfo": object{
 		"username": "system:serviceaccount:tandem-system:tandem", "extra": object{"authentication.kubernetes.io/node-name": []any{"n"}},
 	}}
@@ -169,6 +173,7 @@ func TestAgentsEventPolicy(t *testing.T) {
 
 // The agent writes the labels of GPU Feature Discovery to its own node, and nothing else.
 func TestNodeLabelPolicy(t *testing.T) {
+	t.Parallel()
 	node := func(change func(metadata, spec object)) object {
 		metadata := object{
 			"name": "a", "labels": object{"zone": "z", "nvidia.com/gpu.count": "4", "nvidia.com/gpu.present": "true"},
@@ -236,6 +241,7 @@ func TestNodeLabelPolicy(t *testing.T) {
 
 // The agent writes the labels of GPU Feature Discovery for its own node to one NodeFeature, and nothing else.
 func TestNodeFeaturePolicy(t *testing.T) {
+	t.Parallel()
 	feature := func(name, node string, change func(metadata, spec object)) object {
 		metadata := object{"name": name, "labels": object{"nfd.node.kubernetes.io/node-name": node}, "ownerReferences": []any{object{"kind": "DaemonSet"}}}
 		spec := object{"labels": object{"nvidia.com/gpu.count": "4", "nvidia.com/mig-1g.10gb.count": "2"}}
@@ -289,6 +295,7 @@ func TestNodeFeaturePolicy(t *testing.T) {
 
 // The agent has rights on NodeFeatures only in its own namespace.
 func TestNodeFeatureRights(t *testing.T) {
+	t.Parallel()
 	for _, name := range cases {
 		agent := daemonSet(t, name)
 		binding := findNamed[*rbacv1.RoleBinding](t, name, agent.Name)
@@ -307,6 +314,7 @@ func TestNodeFeatureRights(t *testing.T) {
 
 // The policies allow each label that the agent writes.
 func TestNodeLabelPolicyAllowsAllLabels(t *testing.T) {
+	t.Parallel()
 	part := func(profile string) device.Partition {
 		return device.Partition{UUID: "MIG-" + profile, Profile: profile}
 	}
@@ -344,6 +352,7 @@ func TestNodeLabelPolicyAllowsAllLabels(t *testing.T) {
 
 // The agent writes status.devices of its own node, and nothing else of a claim's status.
 func TestAgentsClaimPolicy(t *testing.T) {
+	t.Parallel()
 	const agent = "system:serviceaccount:tandem-system:tandem"
 	result := func(driver, pool string) object { return object{"driver": driver, "pool": pool, "device": "gpu-0"} }
 	said := func(driver, pool, reason string) object {
@@ -400,6 +409,7 @@ func TestAgentsClaimPolicy(t *testing.T) {
 }
 
 func TestAgentsGPUNodePolicy(t *testing.T) {
+	t.Parallel()
 	const agent = "system:serviceaccount:tandem-system:tandem"
 	node := func(name string, claims ...any) object {
 		o := object{"metadata": object{"name": name}, "spec": object{}, "status": object{"mode": "Dual"}}
@@ -447,6 +457,7 @@ func TestAgentsGPUNodePolicy(t *testing.T) {
 }
 
 func TestControllersPolicies(t *testing.T) {
+	t.Parallel()
 	request := object{"operation": "UPDATE", "userInfo": object{"username": "system:serviceaccount:tandem-system:tandem-controller"}}
 	pod := func(image string, annotations object) object {
 		metadata := object{"name": "p", "labels": object{"app": "x"}}
@@ -553,6 +564,7 @@ func TestControllersPolicies(t *testing.T) {
 
 // The controller may set the webhook's caBundle, and not its rules or its address.
 func TestControllersWebhookPolicy(t *testing.T) {
+	t.Parallel()
 	request := object{"operation": "UPDATE", "userInfo": object{"username": "system:serviceaccount:tandem-system:tandem-controller"}}
 	raw := func(c *admissionv1.ValidatingWebhookConfiguration) map[string]any {
 		o, err := runtime.DefaultUnstructuredConverter.ToUnstructured(c)
@@ -643,6 +655,7 @@ func daemonPod(t *testing.T, name, driverRoot string) *corev1.Pod {
 
 // The policy admits the pods that the controller creates, and rejects pods that differ in one field.
 func TestDaemonsPolicy(t *testing.T) {
+	t.Parallel()
 	for _, name := range cases {
 		t.Run(name, func(t *testing.T) {
 			roots := daemonPods(t, name).DriverRoots
@@ -823,6 +836,7 @@ func TestDaemonsPolicy(t *testing.T) {
 
 // By default, daemons run programs from where agents search a driver, and else from where they are told that it is.
 func TestDaemonsDriverRoots(t *testing.T) {
+	t.Parallel()
 	if diff := cmp.Diff(driverroot.Known, daemonPods(t, "default").DriverRoots); diff != "" {
 		t.Error(diff)
 	}
@@ -849,6 +863,7 @@ func requests(p *corev1.Pod) corev1.ResourceList { return p.Spec.Containers[0].R
 
 // A pod's requests are its limits by default, and its priority is the cluster's default if the chart gives it none.
 func TestDaemonsResources(t *testing.T) {
+	t.Parallel()
 	policy := ask[admissionv1.ValidatingAdmissionPolicy](t, "ValidatingAdmissionPolicy", "-controller-daemons",
 		`priorityClassName=""`, `mps.resources={"limits":{"cpu":2,"memory":268435456},"requests":{"cpu":"100m","memory":null}}`)
 	request := object{"operation": "CREATE", "userInfo": object{"username": "system:serviceaccount:tandem-system:tandem-controller"}}

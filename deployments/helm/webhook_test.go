@@ -30,6 +30,7 @@ func webhookOf(t *testing.T, name string) (*admissionv1.ValidatingWebhookConfigu
 
 // The API server reaches the controller's pods through the configuration, and the webhook fails open.
 func TestWebhookLeadsToTheController(t *testing.T) {
+	t.Parallel()
 	for _, name := range cases {
 		t.Run(name, func(t *testing.T) {
 			configuration, hook := webhookOf(t, name)
@@ -61,6 +62,7 @@ func TestWebhookLeadsToTheController(t *testing.T) {
 }
 
 func TestNoWebhook(t *testing.T) {
+	t.Parallel()
 	out := string(renderWith(t, "-f", valuesFile("default"), "--set", "webhook.enabled=false"))
 	for _, word := range []string{"webhook", "[secrets]"} {
 		if strings.Contains(strings.ToLower(out), word) {
@@ -71,6 +73,7 @@ func TestNoWebhook(t *testing.T) {
 
 // Only objects with parameters for this driver are sent. The API server evaluates this for every claim.
 func TestWebhookIsAskedWhatIsOurs(t *testing.T) {
+	t.Parallel()
 	_, hook := webhookOf(t, "default")
 	const ours, others = `{"opaque":{"driver":"gpu.nvidia.com","parameters":{}}}`, `{"opaque":{"driver":"nic.example.com","parameters":{}}}`
 	for _, c := range []struct {

@@ -199,7 +199,7 @@ func (r *run) occupyNode(ctx context.Context, node string) error {
 		}
 	}
 	for i := range pendingANode {
-		name := fmt.Sprintf("pending-%s-%d", node, i)
+		name := pendingPod(node, i)
 		claim := fmt.Sprintf("idle-%s-%d", node, i)
 		pod := podWithClaim(name, corev1.PodResourceClaim{Name: "gpu", ResourceClaimName: &claim})
 		pod.Spec.SchedulingGates = []corev1.PodSchedulingGate{{Name: "example.com/waits"}}
@@ -209,6 +209,8 @@ func (r *run) occupyNode(ctx context.Context, node string) error {
 	}
 	return nil
 }
+
+func pendingPod(node string, i int) string { return fmt.Sprintf("pending-%s-%d", node, i) }
 
 func (r *run) createClaim(ctx context.Context, namespace, name string, spec resourceapi.ResourceClaimSpec) (*resourceapi.ResourceClaim, error) {
 	claim, err := r.client.ResourceV1().ResourceClaims(namespace).Create(ctx, &resourceapi.ResourceClaim{
