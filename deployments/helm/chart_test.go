@@ -610,22 +610,20 @@ func render(t *testing.T, name string) []byte {
 	return renderWith(t, "-f", valuesFile(name))
 }
 
-// rendered is what renderWith has rendered before, by arguments.
+// rendered is what renderWith renders, by arguments: each once.
 var rendered sync.Map
 
 func renderWith(t *testing.T, args ...string) []byte {
 	t.Helper()
-	key := strings.Join(args, "\x00")
-	if out, ok := rendered.Load(key); ok {
-		return slices.Clone(out.([]byte))
-	}
 	base := []string{"template", "tandem", "tandem", "--namespace", "tandem-system", "--kube-version", "1.37.1"}
-	out, err := run(append(base, args...)...)
+	rendering, _ := rendered.LoadOrStore(strings.Join(args, "\x00"), sync.OnceValues(func() ([]byte, error) {
+		return run(append(base, args...)...)
+	}))
+	out, err := rendering.(func() ([]byte, error))()
 	if err != nil {
 		t.Fatalf("helm template %v: %v\n%s", args, err, out)
 	}
-	rendered.Store(key, slices.Clone(out))
-	return out
+	return slices.Clone(out)
 }
 
 // objects decodes what a case renders, apart from the Prometheus Operator's.

@@ -348,6 +348,7 @@ state = "/run/containerd"
         SystemdCgroup = false
 `
 
+// Pods have no use for ipMasq: all machines have routes to them. It would cost several processes a pod.
 const cniConfig = `{
   "cniVersion": "1.0.0",
   "name": "tandem",

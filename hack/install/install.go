@@ -149,7 +149,8 @@ func provideImage(ctx context.Context, c *cluster.Cluster, o Options, s *progres
 	return digest, group.Wait()
 }
 
-// built is the image of this checkout. All installations of a process take the same one; to find that nothing has changed takes seconds.
+// built is the image of this checkout, which all installations without Options.Image take. To build it again takes seconds even where
+// nothing has changed.
 var built struct {
 	sync.Mutex
 	tarball, digest string

@@ -23,7 +23,7 @@ var platforms = []struct{ os, arch string }{
 
 // makePlugins builds the plugin of kubectl for every platform, if the checkout has one, and returns the paths of the programs.
 func (b build) makePlugins(ctx context.Context) ([]string, error) {
-	if b.OnlyArch != "" {
+	if b.NoPlugins {
 		return nil, nil
 	}
 	if _, err := os.Stat(filepath.Join(b.Root, "cmd", plugin)); errors.Is(err, fs.ErrNotExist) {

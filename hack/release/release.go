@@ -36,8 +36,9 @@ type Options struct {
 	Root string
 	// Package and ControllerPackage replace programs of the image in tests, as image.Options has them.
 	Package, ControllerPackage string
-	// OnlyArch builds the image for one architecture (GOARCH) and no plugins of kubectl, for tests that install the image.
-	OnlyArch string
+	// NoPlugins leaves the plugins of kubectl out, and OnlyArch the images of other architectures (GOARCH), in tests that install the image.
+	NoPlugins bool
+	OnlyArch  string
 	// AnyToolchain allows another Go release, other compilers and another C library than those that releases are made
 	// with. The bytes are then those of this machine only.
 	AnyToolchain bool

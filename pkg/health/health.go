@@ -231,7 +231,7 @@ func (i *Inventory) follow(ctx context.Context) error {
 	defer ticker.Stop()
 	var seen, before, reported string
 	known := map[device.Ref]device.Health{}
-	source, xids := i.config.Changed(), i.xids.Changed()
+	source, specs, xids := i.config.Changed(), i.config.Specs.Changed(), i.xids.Changed()
 	i.changed.Notify() // they may have changed since Inventory was first read
 	for {
 		// Also if something else woke the loop, and if the review below ends what came: Inventory may have been read in between.
@@ -242,12 +242,18 @@ func (i *Inventory) follow(ctx context.Context) error {
 		default:
 		}
 		select {
+		case <-specs:
+			specs = i.config.Specs.Changed()
+			i.changed.Notify()
+		default:
+		}
+		select {
 		case <-xids:
 			xids = i.xids.Changed()
 			i.changed.Notify()
 		default:
 		}
-		specs, ledger := i.config.Specs.Changed(), i.config.Ledger.Changed()
+		ledger := i.config.Ledger.Changed()
 		reads := map[string]time.Time{}
 		for _, g := range i.config.Inventory().GPUs {
 			reads[g.UUID] = i.config.Hardware.LastRead(g.UUID)

@@ -200,8 +200,8 @@ type readWhileReviewed struct {
 
 func (r readWhileReviewed) LastRead(uuid string) time.Time { r.read(); return r.world.LastRead(uuid) }
 
-// An XID of before a reset comes from the kernel's log and ends at once. Who has read the inventory in between hears of the end: the
-// device plugin would withdraw the GPU until the next change.
+// An XID of before a reset comes from the kernel's log and ends at once. Who has read the inventory in between hears of the end.
+// Otherwise the device plugin would withdraw the GPU until the next change.
 func TestEndOfAnXIDIsAnnounced(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := xidWorld()

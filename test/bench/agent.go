@@ -7,7 +7,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -84,27 +83,6 @@ func (n *node) holds(kind ledger.Kind) (count int, newest time.Time, err error) 
 		}
 	}
 	return count, newest, nil
-}
-
-// unpack copies a program in the pieces in which containerd unpacks an image (containerd v2.4.2, pkg/archive, bufPool). The kernel can map
-// a file in the pieces in which it was written. A compiler writes large ones, and then pages are resident that the program has never
-// touched: 48 MiB instead of 29 on Linux 6.18.
-func unpack(from, to string) (err error) {
-	source, err := os.Open(from)
-	if err != nil {
-		return fmt.Errorf("open agent: %w", err)
-	}
-	defer source.Close()
-	target, err := os.OpenFile(to, os.O_CREATE|os.O_EXCL|os.O_WRONLY, 0o755)
-	if err != nil {
-		return fmt.Errorf("make a copy of the agent: %w", err)
-	}
-	defer func() { err = errors.Join(err, target.Close()) }()
-	// The structs hide ReadFrom and WriteTo, which would copy all at once.
-	if _, err := io.CopyBuffer(struct{ io.Writer }{target}, struct{ io.Reader }{source}, make([]byte, 32<<10)); err != nil {
-		return fmt.Errorf("copy agent to %s: %w", to, err)
-	}
-	return nil
 }
 
 // agent is one process of the shipped binary.

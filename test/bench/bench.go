@@ -113,7 +113,7 @@ func (r *run) build(ctx context.Context) error {
 		r.node.agent = r.Agent
 	}
 	unpacked := r.node.path("kubelet-plugin")
-	if err := unpack(r.node.agent, unpacked); err != nil {
+	if err := image.Unpack(r.node.agent, unpacked); err != nil {
 		return err
 	}
 	r.node.agent = unpacked

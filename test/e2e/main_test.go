@@ -125,9 +125,23 @@ func play(ctx context.Context, m *testing.M) (code int, err error) {
 		if err := flag.Set("test.run", "^"+name+"$"); err != nil {
 			return 1, err
 		}
-		code = max(code, m.Run())
+		if m.Run() == 0 {
+			continue
+		}
+		code = 1
+		// A broken cluster would take the other clusters' stories and fail them.
+		if err := ready(ctx); err != nil {
+			return code, fmt.Errorf("play no more stories after %s: %w", name, err)
+		}
 	}
 	return 1, fmt.Errorf("play stories: %w", context.Cause(ctx))
+}
+
+// ready returns when Tandem is ready on the cluster.
+func ready(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, patient)
+	defer cancel()
+	return install.Ready(ctx, theCluster)
 }
 
 func clusterConfig(dir string) (cluster.Config, error) {

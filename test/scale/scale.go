@@ -87,6 +87,11 @@ func Run(ctx context.Context, o Options) (figures []figure.Figure, err error) {
 	if r.programs, err = image.Binaries(ctx, image.Options{Progress: o.Progress}); err != nil {
 		return nil, err
 	}
+	unpacked := filepath.Join(r.dir, "controller")
+	if err := image.Unpack(r.programs.Controller, unpacked); err != nil {
+		return nil, err
+	}
+	r.programs.Controller = unpacked
 	r.cluster, err = cluster.New(cluster.Config{
 		Dir: filepath.Join(r.dir, "cluster"), NoNodes: true, AuditPolicy: auditPolicy, Progress: o.Progress,
 		// The scheduler's default of 50 requests a second is less than what is measured.

@@ -31,7 +31,7 @@ import (
 const (
 	stories = "./test/e2e"
 	program = "bin/hack/e2e.test"
-	// These are the stories' own: one cluster is kept for the next run, where logs of a failure go, and the file of the queue.
+	// The stories read these variables: the directory of a cluster that is kept, the one for logs of a failure, and the file of the queue.
 	keepVariable  = "E2E_CLUSTER"
 	logsVariable  = "E2E_LOGS"
 	queueVariable = "E2E_QUEUE"
@@ -54,7 +54,7 @@ func run(ctx context.Context, args []string) (err error) {
 	only := flags.String("run", "", "stories to play (`regexp`; one of a sub-story, with a slash, is played on one cluster)")
 	clusters := flags.Int("clusters", 3, "clusters at once")
 	timeout := flags.Duration("timeout", 4*time.Hour, "most time for all")
-	until := flags.Int64("until", 0, "begin no story after this `time`, in seconds since 1970; the others are named at the end (0: never)")
+	until := flags.Int64("until", 0, "begin only required stories after this `time`, in seconds since 1970 (0: no limit; not with a kept cluster)")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
@@ -71,6 +71,8 @@ func run(ctx context.Context, args []string) (err error) {
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(tmp)) }()
 	start := time.Now()
+	ctx, cancel := context.WithTimeout(ctx, *timeout)
+	defer cancel()
 	binary, err := compile(ctx, tmp)
 	if err != nil {
 		return err
@@ -81,9 +83,13 @@ func run(ctx context.Context, args []string) (err error) {
 	} else {
 		err = playAll(ctx, &ended, filepath.Join(tmp, "queue"), binary, *only, *clusters, *timeout, *until)
 	}
-	fmt.Printf("e2e: %d stories passed, %d failed, %d skipped in %s\n", ended.passed, len(ended.failed), ended.skipped, time.Since(start).Round(time.Second))
+	fmt.Printf("e2e: %d stories passed, %d failed, %d skipped, %d not played in %s\n",
+		ended.passed, len(ended.failed), ended.skipped, len(ended.late), time.Since(start).Round(time.Second))
 	for _, f := range ended.failed {
 		fmt.Printf("e2e: failed: %s\n%s", f.name, strings.Join(f.said, ""))
+	}
+	if len(ended.late) > 0 {
+		fmt.Printf("e2e: no time for these stories, which make e2e RUN=NAME plays: %s\n", strings.Join(ended.late, " "))
 	}
 	return err
 }
@@ -96,41 +102,37 @@ func playAll(ctx context.Context, ended *results, path, binary, only string, clu
 		return err
 	}
 	if clusters > 1 {
-		restore, err := raise(instancesFile, instancesOfAll)
-		if err != nil {
-			fmt.Println("e2e: one cluster at once, which takes longer: several have more inotify instances than they may:", err)
+		restore, raiseErr := raise(instancesFile, instancesOfAll)
+		if raiseErr != nil {
+			fmt.Println("e2e: one cluster at once, which takes longer: several have more inotify instances than they may:", raiseErr)
 			clusters = 1
 		}
 		defer func() { err = errors.Join(err, restore()) }()
 	}
-	stories, err := queue.Write(path, order(names))
+	q, err := queue.Write(path, order(names))
 	if err != nil {
 		return err
 	}
 	clusters = min(clusters, len(names))
 	fmt.Printf("e2e: %d stories on %d clusters\n", len(names), clusters)
 	played := make(chan struct{})
-	var late []string
 	var closing errgroup.Group
 	closing.Go(func() (err error) {
-		late, err = closeAt(ctx, stories, until, played)
+		ended.late, err = closeAt(ctx, q, until, played)
 		return err
 	})
 	err = play(ctx, ended, binary, clusters, timeout, "-test.run=.", queueVariable+"="+path)
 	close(played)
 	err = errors.Join(err, closing.Wait())
-	if len(late) > 0 {
-		fmt.Printf("e2e: the time was over before these stories began; make e2e RUN=NAME plays one: %s\n", strings.Join(late, " "))
-	}
-	if missing := len(names) - len(late) - ended.passed - ended.skipped - len(ended.failed); missing > 0 {
+	if missing := ended.missing(len(names)); missing > 0 {
 		err = errors.Join(err, fmt.Errorf("%d of %d stories did not end", missing, len(names)))
 	}
 	return err
 }
 
-// closeAt removes the stories that are not required from the queue at a time, unless that is zero or all are played before, and answers
-// them.
-func closeAt(ctx context.Context, stories queue.Queue, until int64, played <-chan struct{}) ([]string, error) {
+// closeAt waits for a time, removes the stories that are not required from the queue, and returns them. It removes none if the time is
+// zero, or if all stories are played before.
+func closeAt(ctx context.Context, q queue.Queue, until int64, played <-chan struct{}) ([]string, error) {
 	if until == 0 {
 		return nil, nil
 	}
@@ -138,7 +140,7 @@ func closeAt(ctx context.Context, stories queue.Queue, until int64, played <-cha
 	case <-played:
 		return nil, nil
 	case <-time.After(time.Until(time.Unix(until, 0))):
-		return stories.Keep(ctx, required...)
+		return q.Keep(ctx, required...)
 	}
 }
 
@@ -174,9 +176,14 @@ func compile(ctx context.Context, tmp string) (string, error) {
 type results struct {
 	passed, skipped int
 	failed          []failure
+	// late are the stories for which there was no time.
+	late []string
 	// playing are the stories that the clusters play now, by the clusters' labels.
 	playing map[string]*story
 }
+
+// missing is how many of so many stories have neither ended nor been left out.
+func (t *results) missing(of int) int { return of - len(t.late) - t.passed - t.skipped - len(t.failed) }
 
 type failure struct {
 	name string
@@ -261,8 +268,8 @@ var slow = map[string]int{
 	"TestEditedConfiguration": 95, "TestKubectlGPU": 95, "TestMPSNamespaces": 95,
 }
 
-// required are the stories whose results make dropin-end adds up.
-var required = []string{"TestPublishedManifests", "TestQuota", "TestValuesOfNVIDIAsCharts"}
+// required are the stories whose results make dropin-end adds up (test/dropin, Report).
+var required = []string{"TestPublishedManifests", "TestQuota"}
 
 // order is the one in which the stories are played: those that are required, those that take longest, so that no cluster has a long one
 // left at the end, and the others in a new order each time, so that a run without time for all leaves others out than the last one.

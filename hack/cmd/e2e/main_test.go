@@ -10,6 +10,9 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
+
+	"github.com/tandem-gpu/tandem/hack/queue"
 )
 
 // Required stories come first, then the slow ones, then the others, each once.
@@ -29,6 +32,47 @@ func TestOrder(t *testing.T) {
 	}
 	if len(orders) < 2 {
 		t.Errorf("50 times the same order: %v", orders)
+	}
+}
+
+// After the time, the queue has required stories only. Without a limit, or once all are played, it has what it had.
+func TestNoStoryBeginsLate(t *testing.T) {
+	names := []string{"TestQuota", "A", "B"}
+	running, played := make(chan struct{}), make(chan struct{})
+	close(played)
+	for _, c := range []struct {
+		name      string
+		until     int64
+		played    <-chan struct{}
+		late, has string
+	}{
+		{"late", 1, running, "A B", "TestQuota"},
+		{"no limit", 0, running, "", "TestQuota A B"},
+		{"all are played", time.Now().Add(time.Hour).Unix(), played, "", "TestQuota A B"},
+	} {
+		q, err := queue.Write(filepath.Join(t.TempDir(), "queue"), names)
+		if err != nil {
+			t.Fatal(err)
+		}
+		late, err := closeAt(t.Context(), q, c.until, c.played)
+		var has []string
+		for {
+			name, ok, err := q.Take(t.Context())
+			if err != nil {
+				t.Fatal(err)
+			}
+			if !ok {
+				break
+			}
+			has = append(has, name)
+		}
+		if strings.Join(late, " ") != c.late || strings.Join(has, " ") != c.has || err != nil {
+			t.Errorf("%s: late are %v, the queue has %v (%v)", c.name, late, has, err)
+		}
+		ended := results{passed: 1, late: late}
+		if got, want := ended.missing(len(names)), len(has)-1; got != want {
+			t.Errorf("%s: %d are missing, want %d", c.name, got, want)
+		}
 	}
 }
 
