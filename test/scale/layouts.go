@@ -12,6 +12,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/informers"
@@ -78,8 +79,8 @@ func (r *run) compareLayouts(ctx context.Context) error {
 	if err := r.removePending(ctx); err != nil {
 		return err
 	}
-	if err := r.client.ResourceV1().ResourceSlices().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{}); err != nil {
-		return fmt.Errorf("delete slices: %w", err)
+	if err := r.removeSlices(ctx); err != nil {
+		return err
 	}
 	class := &resourceapi.DeviceClass{
 		ObjectMeta: metav1.ObjectMeta{Name: layoutDriver},
@@ -239,8 +240,8 @@ func (r *run) removeLayout(ctx context.Context, names []string) error {
 	}); err != nil {
 		return fmt.Errorf("remove what was scheduled: %w", err)
 	}
-	if err := r.client.ResourceV1().ResourceSlices().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{}); err != nil {
-		return fmt.Errorf("delete slices: %w", err)
+	if err := r.removeSlices(ctx); err != nil {
+		return err
 	}
 	return r.await(ctx, "claims to be gone", func() (int, int) {
 		claims, err := r.client.ResourceV1().ResourceClaims(layoutNamespace).List(ctx, metav1.ListOptions{})
@@ -249,4 +250,30 @@ func (r *run) removeLayout(ctx context.Context, names []string) error {
 		}
 		return -len(claims.Items), 0
 	})
+}
+
+// removeSlices removes all slices, one by one: one request for 16,000 of them takes longer than the API server allows.
+func (r *run) removeSlices(ctx context.Context) error {
+	published := r.client.ResourceV1().ResourceSlices()
+	for {
+		page, err := published.List(ctx, metav1.ListOptions{Limit: 500})
+		if err != nil {
+			return fmt.Errorf("list slices: %w", err)
+		}
+		if len(page.Items) == 0 {
+			return nil
+		}
+		names := make([]string, len(page.Items))
+		for i := range page.Items {
+			names[i] = page.Items[i].Name
+		}
+		if err := r.each(ctx, names, func(ctx context.Context, name string) error {
+			if err := published.Delete(ctx, name, metav1.DeleteOptions{}); err != nil && !apierrors.IsNotFound(err) {
+				return err
+			}
+			return nil
+		}); err != nil {
+			return fmt.Errorf("delete slices: %w", err)
+		}
+	}
 }
