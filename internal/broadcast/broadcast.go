@@ -42,6 +42,16 @@ func (s *Signal) Notify() {
 	}
 }
 
+// Happened reports whether a channel of Changed is closed. It does not wait. Safe for concurrent use.
+func Happened(changed <-chan struct{}) bool {
+	select {
+	case <-changed:
+		return true
+	default:
+		return false
+	}
+}
+
 // Await calls done at once and after each change. It returns true once done does, and false if ctx ends first. changed is the method
 // Changed of a Signal or of a component that has one. Concurrent calls are safe.
 func Await(ctx context.Context, changed func() <-chan struct{}, done func() bool) bool {

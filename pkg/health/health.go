@@ -234,24 +234,18 @@ func (i *Inventory) follow(ctx context.Context) error {
 	source, specs, xids := i.config.Changed(), i.config.Specs.Changed(), i.xids.Changed()
 	i.changed.Notify() // they may have changed since Inventory was first read
 	for {
-		// Also if something else woke the loop, and if the review below ends what came: Inventory may have been read in between.
-		select {
-		case <-source:
+		// Each change is announced, whatever woke the loop. Readers may have read an XID that the review below ends at once.
+		if broadcast.Happened(source) {
 			source = i.config.Changed()
 			i.changed.Notify()
-		default:
 		}
-		select {
-		case <-specs:
+		if broadcast.Happened(specs) {
 			specs = i.config.Specs.Changed()
 			i.changed.Notify()
-		default:
 		}
-		select {
-		case <-xids:
+		if broadcast.Happened(xids) {
 			xids = i.xids.Changed()
 			i.changed.Notify()
-		default:
 		}
 		ledger := i.config.Ledger.Changed()
 		reads := map[string]time.Time{}

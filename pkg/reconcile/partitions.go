@@ -128,19 +128,10 @@ func (r *Reconciler) Clear(ctx context.Context) error {
 		r.turn(ctx, "clears devices")
 		// More than one may be ready, in any order.
 		c.recordAll(ctx)
-		if isClosed(unused) || isClosed(settingsChanged) {
+		if broadcast.Happened(unused) || broadcast.Happened(settingsChanged) {
 			unused = r.unused.Changed()
 			c.retryWaiting()
 		}
-	}
-}
-
-func isClosed(signal <-chan struct{}) bool {
-	select {
-	case <-signal:
-		return true
-	default:
-		return false
 	}
 }
 
