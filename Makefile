@@ -20,8 +20,8 @@ demo: ## the main job on a real one-node cluster with 8 simulated H100s (RECORD=
 demo-down: ## remove the demo's cluster
 	$(call run,demo) down
 
-# make test is to end within 90 minutes, and a slow machine compiles for half of them. So no story begins later than 65 minutes after
-# the start, but those that dropin-end needs; e2e names the stories that were not played. torture-ci and scale come after the stories.
+# make test must end within 90 minutes, and a slow machine compiles for half of that time. 65 minutes after the start, e2e begins only the
+# stories whose results dropin-end needs, and names the others. The rest of the time is for torture-ci and scale.
 started := $(shell date +%s)
 
 .PHONY: test

@@ -79,9 +79,9 @@ func run(ctx context.Context, args []string) (err error) {
 	}
 	var ended results
 	if _, kept := os.LookupEnv(keepVariable); kept || strings.Contains(*only, "/") {
-		err = play(ctx, &ended, binary, 1, *timeout, "-test.run="+*only)
+		err = play(ctx, &ended, binary, 1, "-test.run="+*only)
 	} else {
-		err = playAll(ctx, &ended, filepath.Join(tmp, "queue"), binary, *only, *clusters, *timeout, *until)
+		err = playAll(ctx, &ended, filepath.Join(tmp, "queue"), binary, *only, *clusters, *until)
 	}
 	fmt.Printf("e2e: %d stories passed, %d failed, %d skipped, %d not played in %s\n",
 		ended.passed, len(ended.failed), ended.skipped, len(ended.late), time.Since(start).Round(time.Second))
@@ -94,9 +94,8 @@ func run(ctx context.Context, args []string) (err error) {
 	return err
 }
 
-// playAll plays the stories that match, from a queue. It fails where one of them did not end, unless the time for them was over before
-// it began.
-func playAll(ctx context.Context, ended *results, path, binary, only string, clusters int, timeout time.Duration, until int64) (err error) {
+// playAll plays the stories that match from a queue, in the file path. It fails if a story did not end, unless closeAt removed it.
+func playAll(ctx context.Context, ended *results, path, binary, only string, clusters int, until int64) (err error) {
 	names, err := list(ctx, binary, only)
 	if err != nil {
 		return err
@@ -121,7 +120,7 @@ func playAll(ctx context.Context, ended *results, path, binary, only string, clu
 		ended.late, err = closeAt(ctx, q, until, played)
 		return err
 	})
-	err = play(ctx, ended, binary, clusters, timeout, "-test.run=.", queueVariable+"="+path)
+	err = play(ctx, ended, binary, clusters, "-test.run=.", queueVariable+"="+path)
 	close(played)
 	err = errors.Join(err, closing.Wait())
 	if missing := ended.missing(len(names)); missing > 0 {
@@ -144,14 +143,15 @@ func closeAt(ctx context.Context, q queue.Queue, until int64, played <-chan stru
 	}
 }
 
-// play runs the program of the stories on so many clusters.
-func play(ctx context.Context, ended *results, binary string, clusters int, timeout time.Duration, run string, env ...string) error {
+// play runs the program of the stories on so many clusters. ctx limits its time: the limit of package testing would end a program
+// before it has removed its cluster.
+func play(ctx context.Context, ended *results, binary string, clusters int, run string, env ...string) error {
 	var programs []sidebyside.Program
 	for i := range clusters {
 		letter := string(rune('a' + i))
 		programs = append(programs, sidebyside.Program{
 			Label: letter, Path: binary, Dir: stories,
-			Args: []string{"-test.v", "-test.count=1", "-test.timeout=" + timeout.String(), run},
+			Args: []string{"-test.v", "-test.count=1", "-test.timeout=0", run},
 			Env:  append(append(os.Environ(), env...), logsVariable+"="+filepath.Join(os.TempDir(), "tandem-e2e-logs-"+letter)),
 		})
 	}
