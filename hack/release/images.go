@@ -31,14 +31,11 @@ type archImage struct {
 
 // makeImage builds the image and writes it to layoutDir under the name by which the chart pins it.
 func (b build) makeImage(ctx context.Context, d *Description) ([]archImage, error) {
-	o := image.Options{
+	dir, digest, err := image.BuildIndex(ctx, image.Options{
 		Version: b.source.version, Commit: b.source.commit, Root: b.Root, Out: filepath.Join(b.work, "image"), Pinned: !b.AnyToolchain,
-		Ref: d.Image + ":" + d.Version, Package: b.Package, ControllerPackage: b.ControllerPackage, Progress: b.Progress,
-	}
-	if b.OnlyArch != "" {
-		o.Architectures = []string{b.OnlyArch}
-	}
-	dir, digest, err := image.BuildIndex(ctx, o)
+		Ref: d.Image + ":" + d.Version, Package: b.Package, ControllerPackage: b.ControllerPackage, Architectures: b.Architectures,
+		Progress: b.Progress,
+	})
 	if err != nil {
 		return nil, err
 	}

@@ -34,11 +34,11 @@ type Options struct {
 	Registry string
 	// Root is the checkout to release.
 	Root string
-	// Package and ControllerPackage replace programs of the image in tests, as image.Options has them.
+	// Package and ControllerPackage replace programs of the image in tests, and Architectures those of its index, as image.Options has them.
 	Package, ControllerPackage string
-	// NoPlugins leaves the plugins of kubectl out, and OnlyArch the images of other architectures (GOARCH), in tests that install the image.
+	Architectures              []string
+	// NoPlugins leaves the plugins of kubectl out, in tests of the image.
 	NoPlugins bool
-	OnlyArch  string
 	// AnyToolchain allows another Go release, other compilers and another C library than those that releases are made
 	// with. The bytes are then those of this machine only.
 	AnyToolchain bool

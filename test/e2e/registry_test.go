@@ -164,7 +164,7 @@ func (s *story) release(version, registry string) (release.Description, string) 
 	d, err := release.Build(s.ctx, release.Options{
 		Version: version, Out: out, Root: checkout, Registry: registry + "/gpu", AnyToolchain: true, Progress: io.Discard,
 		// Compiling for the other architecture takes minutes.
-		NoPlugins: true, OnlyArch: runtime.GOARCH,
+		NoPlugins: true, Architectures: []string{runtime.GOARCH},
 	})
 	if err != nil {
 		s.Fatal(err)
