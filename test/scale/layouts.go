@@ -65,14 +65,6 @@ func onePool(published []resourceapi.ResourceSlice) []resourceapi.ResourceSlice 
 	return merged
 }
 
-// rounds is how often each layout is measured, and roundsOfMany how often where nodes are more than manyNodes: making their slices takes
-// minutes.
-const (
-	rounds       = 3
-	roundsOfMany = 1
-	manyNodes    = 500
-)
-
 // compareLayouts measures how many pods with a claim the scheduler binds in a second: for whole GPUs, and for partitions on demand with
 // Tandem's slices and with the same devices in NVIDIA's layout, in turns. The layouts of whole GPUs are the same.
 func (r *run) compareLayouts(ctx context.Context) error {
@@ -99,9 +91,9 @@ func (r *run) compareLayouts(ctx context.Context) error {
 	attributes := "device.attributes['" + layoutDriver + "']"
 	partition := cel(attributes + ".type == 'mig' && " + attributes + ".profile == '1g.10gb'")
 	pods = min(r.Nodes, 500)
-	rates, rounds := map[string][]float64{}, rounds
-	if r.Nodes > manyNodes {
-		rounds = roundsOfMany
+	rates, rounds := map[string][]float64{}, 3
+	if r.Nodes > 500 {
+		rounds = 1 // to create the slices of so many nodes takes minutes
 	}
 	for round := range rounds {
 		for i := range layouts {
