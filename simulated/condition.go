@@ -333,7 +333,8 @@ func (g *gpu) GetSupportedClocksEventReasons() (uint64, nvml.Return) {
 // recoveryActionSince is the first driver branch that knows the recovery action (assumed: nvidia-smi -q shows it from R570 on).
 const recoveryActionSince = 570
 
-// fieldValues answer a field, by number. Flags are unsigned ints and ECC counters unsigned long longs, as NVML has them.
+// fieldValues answer a field, by number. The recovery action is an unsigned int, the others are unsigned long longs: a recording of an H100
+// has them so (pkg/nvml/testdata/recordings).
 var fieldValues = map[uint32]func(*gpu) (any, nvml.Return){
 	nvml.FI_DEV_ECC_SBE_VOL_TOTAL: eccField(nvml.MEMORY_ERROR_TYPE_CORRECTED, nvml.VOLATILE_ECC),
 	nvml.FI_DEV_ECC_DBE_VOL_TOTAL: eccField(nvml.MEMORY_ERROR_TYPE_UNCORRECTED, nvml.VOLATILE_ECC),
@@ -361,14 +362,14 @@ func eccField(kind nvml.MemoryErrorType, counter nvml.EccCounterType) func(*gpu)
 func pagesField(read func(RetiredPages) uint32) func(*gpu) (any, nvml.Return) {
 	return func(g *gpu) (any, nvml.Return) {
 		if !g.retiresPages() {
-			return nil, nvml.ERROR_NOT_SUPPORTED
+			return uint64(0), nvml.ERROR_NOT_SUPPORTED
 		}
-		return read(g.condition().pages), nvml.SUCCESS
+		return uint64(read(g.condition().pages)), nvml.SUCCESS
 	}
 }
 
 func rowsField(read func(RowRemap) uint32) func(*gpu) (any, nvml.Return) {
-	return func(g *gpu) (any, nvml.Return) { return read(g.condition().rows), g.rowsReadable() }
+	return func(g *gpu) (any, nvml.Return) { return uint64(read(g.condition().rows)), g.rowsReadable() }
 }
 
 // GetFieldValues answers each field with a return code of its own (nvml.h). A field that the driver or the GPU does not know is
@@ -385,15 +386,15 @@ func (g *gpu) GetFieldValues(values []nvml.FieldValue) nvml.Return {
 		ret := cmp.Or(failing[v.FieldId], nvml.ERROR_NOT_SUPPORTED)
 		if known && failing[v.FieldId] == nvml.SUCCESS {
 			var value any
-			if value, ret = read(g); ret == nvml.SUCCESS {
-				putField(v, value)
-			}
+			value, ret = read(g)
+			putField(v, value)
 		}
 		v.NvmlReturn = uint32(ret)
 	}
 	return nvml.SUCCESS
 }
 
+// putField has a value also where the field is not supported: NVML then answers its type.
 func putField(into *nvml.FieldValue, value any) {
 	switch value := value.(type) {
 	case uint32:

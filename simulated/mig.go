@@ -102,11 +102,19 @@ func (g *gpu) GetMaxMigDeviceCount() (int, nvml.Return) {
 	return g.geometry.ComputeSlices, nvml.SUCCESS
 }
 
+// instanceProfiles is how many GPU instance profiles a driver knows: 17 up to R580 (pkg/nvml/testdata/recordings), later as many as go-nvml.
+func (d Driver) instanceProfiles() int {
+	if branch, _ := majorMinor(d.Version); branch <= 580 {
+		return 17
+	}
+	return nvml.GPU_INSTANCE_PROFILE_COUNT
+}
+
 func (g *gpu) GetGpuInstanceProfileInfo(profile int) (nvml.GpuInstanceProfileInfo, nvml.Return) {
 	switch {
 	case !g.hasMIG():
 		return nvml.GpuInstanceProfileInfo{}, nvml.ERROR_NOT_SUPPORTED
-	case profile < 0 || profile >= nvml.GPU_INSTANCE_PROFILE_COUNT:
+	case profile < 0 || profile >= g.sys.profile.Driver.instanceProfiles():
 		return nvml.GpuInstanceProfileInfo{}, nvml.ERROR_INVALID_ARGUMENT
 	}
 	for i := range g.geometry.Profiles {

@@ -151,8 +151,12 @@ func (g *gpu) GetGpuFabricInfo() (nvml.GpuFabricInfo, nvml.Return) {
 
 // GetGpuFabricInfo_v4 is the only call with the fabric's health that can be simulated; GetGpuFabricInfoV needs the C library.
 func (g *gpu) GetGpuFabricInfo_v4() (nvml.GpuFabricInfo_v4, nvml.Return) { //nolint:revive // the name is go-nvml's
-	if !g.inFabric() {
+	switch {
+	case !g.model.FabricInfo:
 		return nvml.GpuFabricInfo_v4{}, nvml.ERROR_NOT_SUPPORTED
+	case !g.inFabric():
+		// A recording of an H100 SXM without NVLink has this answer (pkg/nvml/testdata/recordings).
+		return nvml.GpuFabricInfo_v4{State: nvml.GPU_FABRIC_STATE_NOT_SUPPORTED}, nvml.SUCCESS
 	}
 	group, _ := groupOf(g.sys.profile, g.place)
 	fault := g.condition().fabric

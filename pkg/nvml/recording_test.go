@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -96,6 +97,61 @@ func TestProfileOfARecording(t *testing.T) {
 			}
 			if diff := cmp.Diff(first.Machine.PCI, second.Machine.PCI); diff != "" {
 				t.Errorf("the replayed machine has another PCI bus (-recorded +replayed):\n%s", diff)
+			}
+		})
+	}
+}
+
+// measured are the parts of an answer that are another one each time.
+var measured = regexp.MustCompile(`"(LatencyUsec|Timestamp)":\d+`)
+
+// The simulation of a real machine, made of its recording, answers every call as the real machine did, and the agent sees the same GPUs.
+func TestRecordingsOfRealMachines(t *testing.T) {
+	files, err := filepath.Glob("testdata/recordings/*.json")
+	if err != nil || len(files) == 0 {
+		t.Fatalf("no recordings: %v", err)
+	}
+	for _, file := range files {
+		t.Run(filepath.Base(file), func(t *testing.T) {
+			data, err := os.ReadFile(file)
+			if err != nil {
+				t.Fatal(err)
+			}
+			var real struct {
+				Inventory any    `json:"inventory"`
+				Calls     []Call `json:"calls"`
+			}
+			if err := json.Unmarshal(data, &real); err != nil {
+				t.Fatal(err)
+			}
+			rec, err := recording.Read(bytes.NewReader(data))
+			if err != nil {
+				t.Fatal(err)
+			}
+			profile, assumed, err := rec.Profile("recorded")
+			if err != nil || len(assumed) > 0 {
+				t.Fatalf("%v, assumed: %s", err, strings.Join(assumed, "\n"))
+			}
+			report := Inspect(t.Context(), hostOf(t, t.TempDir(), profile))
+			calls, simulated := answers(Report{Calls: real.Calls}), answers(report)
+			for _, all := range [][]Call{calls, simulated} {
+				for i := range all {
+					all[i].Values = measured.ReplaceAll(all[i].Values, []byte(`"$1":0`))
+				}
+			}
+			if diff := cmp.Diff(calls, simulated); diff != "" {
+				t.Errorf("the simulation answers otherwise (-real +simulated):\n%s", diff)
+			}
+			data, err = json.Marshal(report.Inventory)
+			if err != nil {
+				t.Fatal(err)
+			}
+			var inventory any
+			if err := json.Unmarshal(data, &inventory); err != nil {
+				t.Fatal(err)
+			}
+			if diff := cmp.Diff(real.Inventory, inventory); diff != "" {
+				t.Errorf("the agent sees another machine (-real +simulated):\n%s", diff)
 			}
 		})
 	}

@@ -27,6 +27,7 @@ type control struct {
 	multiUser bool
 	log       *os.File
 	stop      chan struct{}
+	once      sync.Once // closes stop
 
 	mu      sync.Mutex
 	threads float64
@@ -34,6 +35,8 @@ type control struct {
 	limits  map[string]int64
 	server  *server
 	clients []int
+	// fewer is signalled when a client goes.
+	fewer *sync.Cond
 }
 
 // server is the process that clients share.
@@ -68,6 +71,7 @@ func daemon(multiUser bool) int {
 		return 1
 	}
 	c := &control{multiUser: multiUser, stop: make(chan struct{}), threads: cmp.Or(defaults.Threads, 100), limits: defaults.Limits}
+	c.fewer = sync.NewCond(&c.mu)
 	if list := os.Getenv("CUDA_VISIBLE_DEVICES"); list != "" {
 		c.devices = strings.Split(list, ",")
 	}
@@ -176,20 +180,48 @@ func (c *control) command(connection *net.UnixConn) {
 		if word, _ := fault(MPSControl); word == FaultMute {
 			continue
 		}
-		text, err := c.obey(strings.Fields(line))
+		words := strings.Fields(line)
+		text, err := c.obey(words)
 		a := answer{Text: text}
 		if err != nil {
 			a = answer{Text: err.Error(), Failed: true}
 		}
-		if answers.Encode(a) != nil {
+		word, _ := fault(MPSControl)
+		quits := words[0] == "quit" && err == nil && word != FaultStubborn
+		if quits {
+			c.awaitClients(words)
+		}
+		if answers.Encode(a) != nil && !quits {
 			return
 		}
-		if strings.HasPrefix(line, "quit") && err == nil {
-			if word, _ := fault(MPSControl); word != FaultStubborn {
-				close(c.stop)
-				return
-			}
+		if quits {
+			c.once.Do(func() { close(c.stop) })
+			return
 		}
+	}
+}
+
+// awaitClients returns when the last client is gone. A daemon of R580 answers "quit" only then, and ends then even if the sender has ended
+// before (docs/dev/hardware.md). "quit -t 5" waits for five seconds at most.
+func (c *control) awaitClients(words []string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	late := false
+	if len(words) == 3 && words[1] == "-t" {
+		seconds, err := strconv.Atoi(words[2])
+		if err != nil {
+			return
+		}
+		timer := time.AfterFunc(time.Duration(seconds)*time.Second, func() {
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			late = true
+			c.fewer.Broadcast()
+		})
+		defer timer.Stop()
+	}
+	for len(c.clients) > 0 && !late {
+		c.fewer.Wait()
 	}
 }
 
@@ -285,6 +317,7 @@ func (c *control) client(connection *net.UnixConn) {
 	if i := slices.Index(c.clients, pid); i >= 0 {
 		c.clients = slices.Delete(c.clients, i, i+1)
 	}
+	c.fewer.Broadcast()
 }
 
 func peer(connection *net.UnixConn) (pid int, uid uint32) {
