@@ -8,6 +8,7 @@ import (
 	"context"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -55,6 +56,24 @@ func (c *Cluster) makeImages(ctx context.Context, pauseProgram string) ([]string
 // Stories call it for programs whose images they cannot pull. The image's user is not root, because charts require that.
 func WriteProgramImage(archive, reference, program, inImage string) error {
 	return writeImage(archive, reference, map[string]string{inImage: program}, nil, v1.Config{User: "65534"})
+}
+
+// WriteRootImage writes an image archive for LoadImage whose files are the regular files below a directory of the host, all of them
+// executable.
+func WriteRootImage(archive, reference, dir string) error {
+	files := map[string]string{}
+	err := filepath.WalkDir(dir, func(path string, entry fs.DirEntry, err error) error {
+		if err != nil || !entry.Type().IsRegular() {
+			return err
+		}
+		below, err := filepath.Rel(dir, path)
+		files[below] = path
+		return err
+	})
+	if err != nil {
+		return fmt.Errorf("make image %s: %w", reference, err)
+	}
+	return writeImage(archive, reference, files, nil, v1.Config{})
 }
 
 // writeImage writes an image of one layer. files maps a path in the image to a file of the host; links point to /bin/busybox.

@@ -31,8 +31,8 @@ type Programs struct {
 	Simulated string
 }
 
-// Build compiles the programs for this machine's architecture into a directory: the test binary, the agent, mps-daemon, static runc and
-// nvidia-cdi-hook, a CUDA program, and a root directory for containers.
+// Build compiles the programs for this machine's architecture into a directory: the test binary, the agent, mps-daemon, kubectl-gpu, static
+// runc and nvidia-cdi-hook, a CUDA program, and a root directory for containers.
 func Build(ctx context.Context, dir string, progress io.Writer) (Programs, error) {
 	root, err := gotool.Root(ctx)
 	if err != nil {
@@ -65,6 +65,13 @@ func Build(ctx context.Context, dir string, progress io.Writer) (Programs, error
 	cmd.Dir = root
 	if out, err := cmd.CombinedOutput(); err != nil {
 		return Programs{}, fmt.Errorf("compile the tests of hardware: %w\n%s", err, out)
+	}
+	fmt.Fprintln(progress, "compiling kubectl-gpu")
+	cmd = gotool.Command(ctx, dir, []string{"CGO_ENABLED=0"}, "build", "-trimpath", "-ldflags", gotool.LDFlags("hardware", "none"),
+		"-o", filepath.Join(dir, "kubectl-gpu"), "./cmd/kubectl-gpu")
+	cmd.Dir = root
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return Programs{}, fmt.Errorf("compile kubectl-gpu: %w\n%s", err, out)
 	}
 	if err := compile(ctx, "cuda.c", filepath.Join(dir, "cuda"), "-ldl"); err != nil {
 		return Programs{}, err

@@ -32,10 +32,13 @@ const (
 	ResourceName   = "nvidia.com/gpu"
 )
 
+// RealGPUs, as Options.Profile, installs the chart for GPUs that the nodes have.
+const RealGPUs = "none"
+
 // Options say what to install. The zero value installs the chart of the module around the working directory with eight
 // simulated H100s on each node.
 type Options struct {
-	// Profile is the simulated machine of every node; DefaultProfile when empty.
+	// Profile is the simulated machine of every node; DefaultProfile when empty. RealGPUs stands for the nodes' own GPUs.
 	Profile string
 	// Image is the tarball of an image built before, named image.DefaultRef. When empty, the process's first installation builds it.
 	Image string
@@ -92,7 +95,7 @@ func apply(ctx context.Context, c *cluster.Cluster, o Options, verb ...string) e
 	if err != nil {
 		return fmt.Errorf("install Tandem: %w", err)
 	}
-	s.Say("helm %s: simulated machine %s", verb[0], o.Profile)
+	s.Say("helm %s: simulated machine: %s", verb[0], o.Profile)
 	args := append(verb, Release, filepath.Join(root, "deployments", "helm", "tandem"), "--namespace", Namespace)
 	if err := helm(ctx, c, append(args, valueArgs(o, loaded)...)...); err != nil {
 		return fmt.Errorf("install Tandem: %w", err)
@@ -110,10 +113,12 @@ func apply(ctx context.Context, c *cluster.Cluster, o Options, verb ...string) e
 func valueArgs(o Options, digest string) []string {
 	repository, tag, _ := strings.Cut(image.DefaultRef, ":")
 	args := []string{
-		"--set=simulated.profile=" + o.Profile,
 		"--set=image.repository=" + repository,
 		"--set=image.tag=" + tag,
 		"--set=image.pullPolicy=Never",
+	}
+	if o.Profile != RealGPUs {
+		args = append(args, "--set=simulated.profile="+o.Profile)
 	}
 	if digest != "" {
 		// The name of the image never changes, so this is what restarts the agents when its contents do.

@@ -522,8 +522,8 @@ func container(t *testing.T, b *bench) {
 		t.Skipf("runc starts no container at all here: %v: %s", err, out)
 	}
 	g := b.first()
-	if b.report.Layout.SMI != "" {
-		out, err := c.run(t, process{args: []string{"/usr/bin/nvidia-smi", "-L"}, device: g.UUID})
+	if smi := b.smiInContainer(t); smi != "" {
+		out, err := c.run(t, process{args: []string{smi, "-L"}, device: g.UUID})
 		if err != nil || !bytes.Contains(out, []byte(g.UUID)) {
 			t.Errorf("nvidia-smi -L in the container: %v: %s", err, out)
 		}
@@ -542,6 +542,24 @@ func container(t *testing.T, b *bench) {
 		t.Errorf("without the device a CUDA program works: %s", out)
 	}
 	t.Logf("without the device: %s", bytes.TrimSpace(out))
+}
+
+// smiInContainer is where a container has nvidia-smi, or empty. It is not in /usr/bin where the driver has directories of its own.
+func (b *bench) smiInContainer(t *testing.T) string {
+	t.Helper()
+	edits, err := b.node.ContainerEdits(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, m := range edits.Common.Mounts {
+		if filepath.Base(m.ContainerPath) == "nvidia-smi" {
+			return m.ContainerPath
+		}
+	}
+	if b.report.Layout.SMI != "" {
+		t.Errorf("the driver has %s, and the CDI spec does not mount it", b.report.Layout.SMI)
+	}
+	return ""
 }
 
 // specDir writes the CDI spec, and returns its directory.

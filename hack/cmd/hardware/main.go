@@ -109,7 +109,7 @@ func runTests(ctx context.Context, out, profile, file, tests string) error {
 		}
 		env = append(env, more...)
 	}
-	var args []string
+	args := []string{"-test.timeout=2h"} // the programs of the cluster may have to be built
 	if tests != "" {
 		args = append(args, "-test.run="+tests)
 	}
