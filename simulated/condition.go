@@ -333,8 +333,8 @@ func (g *gpu) GetSupportedClocksEventReasons() (uint64, nvml.Return) {
 // recoveryActionSince is the first driver branch that knows the recovery action (assumed: nvidia-smi -q shows it from R570 on).
 const recoveryActionSince = 570
 
-// fieldValues answer a field, by number. The recovery action is an unsigned int, the others are unsigned long longs: a recording of an H100
-// has them so (pkg/nvml/testdata/recordings).
+// fieldValues answer a field, by number. The recovery action is an unsigned int, the others are unsigned long longs: those of remapped rows
+// and of pending retired pages in a recording of an H100 (pkg/nvml/testdata/recordings), the rest by assumption.
 var fieldValues = map[uint32]func(*gpu) (any, nvml.Return){
 	nvml.FI_DEV_ECC_SBE_VOL_TOTAL: eccField(nvml.MEMORY_ERROR_TYPE_CORRECTED, nvml.VOLATILE_ECC),
 	nvml.FI_DEV_ECC_DBE_VOL_TOTAL: eccField(nvml.MEMORY_ERROR_TYPE_UNCORRECTED, nvml.VOLATILE_ECC),
@@ -369,7 +369,12 @@ func pagesField(read func(RetiredPages) uint32) func(*gpu) (any, nvml.Return) {
 }
 
 func rowsField(read func(RowRemap) uint32) func(*gpu) (any, nvml.Return) {
-	return func(g *gpu) (any, nvml.Return) { return uint64(read(g.condition().rows)), g.rowsReadable() }
+	return func(g *gpu) (any, nvml.Return) {
+		if ret := g.rowsReadable(); ret != nvml.SUCCESS {
+			return uint64(0), ret
+		}
+		return uint64(read(g.condition().rows)), nvml.SUCCESS
+	}
 }
 
 // GetFieldValues answers each field with a return code of its own (nvml.h). A field that the driver or the GPU does not know is

@@ -102,7 +102,8 @@ func (g *gpu) GetMaxMigDeviceCount() (int, nvml.Return) {
 	return g.geometry.ComputeSlices, nvml.SUCCESS
 }
 
-// instanceProfiles is how many GPU instance profiles a driver knows: 17 up to R580 (pkg/nvml/testdata/recordings), later as many as go-nvml.
+// instanceProfiles is how many GPU instance profiles a driver knows. R580 knows 17 (pkg/nvml/testdata/recordings). Older drivers know fewer,
+// which the simulation leaves out; later ones are assumed to know as many as go-nvml.
 func (d Driver) instanceProfiles() int {
 	if branch, _ := majorMinor(d.Version); branch <= 580 {
 		return 17

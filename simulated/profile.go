@@ -89,7 +89,7 @@ type Model struct {
 	// NVLinks is the number of NVLinks the GPU has; NVLinkVersion is their generation.
 	NVLinks       int    `json:"nvLinks,omitempty"`
 	NVLinkVersion uint32 `json:"nvLinkVersion,omitempty"`
-	// FabricInfo says whether the driver reports a fabric state, as it does for Hopper and later.
+	// FabricInfo says whether the driver reports a fabric state. It does for an H100 SXM, also without NVLink.
 	FabricInfo bool `json:"fabricInfo,omitempty"`
 }
 

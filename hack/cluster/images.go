@@ -67,8 +67,11 @@ func WriteRootImage(archive, reference, dir string) error {
 			return err
 		}
 		below, err := filepath.Rel(dir, path)
+		if err != nil {
+			return err
+		}
 		files[below] = path
-		return err
+		return nil
 	})
 	if err != nil {
 		return fmt.Errorf("make image %s: %w", reference, err)

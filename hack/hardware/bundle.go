@@ -53,6 +53,9 @@ func (p Programs) pack(archive *tar.Writer) error {
 		if below == "out" {
 			return fs.SkipDir // what an earlier run has recorded
 		}
+		if below == "kubectl-gpu" {
+			return nil // for the cluster, which needs this checkout
+		}
 		info, err := entry.Info()
 		if err != nil {
 			return err

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package install puts Tandem on a cluster of hack/cluster the way a user does: it builds the image, loads it into every
-// node (there is no registry), runs Helm with the chart of this checkout on simulated GPUs, and waits until both APIs
-// offer them. It starts no cluster and knows nothing of how the agent works.
+// node (there is no registry), runs Helm with the chart of this checkout, for simulated GPUs or for those of the nodes, and
+// waits until both APIs offer them. It starts no cluster and knows nothing of how the agent works.
 package install
 
 import (
@@ -95,7 +95,11 @@ func apply(ctx context.Context, c *cluster.Cluster, o Options, verb ...string) e
 	if err != nil {
 		return fmt.Errorf("install Tandem: %w", err)
 	}
-	s.Say("helm %s: simulated machine: %s", verb[0], o.Profile)
+	machine := "simulated machine " + o.Profile
+	if o.Profile == RealGPUs {
+		machine = "the nodes' own GPUs"
+	}
+	s.Say("helm %s: %s", verb[0], machine)
 	args := append(verb, Release, filepath.Join(root, "deployments", "helm", "tandem"), "--namespace", Namespace)
 	if err := helm(ctx, c, append(args, valueArgs(o, loaded)...)...); err != nil {
 		return fmt.Errorf("install Tandem: %w", err)

@@ -30,6 +30,9 @@ func TestValueArgs(t *testing.T) {
 			t.Errorf("%q lacks %s", args, want)
 		}
 	}
+	if args := valueArgs(Options{Profile: RealGPUs}, ""); slices.ContainsFunc(args, func(a string) bool { return strings.Contains(a, "simulated") }) {
+		t.Errorf("a simulated machine beside real GPUs: %q", args)
+	}
 	if args := valueArgs(Options{Profile: "l4x4"}, ""); slices.ContainsFunc(args, func(a string) bool { return strings.Contains(a, "podAnnotations") }) {
 		t.Errorf("an annotation without a digest: %q", args)
 	}

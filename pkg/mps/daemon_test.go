@@ -324,6 +324,37 @@ func TestADaemonThatDoesNotStart(t *testing.T) {
 	})
 }
 
+// quit returns only when the last client is gone, so a daemon with a client ends by SIGTERM.
+func TestADaemonWithAClientEnds(t *testing.T) {
+	r := newRig(t)
+	_, stop := r.run(t)
+	r.await(t)
+	held := r.client("hold")
+	out, err := held.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := held.Start(); err != nil {
+		t.Fatal(err)
+	}
+	if line, err := bufio.NewReader(out).ReadString('\n'); err != nil {
+		t.Fatalf("client: %s, %v", line, err)
+	}
+	pid := r.pid(t)
+	if err := stop(); err != nil {
+		t.Errorf("end: %v", err)
+	}
+	r.checkDown(t)
+	// A daemon that is killed leaves its file.
+	if left := r.pid(t); left != 0 {
+		t.Errorf("daemon %d was killed", left)
+	}
+	gone(t, pid)
+	if err := held.Wait(); err == nil {
+		t.Error("the client lives on without its daemon")
+	}
+}
+
 func TestADaemonThatWillNotEndIsKilled(t *testing.T) {
 	for _, word := range []string{simdriver.Stubborn, simdriver.Mute} {
 		t.Run(word, func(t *testing.T) {

@@ -102,7 +102,7 @@ func TestProfileOfARecording(t *testing.T) {
 	}
 }
 
-// measured are the parts of an answer that are another one each time.
+// measured matches values that differ in each run.
 var measured = regexp.MustCompile(`"(LatencyUsec|Timestamp)":\d+`)
 
 // The simulation of a real machine, made of its recording, answers every call as the real machine did, and the agent sees the same GPUs.
@@ -117,12 +117,18 @@ func TestRecordingsOfRealMachines(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			var real struct {
-				Inventory any    `json:"inventory"`
-				Calls     []Call `json:"calls"`
+			var recorded struct {
+				Inventory any     `json:"inventory"`
+				Calls     []Call  `json:"calls"`
+				Machine   Machine `json:"machine"`
 			}
-			if err := json.Unmarshal(data, &real); err != nil {
+			if err := json.Unmarshal(data, &recorded); err != nil {
 				t.Fatal(err)
+			}
+			for _, uuid := range regexp.MustCompile(`(GPU|MIG)-[0-9a-f-]+`).FindAll(data, -1) {
+				if !regexp.MustCompile(`^(GPU|MIG)-00000000-0000-4000-8000-`).Match(uuid) {
+					t.Errorf("%s may be the UUID of a real device: replace it by GPU-00000000-0000-4000-8000-000000000001 and the like", uuid)
+				}
 			}
 			rec, err := recording.Read(bytes.NewReader(data))
 			if err != nil {
@@ -133,14 +139,17 @@ func TestRecordingsOfRealMachines(t *testing.T) {
 				t.Fatalf("%v, assumed: %s", err, strings.Join(assumed, "\n"))
 			}
 			report := Inspect(t.Context(), hostOf(t, t.TempDir(), profile))
-			calls, simulated := answers(Report{Calls: real.Calls}), answers(report)
-			for _, all := range [][]Call{calls, simulated} {
+			calls, replayed := answers(Report{Calls: recorded.Calls}), answers(report)
+			for _, all := range [][]Call{calls, replayed} {
 				for i := range all {
 					all[i].Values = measured.ReplaceAll(all[i].Values, []byte(`"$1":0`))
 				}
 			}
-			if diff := cmp.Diff(calls, simulated); diff != "" {
-				t.Errorf("the simulation answers otherwise (-real +simulated):\n%s", diff)
+			if diff := cmp.Diff(calls, replayed); diff != "" {
+				t.Errorf("the replayed machine answers otherwise (-recorded +replayed):\n%s", diff)
+			}
+			if diff := cmp.Diff(recorded.Machine.PCI, report.Machine.PCI); diff != "" {
+				t.Errorf("the replayed machine has another PCI bus (-recorded +replayed):\n%s", diff)
 			}
 			data, err = json.Marshal(report.Inventory)
 			if err != nil {
@@ -150,8 +159,8 @@ func TestRecordingsOfRealMachines(t *testing.T) {
 			if err := json.Unmarshal(data, &inventory); err != nil {
 				t.Fatal(err)
 			}
-			if diff := cmp.Diff(real.Inventory, inventory); diff != "" {
-				t.Errorf("the agent sees another machine (-real +simulated):\n%s", diff)
+			if diff := cmp.Diff(recorded.Inventory, inventory); diff != "" {
+				t.Errorf("the agent sees other GPUs (-recorded +replayed):\n%s", diff)
 			}
 		})
 	}

@@ -35,8 +35,9 @@ type control struct {
 	limits  map[string]int64
 	server  *server
 	clients []int
-	// fewer is signalled when a client goes.
+	// fewer is signalled when a client goes. With quits, no other client comes.
 	fewer *sync.Cond
+	quits bool
 }
 
 // server is the process that clients share.
@@ -177,7 +178,8 @@ func (c *control) command(connection *net.UnixConn) {
 		if err := lines.Decode(&line); err != nil {
 			return
 		}
-		if word, _ := fault(MPSControl); word == FaultMute {
+		word, _ := fault(MPSControl)
+		if word == FaultMute {
 			continue
 		}
 		words := strings.Fields(line)
@@ -186,33 +188,41 @@ func (c *control) command(connection *net.UnixConn) {
 		if err != nil {
 			a = answer{Text: err.Error(), Failed: true}
 		}
-		word, _ := fault(MPSControl)
-		quits := words[0] == "quit" && err == nil && word != FaultStubborn
-		if quits {
-			c.awaitClients(words)
+		if err != nil || words[0] != "quit" || word == FaultStubborn {
+			if answers.Encode(a) != nil {
+				return
+			}
+			continue
 		}
-		if answers.Encode(a) != nil && !quits {
-			return
-		}
-		if quits {
-			c.once.Do(func() { close(c.stop) })
-			return
-		}
+		limit, _ := quitLimit(words)
+		c.awaitClients(limit)
+		_ = answers.Encode(a) // the sender may be gone
+		c.once.Do(func() { close(c.stop) })
+		return
 	}
 }
 
-// awaitClients returns when the last client is gone. A daemon of R580 answers "quit" only then, and ends then even if the sender has ended
-// before (docs/dev/hardware.md). "quit -t 5" waits for five seconds at most.
-func (c *control) awaitClients(words []string) {
+// quitLimit reads "quit" and "quit -t 5". Zero is no limit.
+func quitLimit(words []string) (limit time.Duration, ok bool) {
+	switch {
+	case len(words) == 1:
+		return 0, true
+	case len(words) != 3 || words[1] != "-t":
+		return 0, false
+	}
+	seconds, err := strconv.Atoi(words[2])
+	return time.Duration(seconds) * time.Second, err == nil && seconds > 0
+}
+
+// awaitClients refuses new clients and returns when the last one is gone, or after a limit. An MPS daemon of R580 answers "quit" only then,
+// and ends then even if the sender has ended before (docs/dev/hardware.md). The limit is in the manual page nvidia-cuda-mps-control(1).
+func (c *control) awaitClients(limit time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.quits = true
 	late := false
-	if len(words) == 3 && words[1] == "-t" {
-		seconds, err := strconv.Atoi(words[2])
-		if err != nil {
-			return
-		}
-		timer := time.AfterFunc(time.Duration(seconds)*time.Second, func() {
+	if limit > 0 {
+		timer := time.AfterFunc(limit, func() {
 			c.mu.Lock()
 			defer c.mu.Unlock()
 			late = true
@@ -235,6 +245,9 @@ func (c *control) obey(words []string) (string, error) {
 		"get_default_device_pinned_mem_limit": 1, "set_default_device_pinned_mem_limit": 2,
 	}
 	if words[0] == "quit" {
+		if _, ok := quitLimit(words); !ok {
+			return "", unknown
+		}
 		return "", nil
 	}
 	if wanted, known := arguments[words[0]]; !known || len(words) != wanted+1 {
@@ -303,15 +316,17 @@ func (c *control) client(connection *net.UnixConn) {
 	}
 	pid, uid := peer(connection)
 	c.say("Accepting connection...")
-	welcome := c.welcome(hello, uid)
+	welcome := c.welcome(hello, pid, uid)
+	if welcome.Error == "" {
+		defer c.leave(pid)
+	}
 	if err := json.NewEncoder(connection).Encode(welcome); err != nil || welcome.Error != "" {
 		return
 	}
-	c.mu.Lock()
-	c.clients = append(c.clients, pid)
-	c.say("NEW CLIENT %d from user %d: Server already exists", pid, uid)
-	c.mu.Unlock()
 	_, _ = connection.Read(make([]byte, 1))
+}
+
+func (c *control) leave(pid int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if i := slices.Index(c.clients, pid); i >= 0 {
@@ -333,9 +348,13 @@ func peer(connection *net.UnixConn) (pid int, uid uint32) {
 	return pid, uid
 }
 
-func (c *control) welcome(h hello, uid uint32) welcome {
+// welcome admits a client, or says why not.
+func (c *control) welcome(h hello, pid int, uid uint32) welcome {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	if c.quits {
+		return welcome{Error: "the daemon quits"}
+	}
 	if c.server != nil && c.server.uid != uid && !c.multiUser {
 		// The real one lets the client wait until the other user's are gone.
 		return welcome{Error: fmt.Sprintf("the server is user %d's", c.server.uid)}
@@ -360,6 +379,8 @@ func (c *control) welcome(h hello, uid uint32) welcome {
 		}
 		w.Devices = append(w.Devices, deviceLimit{UUID: uuid, MiB: limit, By: by})
 	}
+	c.clients = append(c.clients, pid)
+	c.say("NEW CLIENT %d from user %d: Server already exists", pid, uid)
 	return w
 }
 

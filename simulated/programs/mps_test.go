@@ -11,6 +11,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/tandem-gpu/tandem/simulated/programs"
 	"github.com/tandem-gpu/tandem/simulated/simdriver"
@@ -173,6 +174,85 @@ func TestClientsGetWhatTheDaemonSays(t *testing.T) {
 		if _, err := os.Stat("/proc/" + server + "/exe"); err != nil {
 			break
 		}
+	}
+}
+
+// hold starts a client that stays until its daemon goes, or until its input ends.
+func (r rig) hold(t *testing.T) (client *exec.Cmd, leave func()) {
+	t.Helper()
+	client = r.command("client", "hold")
+	lines, err := client.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := client.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = client.Process.Kill() })
+	if line, err := bufio.NewReader(lines).ReadString('\n'); err != nil || !strings.HasPrefix(line, "Client of MPS server") {
+		t.Fatalf("client: %q, %v", line, err)
+	}
+	return client, func() {
+		_ = client.Process.Kill()
+		_ = client.Wait()
+	}
+}
+
+func TestQuitAwaitsTheClients(t *testing.T) {
+	r := newRig(t)
+	daemon := r.start(t)
+	_, leave := r.hold(t)
+	quit := r.command()
+	quit.Stdin = strings.NewReader("quit\n")
+	if err := quit.Start(); err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan error, 1)
+	go func() { ended <- quit.Wait() }()
+	// New clients are refused from when the daemon has the command.
+	for deadline := time.Now().Add(20 * time.Second); ; {
+		out, code := outcome(t, r.command("client"))
+		if code != 0 && strings.Contains(out, "quits") {
+			break
+		}
+		if time.Now().After(deadline) {
+			t.Fatalf("a daemon that quits answers a new client: %d %s", code, out)
+		}
+	}
+	if _, code := r.tell(t, "get_server_list"); code != 0 {
+		t.Errorf("a daemon that quits takes no commands: %d", code)
+	}
+	select {
+	case err := <-ended:
+		t.Errorf("quit returned beside a client: %v", err)
+	default:
+	}
+	// The daemon ends with its last client, even if the sender of quit has ended before.
+	_ = quit.Process.Kill()
+	<-ended
+	leave()
+	if err := daemon.Wait(); err != nil {
+		t.Errorf("end of the daemon: %v", err)
+	}
+}
+
+func TestQuitWithALimit(t *testing.T) {
+	r := newRig(t)
+	daemon := r.start(t)
+	client, _ := r.hold(t)
+	for _, wrong := range []string{"quit -t", "quit -t x", "quit -t 0", "quit now"} {
+		if out, code := r.tell(t, wrong); code != 1 {
+			t.Errorf("%s: %d %s", wrong, code, out)
+		}
+	}
+	if out, code := r.tell(t, "quit -t 1"); code != 0 {
+		t.Errorf("quit: %d %s", code, out)
+	}
+	if err := daemon.Wait(); err != nil {
+		t.Errorf("end of the daemon: %v", err)
+	}
+	if err := client.Wait(); err == nil {
+		t.Error("the client lives on without its daemon")
 	}
 }
 

@@ -182,8 +182,9 @@ func (w tenants) kills() {
 		})
 	}
 	w.took("a client that is root quits the daemon", func() {
-		// The container of who says so ends with the daemon, and what runs in it may be killed before it has ended.
-		out, err := w.sh(w.find(w.story, "mps-shares", mixedGPU), "echo quit | "+program)
+		// Without -t, quit waits for the clients. The container of who says so ends with the daemon, and what runs in it may be killed before
+		// it has ended.
+		out, err := w.sh(w.find(w.story, "mps-shares", mixedGPU), "echo quit -t 1 | "+program)
 		if err != nil && !strings.Contains(err.Error(), "exit code 137") {
 			w.Errorf("%v: %s", err, out)
 		}
