@@ -16,6 +16,10 @@ help: ## this list
 demo: ## the main job on a real one-node cluster with 8 simulated H100s (RECORD=docs/demo writes docs/demo.cast and .svg)
 	$(call run,demo) $(if $(RECORD),-record '$(RECORD)')
 
+.PHONY: demo-ui
+demo-ui: ## the web page of the demo's cluster, at an address of this machine
+	$(call run,demo) ui
+
 .PHONY: demo-down
 demo-down: ## remove the demo's cluster
 	$(call run,demo) down

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"net"
 	"os"
 	"os/exec"
 	"os/signal"
@@ -25,6 +26,7 @@ const usage = `usage: cluster [-dir DIR] COMMAND [arguments]
   up [-kubernetes V] [-nodes N]        start a cluster (or complete one that lost parts)
   status                               what runs
   exec [COMMAND ...]                   run a program of this machine in the cluster's network, with kubectl and helm at hand; a shell by default
+  forward PORT ADDRESS                 connect 127.0.0.1:PORT of this machine with an address (IP:port) in the cluster's network
   node NAME [COMMAND ...]              run a command on a node; a shell by default
   kubeconfig                           path of the kubeconfig (its server is reachable with "exec" only)
   start|stop|kill|restart|freeze|thaw COMPONENT [NODE]
@@ -94,6 +96,15 @@ func act(ctx context.Context, c *cluster.Cluster, command string, args []string)
 		}
 		args = rest(args)
 		return interact(node.Command(ctx, first(args, "bash"), rest(args)...))
+	case "forward":
+		if len(args) != 2 {
+			return errors.New("forward: want a port of this machine and an address in the cluster")
+		}
+		listener, err := new(net.ListenConfig).Listen(ctx, "tcp", "127.0.0.1:"+args[0])
+		if err != nil {
+			return err
+		}
+		return c.Forward(ctx, listener, args[1])
 	case "kubeconfig":
 		fmt.Println(c.Kubeconfig())
 		return nil

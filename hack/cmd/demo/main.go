@@ -26,6 +26,7 @@ import (
 )
 
 const usage = `usage: demo [-dir DIR] [-kubernetes VERSION] [-record PATH]    start a cluster, install Tandem, show who gets which GPU; needs root
+       demo [-dir DIR] ui                                        serve the page of kubectl gpu ui at an address of this machine
        demo [-dir DIR] down                                      remove everything of it
 `
 
@@ -56,6 +57,9 @@ func run(ctx context.Context, args []string) error {
 	}
 	if os.Geteuid() != 0 {
 		return errors.New("needs root, for namespaces, mounts and device nodes: run it as root or with sudo")
+	}
+	if flags.NArg() == 1 && flags.Arg(0) == "ui" {
+		return ui(ctx, *dir) // beside a demo, and its end
 	}
 	unlock, err := lock(*dir)
 	if err != nil {

@@ -94,7 +94,7 @@ func (d *demo) run(ctx context.Context) error {
 	}
 	fmt.Fprint(d.out, "\n", table(pods, seen), "\n")
 	problem = errors.Join(problem, d.holders(ctx))
-	d.explain()
+	problem = errors.Join(problem, d.explain(ctx))
 	doubles := seen.DoublyOwned()
 	running, pending := count(pods)
 	fmt.Fprintf(d.out, "demo: pods=%d running=%d pending=%d doubly_owned=%d\n", len(pods), running, pending, len(doubles))
@@ -269,12 +269,19 @@ func (d *demo) holders(ctx context.Context) error {
 	return nil
 }
 
-func (d *demo) explain() {
-	enter := "go run ./hack/cmd/cluster -dir " + d.cluster.Config().Dir
+func (d *demo) explain(ctx context.Context) error {
+	agent, err := d.agentAddress(ctx)
+	if err != nil {
+		return err
+	}
 	fmt.Fprintf(d.out, `Look around:  %[1]s exec kubectl get pods,resourceclaims,gpunodes
               %[1]s exec              a shell with kubectl and helm
               %[1]s node node-1       a shell on the node
+Web page:     make demo-ui
+Dashboard:    %[1]s forward 8080 %[2]s
+              Let your Prometheus scrape 127.0.0.1:8080, and import deployments/helm/tandem/files/dashboard.json in Grafana.
 Remove it:    make demo-down
 
-`, enter)
+`, "go run ./hack/cmd/cluster -dir "+d.cluster.Config().Dir, agent)
+	return nil
 }
