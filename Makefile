@@ -17,7 +17,7 @@ demo: ## the main job on a real one-node cluster with 8 simulated H100s (RECORD=
 	$(call run,demo) $(if $(RECORD),-record '$(RECORD)')
 
 .PHONY: demo-ui
-demo-ui: ## the web page of the demo's cluster, at an address of this machine
+demo-ui: kubectl-gpu ## the web page of the demo's cluster, at an address of this machine
 	$(call run,demo) ui
 
 .PHONY: demo-down

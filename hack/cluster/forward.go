@@ -8,25 +8,35 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"net/netip"
 	"sync"
-
-	"golang.org/x/sync/errgroup"
 )
 
-// Forward connects the clients of a listener of the host with an address in the cluster's network, until ctx ends. It closes the
-// listener and all connections, and then returns nil. A connection that the cluster refuses is closed.
-func (c *Cluster) Forward(ctx context.Context, listener net.Listener, address string) error {
-	return forward(ctx, listener, func(ctx context.Context) (net.Conn, error) { return c.DialContext(ctx, "tcp", address) })
+// Forward forwards connections from a listener on the host to an address in the cluster's network, until ctx ends. It then closes the
+// listener and all connections, and returns nil. A connection that the cluster refuses is closed and told to Config.Progress.
+func (c *Cluster) Forward(ctx context.Context, listener net.Listener, to netip.AddrPort) error {
+	return forward(ctx, listener, func(ctx context.Context) (net.Conn, error) {
+		far, err := c.DialContext(ctx, "tcp", to.String())
+		if err != nil {
+			c.say("cannot forward a connection to %s: %v", to, err)
+		}
+		return far, err
+	})
 }
 
 func forward(ctx context.Context, listener net.Listener, dial func(context.Context) (net.Conn, error)) error {
-	stop := context.AfterFunc(ctx, func() { listener.Close() })
-	defer stop()
 	var connections sync.WaitGroup
 	defer connections.Wait()
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	stop := context.AfterFunc(ctx, func() { listener.Close() })
+	defer stop()
 	for {
 		near, err := listener.Accept()
 		if ctx.Err() != nil {
+			if err == nil {
+				near.Close()
+			}
 			return nil
 		}
 		if err != nil {
@@ -41,7 +51,7 @@ func forward(ctx context.Context, listener net.Listener, dial func(context.Conte
 	}
 }
 
-// join copies both ways until both have ended, or ctx has. It closes far.
+// join copies both ways until both have ended, or ctx has. It closes far. The two ends notice errors.
 func join(ctx context.Context, near, far net.Conn) {
 	defer far.Close()
 	stop := context.AfterFunc(ctx, func() {
@@ -49,17 +59,15 @@ func join(ctx context.Context, near, far net.Conn) {
 		far.Close()
 	})
 	defer stop()
-	var group errgroup.Group
-	copyTo := func(to, from net.Conn) func() error {
-		return func() error {
-			_, err := io.Copy(to, from)
-			if half, ok := to.(interface{ CloseWrite() error }); ok {
-				err = errors.Join(err, half.CloseWrite())
-			}
-			return err
-		}
+	var directions sync.WaitGroup
+	directions.Go(func() { copyHalf(near, far) })
+	directions.Go(func() { copyHalf(far, near) })
+	directions.Wait()
+}
+
+func copyHalf(to, from net.Conn) {
+	_, _ = io.Copy(to, from)
+	if half, ok := to.(interface{ CloseWrite() error }); ok {
+		_ = half.CloseWrite()
 	}
-	group.Go(copyTo(near, far))
-	group.Go(copyTo(far, near))
-	_ = group.Wait() // the ends notice
 }

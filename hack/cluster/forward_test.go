@@ -8,7 +8,10 @@ import (
 	"io"
 	"net"
 	"testing"
+	"time"
 )
+
+const forwardPatience = 20 * time.Second
 
 func local(t *testing.T) net.Listener {
 	t.Helper()
@@ -23,6 +26,9 @@ func local(t *testing.T) net.Listener {
 func connect(t *testing.T, to net.Listener) net.Conn {
 	t.Helper()
 	conn, err := net.Dial("tcp", to.Addr().String())
+	if err == nil {
+		err = conn.SetDeadline(time.Now().Add(forwardPatience))
+	}
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -30,11 +36,13 @@ func connect(t *testing.T, to net.Listener) net.Conn {
 	return conn
 }
 
-func TestForward(t *testing.T) {
-	inCluster, onHost := local(t), local(t)
+// echo answers what it gets.
+func echo(t *testing.T) net.Listener {
+	t.Helper()
+	listener := local(t)
 	go func() {
 		for {
-			conn, err := inCluster.Accept()
+			conn, err := listener.Accept()
 			if err != nil {
 				return
 			}
@@ -44,9 +52,36 @@ func TestForward(t *testing.T) {
 			}()
 		}
 	}()
+	return listener
+}
+
+func echoes(t *testing.T, conn net.Conn) {
+	t.Helper()
+	_, err := io.WriteString(conn, "x")
+	if err == nil {
+		_, err = io.ReadFull(conn, make([]byte, 1))
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func awaitForward(t *testing.T, ended <-chan error) error {
+	t.Helper()
+	select {
+	case err := <-ended:
+		return err
+	case <-time.After(forwardPatience):
+		t.Fatal("forward does not return")
+		return nil
+	}
+}
+
+func TestForward(t *testing.T) {
+	inCluster, onHost := echo(t), local(t)
 	ctx, cancel := context.WithCancel(t.Context())
-	ended := make(chan error, 1)
-	refuse := make(chan error, 1)
+	defer cancel()
+	ended, refuse := make(chan error, 1), make(chan error, 1)
 	go func() {
 		ended <- forward(ctx, onHost, func(ctx context.Context) (net.Conn, error) {
 			select {
@@ -76,17 +111,44 @@ func TestForward(t *testing.T) {
 	}
 
 	open := connect(t, onHost)
-	if _, err := io.WriteString(open, "x"); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := io.ReadFull(open, make([]byte, 1)); err != nil {
-		t.Fatal(err)
-	}
+	echoes(t, open)
 	cancel()
-	if err := <-ended; err != nil {
+	if err := awaitForward(t, ended); err != nil {
 		t.Errorf("end: %v", err)
 	}
 	if _, err := open.Read(make([]byte, 1)); err == nil {
 		t.Error("a connection outlives Forward")
+	}
+}
+
+// failing is a listener that fails after its first connection.
+type failing struct {
+	net.Listener
+	fail chan error
+	used bool
+}
+
+func (f *failing) Accept() (net.Conn, error) {
+	if f.used {
+		return nil, <-f.fail
+	}
+	f.used = true
+	return f.Listener.Accept()
+}
+
+func TestForwardEndsWithItsListener(t *testing.T) {
+	inCluster, onHost := echo(t), &failing{Listener: local(t), fail: make(chan error, 1)}
+	ended := make(chan error, 1)
+	go func() {
+		ended <- forward(t.Context(), onHost, func(ctx context.Context) (net.Conn, error) {
+			return new(net.Dialer).DialContext(ctx, "tcp", inCluster.Addr().String())
+		})
+	}()
+	open := connect(t, onHost)
+	echoes(t, open)
+	broken := errors.New("too many open files")
+	onHost.fail <- broken
+	if err := awaitForward(t, ended); !errors.Is(err, broken) {
+		t.Errorf("end: %v", err)
 	}
 }

@@ -54,7 +54,7 @@ func (p Programs) pack(archive *tar.Writer) error {
 			return fs.SkipDir // what an earlier run has recorded
 		}
 		if below == "kubectl-gpu" {
-			return nil // for the cluster, which needs this checkout
+			return nil // only TestCluster uses it, which needs a checkout
 		}
 		info, err := entry.Info()
 		if err != nil {

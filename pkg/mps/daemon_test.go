@@ -340,9 +340,13 @@ func TestADaemonWithAClientEnds(t *testing.T) {
 	if line, err := bufio.NewReader(out).ReadString('\n'); err != nil {
 		t.Fatalf("client: %s, %v", line, err)
 	}
-	pid := r.pid(t)
+	t.Cleanup(func() { _ = held.Process.Kill() })
+	pid, start := r.pid(t), time.Now()
 	if err := stop(); err != nil {
 		t.Errorf("end: %v", err)
+	}
+	if took := time.Since(start); took < r.daemon.Grace {
+		t.Errorf("quit did not wait for the client: the daemon has ended after %s", took)
 	}
 	r.checkDown(t)
 	// A daemon that is killed leaves its file.

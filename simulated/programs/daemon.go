@@ -35,9 +35,10 @@ type control struct {
 	limits  map[string]int64
 	server  *server
 	clients []int
-	// fewer is signalled when a client goes. With quits, no other client comes.
+	// fewer is signalled when a client goes.
 	fewer *sync.Cond
-	quits bool
+	// quitting refuses new clients.
+	quitting bool
 }
 
 // server is the process that clients share.
@@ -183,54 +184,55 @@ func (c *control) command(connection *net.UnixConn) {
 			continue
 		}
 		words := strings.Fields(line)
+		limit, quits := quitLimit(words)
+		if quits && word != FaultStubborn {
+			c.say("NEW UI: %s", line)
+			c.awaitClients(limit)
+			_ = answers.Encode(answer{}) // the sender may be gone
+			c.once.Do(func() { close(c.stop) })
+			return
+		}
 		text, err := c.obey(words)
 		a := answer{Text: text}
 		if err != nil {
 			a = answer{Text: err.Error(), Failed: true}
 		}
-		if err != nil || words[0] != "quit" || word == FaultStubborn {
-			if answers.Encode(a) != nil {
-				return
-			}
-			continue
+		if answers.Encode(a) != nil {
+			return
 		}
-		limit, _ := quitLimit(words)
-		c.awaitClients(limit)
-		_ = answers.Encode(a) // the sender may be gone
-		c.once.Do(func() { close(c.stop) })
-		return
 	}
 }
 
 // quitLimit reads "quit" and "quit -t 5". Zero is no limit.
 func quitLimit(words []string) (limit time.Duration, ok bool) {
 	switch {
-	case len(words) == 1:
+	case words[0] == "quit" && len(words) == 1:
 		return 0, true
-	case len(words) != 3 || words[1] != "-t":
+	case words[0] != "quit" || len(words) != 3 || words[1] != "-t":
 		return 0, false
 	}
 	seconds, err := strconv.Atoi(words[2])
 	return time.Duration(seconds) * time.Second, err == nil && seconds > 0
 }
 
-// awaitClients refuses new clients and returns when the last one is gone, or after a limit. An MPS daemon of R580 answers "quit" only then,
-// and ends then even if the sender has ended before (docs/dev/hardware.md). The limit is in the manual page nvidia-cuda-mps-control(1).
+// awaitClients returns when the last client is gone, or after a limit. An MPS daemon of R580 answers "quit" only then, and ends then even if
+// the sender has ended before (docs/dev/hardware.md). That it refuses new clients meanwhile, and the limit, are in the manual page
+// nvidia-cuda-mps-control(1) and were not tried.
 func (c *control) awaitClients(limit time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.quits = true
-	late := false
+	c.quitting = true
+	expired := false
 	if limit > 0 {
 		timer := time.AfterFunc(limit, func() {
 			c.mu.Lock()
 			defer c.mu.Unlock()
-			late = true
+			expired = true
 			c.fewer.Broadcast()
 		})
 		defer timer.Stop()
 	}
-	for len(c.clients) > 0 && !late {
+	for len(c.clients) > 0 && !expired {
 		c.fewer.Wait()
 	}
 }
@@ -244,11 +246,8 @@ func (c *control) obey(words []string) (string, error) {
 		"get_server_list": 0, "get_client_list": 1, "get_default_active_thread_percentage": 0, "set_default_active_thread_percentage": 1,
 		"get_default_device_pinned_mem_limit": 1, "set_default_device_pinned_mem_limit": 2,
 	}
-	if words[0] == "quit" {
-		if _, ok := quitLimit(words); !ok {
-			return "", unknown
-		}
-		return "", nil
+	if _, quits := quitLimit(words); quits {
+		return "", nil // it goes on, by FaultStubborn
 	}
 	if wanted, known := arguments[words[0]]; !known || len(words) != wanted+1 {
 		return "", unknown
@@ -352,7 +351,7 @@ func peer(connection *net.UnixConn) (pid int, uid uint32) {
 func (c *control) welcome(h hello, pid int, uid uint32) welcome {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.quits {
+	if c.quitting {
 		return welcome{Error: "the daemon quits"}
 	}
 	if c.server != nil && c.server.uid != uid && !c.multiUser {

@@ -5,6 +5,7 @@ package programs_test
 import (
 	"bufio"
 	"errors"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -177,7 +178,7 @@ func TestClientsGetWhatTheDaemonSays(t *testing.T) {
 	}
 }
 
-// hold starts a client that stays until its daemon goes, or until its input ends.
+// hold starts a client that stays until leave, or until it loses its daemon.
 func (r rig) hold(t *testing.T) (client *exec.Cmd, leave func()) {
 	t.Helper()
 	client = r.command("client", "hold")
@@ -198,60 +199,95 @@ func (r rig) hold(t *testing.T) (client *exec.Cmd, leave func()) {
 	}
 }
 
-func TestQuitAwaitsTheClients(t *testing.T) {
-	r := newRig(t)
-	daemon := r.start(t)
-	_, leave := r.hold(t)
-	quit := r.command()
-	quit.Stdin = strings.NewReader("quit\n")
-	if err := quit.Start(); err != nil {
+// quit starts the command in the background.
+func (r rig) quit(t *testing.T, line string) (sender *exec.Cmd, ended <-chan error) {
+	t.Helper()
+	sender = r.command()
+	sender.Stdin = strings.NewReader(line + "\n")
+	if err := sender.Start(); err != nil {
 		t.Fatal(err)
 	}
+	return sender, ends(sender)
+}
+
+func ends(cmd *exec.Cmd) <-chan error {
 	ended := make(chan error, 1)
-	go func() { ended <- quit.Wait() }()
-	// New clients are refused from when the daemon has the command.
-	for deadline := time.Now().Add(20 * time.Second); ; {
-		out, code := outcome(t, r.command("client"))
-		if code != 0 && strings.Contains(out, "quits") {
-			break
-		}
-		if time.Now().After(deadline) {
-			t.Fatalf("a daemon that quits answers a new client: %d %s", code, out)
-		}
-	}
-	if _, code := r.tell(t, "get_server_list"); code != 0 {
-		t.Errorf("a daemon that quits takes no commands: %d", code)
-	}
+	go func() { ended <- cmd.Wait() }()
+	return ended
+}
+
+// within returns how a program has ended.
+func within(t *testing.T, what string, ended <-chan error) error {
+	t.Helper()
 	select {
 	case err := <-ended:
-		t.Errorf("quit returned beside a client: %v", err)
-	default:
+		return err
+	case <-time.After(20 * time.Second):
+		t.Fatalf("%s does not end", what)
+		return nil
 	}
-	// The daemon ends with its last client, even if the sender of quit has ended before.
-	_ = quit.Process.Kill()
-	<-ended
-	leave()
-	if err := daemon.Wait(); err != nil {
-		t.Errorf("end of the daemon: %v", err)
+}
+
+func TestQuitAwaitsTheClients(t *testing.T) {
+	for _, killed := range []bool{false, true} {
+		t.Run(fmt.Sprintf("sender killed %t", killed), func(t *testing.T) {
+			r := newRig(t)
+			daemon := ends(r.start(t))
+			_, leave := r.hold(t)
+			sender, answered := r.quit(t, "quit")
+			// New clients are refused from when the daemon has the command.
+			for deadline := time.Now().Add(20 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+				out, code := outcome(t, r.command("client"))
+				if code != 0 && strings.Contains(out, "quits") {
+					break
+				}
+				if time.Now().After(deadline) {
+					t.Fatalf("a daemon that quits answers a new client: %d %s", code, out)
+				}
+			}
+			select {
+			case err := <-answered:
+				t.Errorf("quit returned beside a client: %v", err)
+			default:
+			}
+			if killed {
+				_ = sender.Process.Kill()
+				_ = within(t, "quit", answered)
+			}
+			leave()
+			if err := within(t, "the daemon", daemon); err != nil {
+				t.Errorf("end of the daemon: %v", err)
+			}
+			if !killed {
+				if err := within(t, "quit", answered); err != nil {
+					t.Errorf("quit: %v", err)
+				}
+			}
+		})
 	}
 }
 
 func TestQuitWithALimit(t *testing.T) {
 	r := newRig(t)
-	daemon := r.start(t)
+	daemon := ends(r.start(t))
 	client, _ := r.hold(t)
 	for _, wrong := range []string{"quit -t", "quit -t x", "quit -t 0", "quit now"} {
 		if out, code := r.tell(t, wrong); code != 1 {
 			t.Errorf("%s: %d %s", wrong, code, out)
 		}
 	}
-	if out, code := r.tell(t, "quit -t 1"); code != 0 {
-		t.Errorf("quit: %d %s", code, out)
+	start := time.Now()
+	_, answered := r.quit(t, "quit -t 1")
+	if err := within(t, "quit", answered); err != nil {
+		t.Errorf("quit: %v", err)
 	}
-	if err := daemon.Wait(); err != nil {
+	if took := time.Since(start); took < time.Second {
+		t.Errorf("it waited %s for its clients", took)
+	}
+	if err := within(t, "the daemon", daemon); err != nil {
 		t.Errorf("end of the daemon: %v", err)
 	}
-	if err := client.Wait(); err == nil {
+	if err := within(t, "the client", ends(client)); err == nil {
 		t.Error("the client lives on without its daemon")
 	}
 }

@@ -65,6 +65,7 @@ func TestCluster(t *testing.T) {
 	}
 	ctx, stop := signal.NotifyContext(t.Context(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
+	context.AfterFunc(ctx, stop) // a second signal ends the process at once
 	k := startCluster(ctx, t, b)
 	for _, step := range []struct {
 		name string
@@ -82,6 +83,9 @@ func TestCluster(t *testing.T) {
 		{"Idle", idle},
 		{"Uninstall", uninstall},
 	} {
+		if ctx.Err() != nil {
+			t.Fatalf("not run from %s on: %v", step.name, context.Cause(ctx))
+		}
 		t.Run(step.name, func(t *testing.T) { step.run(t, k) })
 	}
 }
@@ -171,7 +175,8 @@ func (b *bench) values() (values []string) {
 	return values
 }
 
-func await(t *testing.T, what string, condition func() error) {
+// await polls until a condition holds. It ends the test at once when the run is interrupted.
+func (k *kube) await(t *testing.T, what string, condition func() error) {
 	t.Helper()
 	deadline := time.After(patience)
 	for {
@@ -180,6 +185,8 @@ func await(t *testing.T, what string, condition func() error) {
 			return
 		}
 		select {
+		case <-k.ctx.Done():
+			t.Fatalf("wait for %s: %v", what, context.Cause(k.ctx))
 		case <-deadline:
 			t.Fatalf("waited %s for %s: %v", patience, what, err)
 		case <-time.After(100 * time.Millisecond):
@@ -230,10 +237,14 @@ func (k *kube) pod(t *testing.T, name string, change func(*corev1.Pod), args ...
 	if _, err := k.client.CoreV1().Pods("default").Create(k.ctx, pod, metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { k.remove(t, name) })
+	t.Cleanup(func() {
+		if k.ctx.Err() == nil { // else the cluster goes
+			k.remove(t, name)
+		}
+	})
 }
 
-// byLimits asks for so many GPUs by limits.
+// byLimits asks for count GPUs by limits.
 func byLimits(count int) func(*corev1.Pod) {
 	return func(pod *corev1.Pod) {
 		pod.Spec.Containers[0].Resources.Limits = corev1.ResourceList{
@@ -250,7 +261,7 @@ func byClaim(claim string) func(*corev1.Pod) {
 	}
 }
 
-// newClaim creates a claim of so many GPUs. It is removed at the end of the test, after the pods.
+// newClaim creates a claim of count GPUs. It is removed at the end of the test, after the pods.
 func (k *kube) newClaim(t *testing.T, name string, count int) {
 	t.Helper()
 	claims := k.client.ResourceV1().ResourceClaims("default")
@@ -264,10 +275,13 @@ func (k *kube) newClaim(t *testing.T, name string, count int) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
+		if k.ctx.Err() != nil {
+			return // the cluster goes
+		}
 		if err := claims.Delete(k.ctx, name, metav1.DeleteOptions{}); err != nil && !apierrors.IsNotFound(err) {
 			t.Error(err)
 		}
-		await(t, "the end of claim "+name, func() error {
+		k.await(t, "the end of claim "+name, func() error {
 			_, err := claims.Get(k.ctx, name, metav1.GetOptions{})
 			return isGone(err)
 		})
@@ -279,13 +293,14 @@ func isGone(err error) error {
 	if apierrors.IsNotFound(err) {
 		return nil
 	}
-	return errors.Join(errors.New("it is there"), err)
+	return errors.Join(errors.New("it still exists"), err)
 }
 
-// offers waits until both APIs show how many GPUs are free: before that, the scheduler may still place a pod on a GPU that is held.
+// offers waits until both APIs offer these numbers of GPUs. Before that, the scheduler may still place a pod on a GPU that is held. A GPU that
+// a pod has by limits counts as offered by limits.
 func (k *kube) offers(t *testing.T, byLimits, byClaims int) {
 	t.Helper()
-	await(t, "both APIs to show what is free", func() error {
+	k.await(t, "both APIs to show what is free", func() error {
 		node, err := k.client.CoreV1().Nodes().Get(k.ctx, "node-1", metav1.GetOptions{})
 		if err != nil {
 			return err
@@ -312,7 +327,7 @@ func (k *kube) offers(t *testing.T, byLimits, byClaims int) {
 // phase waits for a phase of a pod. It does not wait for a pod that has ended otherwise.
 func (k *kube) phase(t *testing.T, name string, want corev1.PodPhase) {
 	t.Helper()
-	await(t, fmt.Sprintf("pod %s to be %s", name, want), func() error {
+	k.await(t, fmt.Sprintf("pod %s to be %s", name, want), func() error {
 		pod, err := k.client.CoreV1().Pods("default").Get(k.ctx, name, metav1.GetOptions{})
 		if err != nil {
 			return err
@@ -322,7 +337,8 @@ func (k *kube) phase(t *testing.T, name string, want corev1.PodPhase) {
 		case want:
 			return nil
 		case corev1.PodFailed, corev1.PodSucceeded:
-			t.Fatalf("pod %s should be %s: %s\n%s", name, want, is, k.logs(t, name))
+			out, err := k.Kubectl(k.ctx, "logs", name) // a pod that kubelet refused has none
+			t.Fatalf("pod %s should be %s: %s\nlogs: %s (%v)", name, want, is, out, err)
 		}
 		return errors.New(is)
 	})
@@ -331,7 +347,7 @@ func (k *kube) phase(t *testing.T, name string, want corev1.PodPhase) {
 // waits requires that the scheduler finds no place for a pod.
 func (k *kube) waits(t *testing.T, name string) {
 	t.Helper()
-	await(t, fmt.Sprintf("pod %s to wait", name), func() error {
+	k.await(t, fmt.Sprintf("pod %s to wait", name), func() error {
 		pod, err := k.client.CoreV1().Pods("default").Get(k.ctx, name, metav1.GetOptions{})
 		if err != nil {
 			return err
@@ -364,28 +380,38 @@ func (k *kube) remove(t *testing.T, names ...string) {
 		}
 	}
 	for _, name := range names {
-		await(t, "the end of pod "+name, func() error {
+		k.await(t, "the end of pod "+name, func() error {
 			_, err := k.client.CoreV1().Pods("default").Get(k.ctx, name, metav1.GetOptions{})
 			return isGone(err)
 		})
 	}
 }
 
-// ran requires that a pod has run the CUDA program on so many GPUs of this machine.
-func (k *kube) ran(t *testing.T, name string, count int) {
+// ran requires that a pod has run the CUDA program on count GPUs of this machine, and returns them.
+func (k *kube) ran(t *testing.T, name string, count int) []string {
 	t.Helper()
 	k.phase(t, name, corev1.PodSucceeded)
 	out := k.logs(t, name)
-	if !strings.Contains(out, "kernel ok") || strings.Count(out, "device ") != count {
-		t.Errorf("the program of pod %s sees other devices than %d, or computes wrongly: %s", name, count, out)
+	gpus := k.devices(t, name, out)
+	if !strings.Contains(out, "kernel ok") || len(gpus) != count {
+		t.Errorf("the program of pod %s computes wrongly, or does not see exactly %d GPUs: %s", name, count, out)
 	}
+	return gpus
+}
+
+// devices are the UUIDs that the CUDA program of a pod has printed.
+func (k *kube) devices(t *testing.T, name, out string) (gpus []string) {
+	t.Helper()
 	for line := range strings.Lines(out) {
 		if _, uuid, found := strings.Cut(strings.TrimSpace(line), "GPU-"); found {
+			gpus = append(gpus, "GPU-"+uuid)
 			if _, known := k.bench.node.Inventory().ByUUID("GPU-" + uuid); !known {
 				t.Errorf("pod %s sees GPU-%s, which this machine does not have", name, uuid)
 			}
 		}
 	}
+	slices.Sort(gpus)
+	return slices.Compact(gpus)
 }
 
 // published requires that both APIs offer all GPUs, and keeps what the cluster shows of them.
@@ -444,7 +470,10 @@ func sharedClaim(t *testing.T, k *kube) {
 	k.pod(t, "shared-1", byClaim("shared"), "/usr/bin/cuda", "loop", "600")
 	k.phase(t, "shared-1", corev1.PodRunning)
 	k.pod(t, "shared-2", byClaim("shared"), "/usr/bin/cuda", "run")
-	k.ran(t, "shared-2", 1)
+	second := k.ran(t, "shared-2", 1)
+	if first := k.devices(t, "shared-1", k.logs(t, "shared-1")); !slices.Equal(first, second) {
+		t.Errorf("two pods of one claim see the GPUs %v and %v", first, second)
+	}
 	k.phase(t, "shared-1", corev1.PodRunning)
 	k.plugin(t, "node", "node-1")
 }
@@ -493,7 +522,7 @@ func agentRestarts(t *testing.T, k *kube) {
 		t.Fatal(err)
 	}
 	start := time.Now()
-	await(t, "another agent", func() error {
+	k.await(t, "another agent", func() error {
 		after, err := k.findAgent(k.ctx)
 		if err == nil && (after.UID == before.UID || !ready(after)) {
 			err = errors.New("the new agent is not ready")
@@ -537,27 +566,32 @@ func (k *kube) agent(t *testing.T) *corev1.Pod {
 	return pod
 }
 
-func (k *kube) metrics(t *testing.T) string {
-	t.Helper()
-	var page []byte
-	await(t, "the agent's metrics", func() error {
-		agent, err := k.findAgent(k.ctx)
-		if err != nil {
-			return err
-		}
-		page, err = k.client.CoreV1().RESTClient().Get().
-			AbsPath("/api/v1/namespaces", install.Namespace, "pods", agent.Name+":8080", "proxy/metrics").DoRaw(k.ctx)
-		return err
-	})
-	return string(page)
+func (k *kube) readMetrics() (string, error) {
+	agent, err := k.findAgent(k.ctx)
+	if err != nil {
+		return "", err
+	}
+	page, err := k.client.CoreV1().RESTClient().Get().
+		AbsPath("/api/v1/namespaces", install.Namespace, "pods", agent.Name+":8080", "proxy/metrics").DoRaw(k.ctx)
+	return string(page), err
 }
 
-// xids is how often the agent has counted an XID. It counts those since the boot.
-func (k *kube) xids(t *testing.T, xid int) (count float64) {
+func (k *kube) metrics(t *testing.T) (page string) {
 	t.Helper()
-	for line := range strings.Lines(k.metrics(t)) {
+	k.await(t, "the agent's metrics", func() (err error) {
+		page, err = k.readMetrics()
+		return err
+	})
+	return page
+}
+
+// xids is how often a page of metrics counts an XID. The agent counts those since the boot.
+func xids(t *testing.T, page string, xid int) (count float64) {
+	t.Helper()
+	for line := range strings.Lines(page) {
 		if strings.HasPrefix(line, "tandem_gpu_xids_total{") && strings.Contains(line, fmt.Sprintf("xid=%q", strconv.Itoa(xid))) {
-			value, err := strconv.ParseFloat(strings.Fields(line)[len(strings.Fields(line))-1], 64)
+			_, number, _ := strings.Cut(line, "} ")
+			value, err := strconv.ParseFloat(strings.TrimSpace(number), 64)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -570,16 +604,17 @@ func (k *kube) xids(t *testing.T, xid int) (count float64) {
 // xidOfAPod requires that an XID by a pod's own fault is counted, and that the GPU stays offered.
 func xidOfAPod(t *testing.T, k *kube) {
 	const illegalAddress = 31 // NVIDIA's XID catalog: GPU memory page fault
-	before := k.xids(t, illegalAddress)
+	before := xids(t, k.metrics(t), illegalAddress)
 	k.pod(t, "fault", byLimits(1), "/usr/bin/cuda", "fault")
 	k.phase(t, "fault", corev1.PodSucceeded)
 	if os.Getenv(standInVariable) == "" {
 		start := time.Now()
-		await(t, "another XID 31 in the metrics", func() error {
-			if now := k.xids(t, illegalAddress); now <= before {
-				return fmt.Errorf("%v, as before", now)
+		k.await(t, "another XID 31 in the metrics", func() error {
+			page, err := k.readMetrics()
+			if now := xids(t, page, illegalAddress); err == nil && now <= before {
+				err = fmt.Errorf("%v, as before", now)
 			}
-			return nil
+			return err
 		})
 		t.Logf("the XID was in the metrics %s after the end of the pod was seen", time.Since(start))
 	}
@@ -622,6 +657,7 @@ func idle(t *testing.T, k *kube) {
 		}
 	}
 	t.Logf("the idle agent: %s%.1f %% of a core, a device node open in %d of 20 looks", memory, 100*used.Seconds()/long.Seconds(), open)
+	// A scan takes tens of milliseconds each second.
 	if open > 5 && k.bench.persistent() {
 		t.Errorf("in %d of 20 looks the agent had a device node open, although persistence mode is on", open)
 	}
@@ -679,7 +715,7 @@ func uninstall(t *testing.T, k *kube) {
 	if err := install.Uninstall(k.ctx, k.Cluster, install.Options{Progress: t.Output()}); err != nil {
 		t.Fatal(err)
 	}
-	await(t, "the end of slices and GPUs", func() error {
+	k.await(t, "the end of slices and GPUs", func() error {
 		list, err := k.client.ResourceV1().ResourceSlices().List(k.ctx, metav1.ListOptions{})
 		if err != nil {
 			return err

@@ -9,6 +9,7 @@ import (
 	"flag"
 	"fmt"
 	"net"
+	"net/netip"
 	"os"
 	"os/exec"
 	"os/signal"
@@ -26,7 +27,7 @@ const usage = `usage: cluster [-dir DIR] COMMAND [arguments]
   up [-kubernetes V] [-nodes N]        start a cluster (or complete one that lost parts)
   status                               what runs
   exec [COMMAND ...]                   run a program of this machine in the cluster's network, with kubectl and helm at hand; a shell by default
-  forward PORT ADDRESS                 connect 127.0.0.1:PORT of this machine with an address (IP:port) in the cluster's network
+  forward PORT IP:PORT                 forward connections to 127.0.0.1:PORT of this machine to an address in the cluster's network
   node NAME [COMMAND ...]              run a command on a node; a shell by default
   kubeconfig                           path of the kubeconfig (its server is reachable with "exec" only)
   start|stop|kill|restart|freeze|thaw COMPONENT [NODE]
@@ -97,14 +98,7 @@ func act(ctx context.Context, c *cluster.Cluster, command string, args []string)
 		args = rest(args)
 		return interact(node.Command(ctx, first(args, "bash"), rest(args)...))
 	case "forward":
-		if len(args) != 2 {
-			return errors.New("forward: want a port of this machine and an address in the cluster")
-		}
-		listener, err := new(net.ListenConfig).Listen(ctx, "tcp", "127.0.0.1:"+args[0])
-		if err != nil {
-			return err
-		}
-		return c.Forward(ctx, listener, args[1])
+		return forward(ctx, c, first(args, ""), first(rest(args), ""))
 	case "kubeconfig":
 		fmt.Println(c.Kubeconfig())
 		return nil
@@ -156,6 +150,19 @@ func steer(ctx context.Context, c *cluster.Cluster, command string, args []strin
 		return component.Thaw()
 	}
 	return fmt.Errorf("unknown command %q\n%s", command, usage)
+}
+
+func forward(ctx context.Context, c *cluster.Cluster, port, address string) error {
+	to, err := netip.ParseAddrPort(address)
+	if err != nil {
+		return fmt.Errorf("forward: want PORT and IP:port of the cluster: %w", err)
+	}
+	listener, err := new(net.ListenConfig).Listen(ctx, "tcp", "127.0.0.1:"+port)
+	if err != nil {
+		return fmt.Errorf("forward: %w", err)
+	}
+	fmt.Printf("Forwarding %s to %s. Ctrl-C ends it.\n", listener.Addr(), to)
+	return c.Forward(ctx, listener, to)
 }
 
 func build(ctx context.Context, args []string) error {

@@ -59,7 +59,7 @@ func run(ctx context.Context, args []string) error {
 		return errors.New("needs root, for namespaces, mounts and device nodes: run it as root or with sudo")
 	}
 	if flags.NArg() == 1 && flags.Arg(0) == "ui" {
-		return ui(ctx, *dir) // beside a demo, and its end
+		return ui(ctx, *dir) // without the lock: it may run while demo or down does
 	}
 	unlock, err := lock(*dir)
 	if err != nil {

@@ -270,18 +270,30 @@ func (d *demo) holders(ctx context.Context) error {
 }
 
 func (d *demo) explain(ctx context.Context) error {
-	agent, err := d.agentAddress(ctx)
-	if err != nil {
-		return err
-	}
+	enter := "go run ./hack/cmd/cluster -dir " + d.cluster.Config().Dir
 	fmt.Fprintf(d.out, `Look around:  %[1]s exec kubectl get pods,resourceclaims,gpunodes
               %[1]s exec              a shell with kubectl and helm
               %[1]s node node-1       a shell on the node
 Web page:     make demo-ui
-Dashboard:    %[1]s forward 8080 %[2]s
+`, enter)
+	agent, err := d.agentIP(ctx)
+	if err == nil {
+		fmt.Fprintf(d.out, `Dashboard:    %s forward 8080 %s:8080
               Let your Prometheus scrape 127.0.0.1:8080, and import deployments/helm/tandem/files/dashboard.json in Grafana.
-Remove it:    make demo-down
+`, enter, agent)
+	}
+	fmt.Fprint(d.out, "Remove it:    make demo-down\n\n")
+	return err
+}
 
-`, "go run ./hack/cmd/cluster -dir "+d.cluster.Config().Dir, agent)
-	return nil
+func (d *demo) agentIP(ctx context.Context) (string, error) {
+	ip, err := d.cluster.Kubectl(ctx, "get", "pods", "-n", install.Namespace, "-l", "app.kubernetes.io/component=kubelet-plugin",
+		"-o", "jsonpath={.items[0].status.podIP}")
+	if err == nil && ip == "" {
+		err = errors.New("it has none")
+	}
+	if err != nil {
+		return "", fmt.Errorf("find the IP address of the agent's pod: %w", err)
+	}
+	return ip, nil
 }
