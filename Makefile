@@ -156,6 +156,10 @@ hardware: ## tests of this machine's GPUs (RUN=Hardware/Cost; STAND_IN=l4x4 with
 hardware-bundle: ## the same tests as an archive for a machine with a GPU and without Go
 	$(call run,hardware) bundle
 
+.PHONY: hardware-root
+hardware-root: ## a root directory for such a machine, in which they also run in a cluster
+	$(call run,hardware) root
+
 .PHONY: clean
 clean: ## remove what was built in the checkout
 	rm -rf bin

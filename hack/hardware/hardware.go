@@ -20,7 +20,7 @@ import (
 	"github.com/tandem-gpu/tandem/hack/image"
 )
 
-//go:embed c/cuda.c c/libcuda.c run.sh
+//go:embed c/cuda.c c/libcuda.c run.sh root.sh inside.sh
 var sources embed.FS
 
 // Programs is what Build makes in a directory.

@@ -23,6 +23,7 @@ import (
 
 const usage = `usage: hardware run [-stand-in PROFILE | -recording FILE] [-run REGEXP]
        hardware bundle [-o FILE]
+       hardware root [-o DIR]
 `
 
 func main() {
@@ -59,6 +60,20 @@ func run(ctx context.Context, args []string) error {
 			return err
 		}
 		return runTests(ctx, out, *profile, *file, *tests)
+	case "root":
+		dir := flags.String("o", filepath.Join(root, "bin/hardware-root"), "`directory` of the archives")
+		if err := flags.Parse(args[1:]); err != nil {
+			return err
+		}
+		programs, err := hardware.Build(ctx, filepath.Join(out, "programs"), os.Stderr)
+		if err != nil {
+			return err
+		}
+		if err := programs.Root(ctx, *dir, os.Stderr); err != nil {
+			return err
+		}
+		fmt.Println(*dir, "has the parts of an archive, inside.sh and busybox; docs/dev/hardware.md says how to use them")
+		return nil
 	case "bundle":
 		path := flags.String("o", filepath.Join(root, "bin/tandem-hardware.tar.gz"), "`file` of the archive")
 		if err := flags.Parse(args[1:]); err != nil {
