@@ -159,6 +159,9 @@ func layerContent(files map[string]string, links []string) ([]byte, error) {
 		"etc/passwd": "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/:/bin/false\n",
 		"etc/group":  "root:x:0:\nnogroup:x:65534:\n",
 	} {
+		if _, given := files[file]; given {
+			continue
+		}
 		if err := archive.WriteHeader(&tar.Header{Typeflag: tar.TypeReg, Name: file, Mode: 0o644, Size: int64(len(text))}); err != nil {
 			return nil, err
 		}

@@ -58,20 +58,22 @@ func Build(ctx context.Context, dir string, progress io.Writer) (Programs, error
 			return Programs{}, err
 		}
 	}
-	fmt.Fprintln(progress, "compiling the tests of hardware")
 	tests := filepath.Join(dir, "hardware.test")
-	cmd := gotool.Command(ctx, dir, []string{"CGO_ENABLED=1"}, "test", "-c", "-trimpath", "-tags", "grpcnotrace",
-		"-ldflags", "-s -w -linkmode=external -extldflags=-Wl,-z,lazy", "-o", tests, "./test/hardware")
-	cmd.Dir = root
-	if out, err := cmd.CombinedOutput(); err != nil {
-		return Programs{}, fmt.Errorf("compile the tests of hardware: %w\n%s", err, out)
-	}
-	fmt.Fprintln(progress, "compiling kubectl-gpu")
-	cmd = gotool.Command(ctx, dir, []string{"CGO_ENABLED=0"}, "build", "-trimpath", "-ldflags", gotool.LDFlags("hardware", "none"),
-		"-o", filepath.Join(dir, "kubectl-gpu"), "./cmd/kubectl-gpu")
-	cmd.Dir = root
-	if out, err := cmd.CombinedOutput(); err != nil {
-		return Programs{}, fmt.Errorf("compile kubectl-gpu: %w\n%s", err, out)
+	for _, build := range []struct {
+		what, env string
+		args      []string
+	}{
+		{"the tests of hardware", "CGO_ENABLED=1", []string{"test", "-c", "-trimpath", "-tags", "grpcnotrace",
+			"-ldflags", "-s -w -linkmode=external -extldflags=-Wl,-z,lazy", "-o", tests, "./test/hardware"}},
+		{"kubectl-gpu", "CGO_ENABLED=0", []string{"build", "-trimpath", "-ldflags", gotool.LDFlags("hardware", "none"),
+			"-o", filepath.Join(dir, "kubectl-gpu"), "./cmd/kubectl-gpu"}},
+	} {
+		fmt.Fprintln(progress, "compiling", build.what)
+		cmd := gotool.Command(ctx, dir, []string{build.env}, build.args...)
+		cmd.Dir = root
+		if out, err := cmd.CombinedOutput(); err != nil {
+			return Programs{}, fmt.Errorf("compile %s: %w\n%s", build.what, err, out)
+		}
 	}
 	if err := compile(ctx, "cuda.c", filepath.Join(dir, "cuda"), "-ldl"); err != nil {
 		return Programs{}, err

@@ -8,7 +8,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -80,6 +79,24 @@ func (r rig) client(args ...string) *exec.Cmd {
 	cmd.Env, cmd.Dir = []string{"CUDA_MPS_PIPE_DIRECTORY=" + ClientPipeDir}, "/"
 	cmd.SysProcAttr = &syscall.SysProcAttr{Chroot: r.daemon.Root}
 	return cmd
+}
+
+// hold starts a client that stays until it loses its daemon.
+func (r rig) hold(t *testing.T) *exec.Cmd {
+	t.Helper()
+	held := r.client("hold")
+	out, err := held.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := held.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = held.Process.Kill() })
+	if line, err := bufio.NewReader(out).ReadString('\n'); err != nil {
+		t.Fatalf("client: %s, %v", line, err)
+	}
+	return held
 }
 
 // pid of the control daemon; 0 where it has none.
@@ -329,18 +346,7 @@ func TestADaemonWithAClientEnds(t *testing.T) {
 	r := newRig(t)
 	_, stop := r.run(t)
 	r.await(t)
-	held := r.client("hold")
-	out, err := held.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := held.Start(); err != nil {
-		t.Fatal(err)
-	}
-	if line, err := bufio.NewReader(out).ReadString('\n'); err != nil {
-		t.Fatalf("client: %s, %v", line, err)
-	}
-	t.Cleanup(func() { _ = held.Process.Kill() })
+	held := r.hold(t)
 	pid, start := r.pid(t), time.Now()
 	if err := stop(); err != nil {
 		t.Errorf("end: %v", err)
@@ -366,17 +372,7 @@ func TestADaemonThatWillNotEndIsKilled(t *testing.T) {
 			r.daemon.Grace = time.Second
 			_, stop := r.run(t)
 			r.await(t)
-			held := r.client("hold")
-			out, err := held.StdoutPipe()
-			if err != nil {
-				t.Fatal(err)
-			}
-			if err := held.Start(); err != nil {
-				t.Fatal(err)
-			}
-			if line, err := bufio.NewReader(out).ReadString('\n'); err != nil {
-				t.Fatalf("client: %s, %v", line, err)
-			}
+			held := r.hold(t)
 			pid, server := r.pid(t), r.tell(t, "get_server_list")
 			r.fault(t, word)
 			if word == simdriver.Mute {
@@ -394,7 +390,6 @@ func TestADaemonThatWillNotEndIsKilled(t *testing.T) {
 				t.Fatal(err)
 			}
 			gone(t, number)
-			_, _ = io.Copy(io.Discard, out)
 			if err := held.Wait(); err == nil {
 				t.Error("the client has lost nothing")
 			}

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 	"strconv"
 	"strings"
 )
@@ -13,15 +14,18 @@ import (
 // Memory is what a process has resident, in MiB: now, at most so far, and of what is resident now the anonymous part and that of files.
 type Memory struct{ Resident, Peak, Anonymous, Files float64 }
 
-// ReadMemory reads the memory of a process that runs (proc(5), status).
-func ReadMemory(pid int) (Memory, error) {
-	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", pid))
+// ReadMemory reads the memory of a process that runs.
+func ReadMemory(pid int) (Memory, error) { return ReadMemoryIn(fmt.Sprintf("/proc/%d", pid)) }
+
+// ReadMemoryIn reads the memory of a process that runs from its directory in a proc file system (proc(5), status).
+func ReadMemoryIn(dir string) (Memory, error) {
+	data, err := os.ReadFile(filepath.Join(dir, "status"))
 	if err != nil {
-		return Memory{}, fmt.Errorf("read memory of process %d: %w", pid, err)
+		return Memory{}, fmt.Errorf("read memory of process %s: %w", dir, err)
 	}
 	m, err := parseMemory(string(data))
 	if err != nil {
-		return Memory{}, fmt.Errorf("read memory of process %d: %w", pid, err)
+		return Memory{}, fmt.Errorf("read memory of process %s: %w", dir, err)
 	}
 	return m, nil
 }

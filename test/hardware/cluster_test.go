@@ -28,6 +28,7 @@ import (
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/gotool"
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/test/figure"
 )
 
 const (
@@ -478,13 +479,19 @@ func sharedClaim(t *testing.T, k *kube) {
 	k.plugin(t, "node", "node-1")
 }
 
-func claimWaitsForLimits(t *testing.T, k *kube) {
+// claimBehindLimits has the pod holder with all GPUs by limits, and the pod late, which waits for one of them by a claim.
+func (k *kube) claimBehindLimits(t *testing.T) {
+	t.Helper()
 	k.newClaim(t, "late", 1)
 	k.pod(t, "holder", byLimits(k.gpus), "/usr/bin/cuda", "loop", "600")
 	k.phase(t, "holder", corev1.PodRunning)
 	k.offers(t, k.gpus, 0)
 	k.pod(t, "late", byClaim("late"), "/usr/bin/cuda", "run")
 	k.waits(t, "late")
+}
+
+func claimWaitsForLimits(t *testing.T, k *kube) {
+	k.claimBehindLimits(t)
 	k.handOver(t)
 }
 
@@ -511,19 +518,14 @@ func (k *kube) handOver(t *testing.T) {
 
 // agentRestarts requires that a pod keeps its GPU, and that a claim that waits for it does not get it, while the agent is replaced.
 func agentRestarts(t *testing.T, k *kube) {
-	k.newClaim(t, "late", 1)
-	k.pod(t, "holder", byLimits(k.gpus), "/usr/bin/cuda", "loop", "600")
-	k.phase(t, "holder", corev1.PodRunning)
-	k.offers(t, k.gpus, 0)
-	k.pod(t, "late", byClaim("late"), "/usr/bin/cuda", "run")
-	k.waits(t, "late")
+	k.claimBehindLimits(t)
 	before := k.agent(t)
 	if err := k.client.CoreV1().Pods(install.Namespace).Delete(k.ctx, before.Name, metav1.DeleteOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	start := time.Now()
 	k.await(t, "another agent", func() error {
-		after, err := k.findAgent(k.ctx)
+		after, err := k.findAgent()
 		if err == nil && (after.UID == before.UID || !ready(after)) {
 			err = errors.New("the new agent is not ready")
 		}
@@ -542,24 +544,22 @@ func ready(pod *corev1.Pod) bool {
 	})
 }
 
-func (k *kube) findAgent(ctx context.Context) (*corev1.Pod, error) {
-	pods, err := k.client.CoreV1().Pods(install.Namespace).List(ctx, metav1.ListOptions{
-		LabelSelector: "app.kubernetes.io/instance=" + install.Release + ",app.kubernetes.io/component!=controller",
-	})
+func (k *kube) findAgent() (*corev1.Pod, error) {
+	pods, err := k.client.CoreV1().Pods(install.Namespace).List(k.ctx, metav1.ListOptions{LabelSelector: "app.kubernetes.io/component=kubelet-plugin"})
 	if err != nil {
 		return nil, err
 	}
 	for i, pod := range pods.Items {
-		if slices.ContainsFunc(pod.OwnerReferences, func(o metav1.OwnerReference) bool { return o.Kind == "DaemonSet" }) && pod.DeletionTimestamp == nil {
+		if pod.DeletionTimestamp == nil {
 			return &pods.Items[i], nil
 		}
 	}
-	return nil, fmt.Errorf("none of %d pods is an agent", len(pods.Items))
+	return nil, errors.New("no agent has a pod that stays")
 }
 
 func (k *kube) agent(t *testing.T) *corev1.Pod {
 	t.Helper()
-	pod, err := k.findAgent(k.ctx)
+	pod, err := k.findAgent()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -567,7 +567,7 @@ func (k *kube) agent(t *testing.T) *corev1.Pod {
 }
 
 func (k *kube) readMetrics() (string, error) {
-	agent, err := k.findAgent(k.ctx)
+	agent, err := k.findAgent()
 	if err != nil {
 		return "", err
 	}
@@ -634,29 +634,17 @@ func idle(t *testing.T, k *kube) {
 	open := 0
 	for range 20 {
 		time.Sleep(long / 20)
-		links, err := filepath.Glob(filepath.Join(agent.dir, "fd/*"))
-		if err != nil {
-			t.Fatal(err)
-		}
-		for _, link := range links {
-			if target, err := os.Readlink(link); err == nil && strings.Contains(target, "/dev/nvidia") {
-				open++
-				break
-			}
+		if len(openNodes(t, agent.dir)) > 0 {
+			open++
 		}
 	}
 	used := agent.cpu(t) - before
-	status, err := os.ReadFile(filepath.Join(agent.dir, "status"))
+	memory, err := figure.ReadMemoryIn(agent.dir)
 	if err != nil {
 		t.Fatal(err)
 	}
-	memory := ""
-	for line := range strings.Lines(string(status)) {
-		if strings.HasPrefix(line, "VmRSS") || strings.HasPrefix(line, "RssAnon") {
-			memory += strings.Join(strings.Fields(line), " ") + " "
-		}
-	}
-	t.Logf("the idle agent: %s%.1f %% of a core, a device node open in %d of 20 looks", memory, 100*used.Seconds()/long.Seconds(), open)
+	t.Logf("the idle agent: %.1f MiB resident, %.1f anonymous, %.1f %% of a core, a device node open in %d of 20 looks",
+		memory.Resident, memory.Anonymous, 100*used.Seconds()/long.Seconds(), open)
 	// A scan takes tens of milliseconds each second.
 	if open > 5 && k.bench.persistent() {
 		t.Errorf("in %d of 20 looks the agent had a device node open, although persistence mode is on", open)

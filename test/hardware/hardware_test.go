@@ -254,10 +254,10 @@ func percentiles(all []time.Duration) string {
 	return fmt.Sprintf("p50 %s, p99 %s, longest %s", all[len(all)/2], all[len(all)*99/100], all[len(all)-1])
 }
 
-// openNodes are the descriptors of this process that have a GPU's node open.
-func openNodes(t *testing.T) (open []string) {
+// openNodes are the GPU's nodes that a process has open, by its directory in /proc.
+func openNodes(t *testing.T, proc string) (open []string) {
 	t.Helper()
-	links, err := filepath.Glob("/proc/self/fd/*")
+	links, err := filepath.Glob(filepath.Join(proc, "fd/*"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -303,7 +303,7 @@ func cost(t *testing.T, b *bench) {
 	before := resident(t)
 	times := b.measure(t, 200)
 	after := resident(t)
-	left := openNodes(t)
+	left := openNodes(t, "/proc/self")
 	t.Logf("200 scans: %s; resident memory %d KiB, before %d KiB; persistence mode %t; open between scans: %v",
 		percentiles(times), after, before, b.persistent(), left)
 	if b.persistent() && len(left) > 0 {
