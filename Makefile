@@ -2,6 +2,8 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 export PATH := $(PATH):/usr/local/go/bin
+# Without paths of the checkout in programs, the build cache serves a clone in another directory, too.
+export GOFLAGS := $(strip $(filter-out -trimpath,$(or $(GOFLAGS),$(shell PATH="$(PATH)" go env GOFLAGS 2>/dev/null))) -trimpath)
 # Targets of one run share a machine, and test names them in order.
 .NOTPARALLEL:
 
@@ -24,13 +26,18 @@ demo-ui: kubectl-gpu ## the web page of the demo's cluster, at an address of thi
 demo-down: ## remove the demo's cluster
 	$(call run,demo) down
 
-# make test must end within 90 minutes, and a slow machine compiles for half of that time. 65 minutes after the start, e2e begins only the
-# stories whose results dropin-end needs, and names the others. The rest of the time is for torture-ci and scale.
-started := $(shell date +%s)
+# The parts of the two tiers, in this order. .github/workflows/long.yaml has one job for each part of test-long.
+test_parts := deps verify programs unit contract intruder e2e dropin-end
+long_parts := deps lint programs simulation kubelet-model torture-whole torture-mig torture-sharing scale manifests \
+	e2e-v1.34.10 e2e-v1.35.4 e2e-v1.36.3
 
 .PHONY: test
-test: e2e_flags = -until $(shell expr $(started) + 3900)
-test: deps dropin-begin verify programs unit simulation kubelet-model-ci e2e dropin-end torture-ci scale ## all tests: verify, unit and contract, a simulation and a torture with fresh seeds, end to end, a fleet of 100 nodes
+test: ## what proves a change: verify, unit and contract tests, all stories once (KUBERNETES=v1.36.3, SHARD=1/3 for one of three machines)
+	$(call run,test) -tier test -rest '$(filter-out $(test_parts),$(long_parts)) (make test-long)' -shard '$(SHARD)' $(test_parts)
+
+.PHONY: test-long
+test-long: ## what takes hours: a million simulated steps, torture, a fleet, kubelet's sources, linters, the other Kubernetes versions
+	$(call run,test) -tier test-long -rest '$(filter-out $(long_parts),$(test_parts)) (make test)' $(long_parts)
 
 .PHONY: deps
 deps: ## install the Debian packages that building and testing need
@@ -39,7 +46,7 @@ deps: ## install the Debian packages that building and testing need
 # The target unit starts clusters and has a time limit. A machine without the programs takes long to build them.
 .PHONY: programs
 programs:
-	@[ "$$(id -u)" -ne 0 ] || { hack/go.sh && go build -o bin/hack/ ./hack/cmd/cluster && exec bin/hack/cluster build; }
+	@[ "$$(id -u)" -ne 0 ] || { hack/go.sh && go build -o bin/hack/ ./hack/cmd/cluster && exec bin/hack/cluster build $(if $(KUBERNETES),-kubernetes $(KUBERNETES)); }
 
 .PHONY: build
 build: ## all programs, into bin/
@@ -52,12 +59,28 @@ kubectl-gpu: ## the kubectl plugin, one static program, into bin/
 	CGO_ENABLED=0 go build -ldflags '-s -w' -o bin/ ./cmd/kubectl-gpu
 
 .PHONY: unit
-unit: ## unit and contract tests with the race detector
+unit: ## unit tests with the race detector
 	hack/unit.sh
 
+.PHONY: contract
+contract: ## agent and controller as programs, with a real API server and a fake kubelet
+	hack/unit.sh ./test/contract
+
+.PHONY: intruder
+intruder: ## attacks on an API server with the chart's roles and policies
+	hack/unit.sh ./test/intruder
+
 .PHONY: e2e
-e2e: ## users' stories, on three real clusters at once (KUBERNETES=v1.36.3 for another version, RUN=regexp for some of them)
-	$(call run,e2e) $(e2e_flags) $(if $(RUN),-run '$(RUN)')
+e2e: ## users' stories, on several real clusters at once (KUBERNETES=v1.36.3, RUN=regexp, CLUSTERS=2, SHARD=1/3)
+	$(call run,e2e) $(if $(RUN),-run '$(RUN)') $(if $(CLUSTERS),-clusters $(CLUSTERS)) $(if $(SHARD),-shard $(SHARD))
+
+e2e-v%:
+	@$(MAKE) --no-print-directory e2e KUBERNETES=v$*
+
+.PHONY: manifests
+manifests: export E2E_EVERY_MACHINE = 1
+manifests: ## NVIDIA's published manifests on every machine profile
+	$(call run,e2e) -run '^TestPublished'
 
 # What a run of make torture takes from the command line.
 torture_flags = $(if $(OPS),-ops $(OPS)) $(if $(SEED),-seed $(SEED)) $(if $(MIG),-mig) $(if $(SHARING),-sharing) \
@@ -67,9 +90,11 @@ torture_flags = $(if $(OPS),-ops $(OPS)) $(if $(SEED),-seed $(SEED)) $(if $(MIG)
 torture: ## random operations and faults on a real cluster (OPS=5000 SEED=7 MIG=1 or SHARING=1 BUDGET=15m KUBERNETES=v1.36.3 RESUME=1)
 	$(call run,torture) $(torture_flags)
 
-.PHONY: torture-ci
-torture-ci: ## two at once, one of them with shared GPUs, for about 5 minutes at most, with fresh seeds that are printed
-	$(call run,torture) ci -budget 5m -ops 5000
+.PHONY: torture-whole torture-mig torture-sharing
+torture-whole torture-mig torture-sharing:
+	@$(MAKE) --no-print-directory torture $(kind) BUDGET=$(or $(BUDGET),20m) OPS=$(or $(OPS),5000)
+torture-mig: kind = MIG=1
+torture-sharing: kind = SHARING=1
 
 .PHONY: torture-selftest
 torture-selftest: ## with Tandem mutated, the torture's oracle must find faults
@@ -85,24 +110,19 @@ simulation: ## a million steps of a modelled node and cluster, the same again fo
 		$(if $(STEPS),-steps $(STEPS) -least $(or $(LEAST),0),-steps 1000000 -least $(or $(LEAST),1))
 
 # What kubelet-model prints besides its result is of no use where it passes.
-kubelet_model = @hack/go.sh && set -o pipefail && go test -count=1 -timeout 12h -run 'TestKubelet$$' -v ./test/kubeletmodel \
-	$(1) -seed $(or $(SEED),0) | sed -u -E '/^(PASS|ok|=== | *--- PASS)/d'
-
 .PHONY: kubelet-model
 kubelet-model: ## the same random sequences to kubelet's own device manager and the simulation's (VERSIONS=v1.36.3,v1.37.1 SEQUENCES=500 SEED=7)
-	$(call kubelet_model,-versions $(or $(VERSIONS),all) -sequences $(or $(SEQUENCES),10000))
-
-.PHONY: kubelet-model-ci
-kubelet-model-ci: ## a few hundred of them, for the default version of Kubernetes
-	$(call kubelet_model,-sequences 300)
+	@hack/go.sh && set -o pipefail && go test -count=1 -timeout 12h -run 'TestKubelet$$' -v ./test/kubeletmodel \
+		-versions $(or $(VERSIONS),all) -sequences $(or $(SEQUENCES),10000) -seed $(or $(SEED),0) | sed -u -E '/^(PASS|ok|=== | *--- PASS)/d'
 
 # Where tests leave their results for dropin-end. In make test they run with all others, so that nothing runs twice.
 export DROPIN_RESULTS := $(CURDIR)/bin/dropin
 
 .PHONY: dropin
+dropin: export E2E_EVERY_MACHINE = 1
 dropin: dropin-begin ## configurations, labels, published manifests and quota, by NVIDIA's programs and by Tandem (CONFIGURATIONS=60000 SEED=7)
 	go test -count=1 -timeout 25m -v ./test/dropin -configurations $(or $(CONFIGURATIONS),5000) -seed $(or $(SEED),0)
-	$(call run,e2e) -run '^(TestPublishedManifests|TestQuota|TestValuesOfNVIDIAsCharts)$$'
+	$(call run,e2e) -run '^(TestPublished.*|TestQuota|TestValuesOfNVIDIAsCharts)$$'
 	@hack/dropin.sh
 
 .PHONY: dropin-begin dropin-end
@@ -121,8 +141,12 @@ bench: ## what Prepare, Allocate and start-up cost, against a real API server
 	$(call run,bench)
 
 .PHONY: verify
-verify: ## formatting, linters, generated files, tidy modules, chart, shell scripts, commit subjects
+verify: ## formatting, vet, staticcheck, generated files, tidy modules, chart, shell scripts, commit subjects
 	hack/verify.sh
+
+.PHONY: lint
+lint: ## golangci-lint, which takes minutes
+	hack/verify.sh linters
 
 .PHONY: update
 update: ## rewrite what verify compares: formatting, generated files, modules, golden files

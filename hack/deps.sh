@@ -18,7 +18,7 @@ install() {
 }
 may_install() { [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; }
 if ! command -v chromium >/dev/null && may_install && ! install chromium; then
-	echo "deps: chromium could not be installed: tests in a browser are skipped"
+	echo "deps: chromium could not be installed: tests in a browser are skipped, and make test fails"
 fi
 if [ ${#missing[@]} -gt 0 ]; then
 	if ! may_install; then

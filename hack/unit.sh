@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
-# Unit and contract tests with the race detector, except test/e2e, which needs clusters, and the chart, which verify.sh tests.
+# Runs the tests of packages with the race detector: hack/unit.sh PACKAGE... Without an argument, those of all packages but test/e2e, which
+# needs clusters, test/contract and test/intruder, which make test runs as parts of their own, and the chart, which verify.sh tests, as it
+# does vet. $TEST_RESULTS is a file for the events.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-packages=$(go list ./... ./hack/... ./test/... | grep -v -e /test/e2e -e /deployments/helm)
+GOWORK=off go -C hack/tools build -o ../../bin/tools/ gotest.tools/gotestsum
+packages=${*:-$(go list ./... ./hack/... ./test/... | grep -v -E '/test/(e2e|contract|intruder)$|/deployments/helm')}
 # shellcheck disable=SC2086
-go test -race -count=1 -timeout 1h -v $packages 2>&1 | hack/summarize.sh
+exec bin/tools/gotestsum --format pkgname ${TEST_RESULTS:+--jsonfile "$TEST_RESULTS"} -- \
+	-race -vet=off -count=1 -parallel 16 -timeout 1h $packages

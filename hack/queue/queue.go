@@ -8,7 +8,6 @@ import (
 	"context"
 	"fmt"
 	"os"
-	"slices"
 	"strings"
 
 	"github.com/tandem-gpu/tandem/hack/filelock"
@@ -37,21 +36,6 @@ func (q Queue) Take(ctx context.Context) (name string, ok bool, err error) {
 		return names[1:]
 	})
 	return name, ok && err == nil, err
-}
-
-// Keep removes all names but these, and answers the removed ones.
-func (q Queue) Keep(ctx context.Context, keep ...string) (removed []string, err error) {
-	err = q.change(ctx, func(names []string) (kept []string) {
-		for _, name := range names {
-			if slices.Contains(keep, name) {
-				kept = append(kept, name)
-			} else {
-				removed = append(removed, name)
-			}
-		}
-		return kept
-	})
-	return removed, err
 }
 
 func (q Queue) change(ctx context.Context, with func([]string) []string) error {

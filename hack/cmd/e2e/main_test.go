@@ -3,31 +3,116 @@
 package main
 
 import (
-	"maps"
 	"os"
+	"os/exec"
 	"path/filepath"
-	"reflect"
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
-	"github.com/tandem-gpu/tandem/hack/queue"
+	"github.com/tandem-gpu/tandem/hack/results"
 )
 
-// Required stories come first, then the slow ones, then the others, each once.
+// checkout is a directory with a program in the place of the stories. It is run once for each cluster, with the queue.
+func checkout(t *testing.T, convert, script string) (resultsFile string) {
+	t.Helper()
+	dir := t.TempDir()
+	for _, sub := range []string{stories, filepath.Dir(program), "tmp"} {
+		if err := os.MkdirAll(filepath.Join(dir, sub), 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.Symlink(convert, filepath.Join(dir, converter)); err != nil {
+		t.Fatal(err)
+	}
+	// The functions print what package testing prints with -test.v=test2json.
+	const functions = `
+run() { printf '\x16=== RUN   %s\n' "$1"; }
+end() { printf '\x16--- %s: %s (1.50s)\n\x16PASS\n' "$1" "$2"; }
+`
+	if err := os.WriteFile(filepath.Join(dir, program), []byte("#!/bin/bash"+functions+script), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	t.Chdir(dir)
+	t.Setenv("TMPDIR", filepath.Join(dir, "tmp"))
+	t.Setenv("TANDEM_CACHE", dir)
+	resultsFile = filepath.Join(dir, "results")
+	t.Setenv(results.Variable, resultsFile)
+	return resultsFile
+}
+
+// A run succeeds only if all stories have ended, each well or with a known reason for a skip. The file of results says the same.
+func TestRunsThatFail(t *testing.T) {
+	convert := filepath.Join(t.TempDir(), "test2json")
+	if out, err := exec.Command("go", "build", "-o", convert, "cmd/test2json").CombinedOutput(); err != nil {
+		t.Fatalf("build test2json: %v\n%s", err, out)
+	}
+	for _, c := range []struct {
+		name, script, err         string
+		played, skipped, unplayed int
+	}{
+		{"all", `for n in $(cat "$E2E_QUEUE"); do run $n; end PASS $n; done`, "", 5, 0, 0},
+		{"two of five", `for n in TestA TestC; do run $n; end PASS $n; done`, "not played: TestB TestD TestE", 2, 0, 3},
+		{"none", `:`, "not played: TestA TestB TestC TestD TestE", 0, 0, 5},
+		{"killed", `for n in TestA TestB TestC TestD TestE; do run $n; [ $n = TestE ] && kill -KILL $$; end PASS $n; done`, "signal: killed", 4, 0, 1},
+		{"a failure", `for n in TestA TestB TestC TestD TestE; do run $n; [ $n = TestC ] && echo '    c_test.go:1: bad' && end FAIL $n || end PASS $n; done; exit 1`,
+			"a: exit status 1", 5, 0, 0},
+		{"a skip", `for n in TestA TestB TestC TestD TestE; do run $n; [ $n = TestC ] && echo '    c_test.go:1: no time' && end SKIP $n || end PASS $n; done`,
+			"known reason (hack/results): TestC: no time", 4, 1, 0},
+		{"a known skip", `for n in TestA TestB TestC TestD TestE; do run $n; [ $n = TestC ] && echo '    c_test.go:1: to play it, run KUEUE=1 make' && end SKIP $n ||
+			end PASS $n; done`, "", 4, 1, 0},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			file := checkout(t, convert, c.script)
+			names := []string{"TestA", "TestB", "TestC", "TestD", "TestE"}
+			s, err := newStage(names)
+			if err != nil {
+				t.Fatal(err)
+			}
+			err = s.playAll(t.Context(), names, "", 1)
+			if sum := s.summarize(0); err == nil {
+				err = sum
+			} else if sum != nil {
+				t.Log("summary:", sum)
+			}
+			if c.err == "" && err != nil || c.err != "" && (err == nil || !strings.Contains(err.Error(), c.err)) {
+				t.Errorf("error %v, want %q", err, c.err)
+			}
+			if err := s.close(); err != nil {
+				t.Error(err)
+			}
+			r, err := results.Read(file)
+			if err != nil {
+				t.Fatal(err)
+			}
+			played, skipped, notPlayed := r.Stories()
+			if !slices.Equal(r.Wanted, names) || played != c.played || skipped != c.skipped || len(notPlayed) != c.unplayed {
+				t.Errorf("wanted %v, played %d, skipped %d, not played %v", r.Wanted, played, skipped, notPlayed)
+			}
+			if c.name == "a failure" && (len(r.Failed) != 1 || r.Failed[0].Text != "    c_test.go:1: bad") {
+				t.Errorf("failed: %q", r.Failed)
+			}
+		})
+	}
+}
+
+// The stories with unknown durations come first, then the slow ones; equal ones come in any order.
 func TestOrder(t *testing.T) {
 	usual := []string{"A", "B", "C", "D", "E"}
-	names := append(slices.Clone(usual), "TestDeleteAndRecreate", "TestQuota", "TestPartitionsOnDemand", "TestPublishedManifests")
+	took := durations{"TestSlow": 700, "TestSlower": 800}
+	for _, name := range usual {
+		took[name] = 40
+	}
+	names := append(slices.Clone(usual), "TestSlow", "TestNew", "TestSlower")
 	orders := map[string]bool{}
 	for range 50 {
-		got := order(names)
-		if want := []string{"TestPublishedManifests", "TestQuota", "TestPartitionsOnDemand", "TestDeleteAndRecreate"}; !slices.Equal(got[:4], want) {
-			t.Fatalf("first are %v, want %v", got[:4], want)
+		got := order(names, took)
+		if want := []string{"TestNew", "TestSlower", "TestSlow"}; !slices.Equal(got[:3], want) {
+			t.Fatalf("first are %v, want %v", got[:3], want)
 		}
-		orders[strings.Join(got[4:], " ")] = true
-		if slices.Sort(got[4:]); !slices.Equal(got[4:], usual) {
-			t.Fatalf("the others are %v", got[4:])
+		orders[strings.Join(got[3:], " ")] = true
+		if slices.Sort(got[3:]); !slices.Equal(got[3:], usual) {
+			t.Fatalf("the others are %v", got[3:])
 		}
 	}
 	if len(orders) < 2 {
@@ -35,139 +120,44 @@ func TestOrder(t *testing.T) {
 	}
 }
 
-// After the time, the queue has required stories only. Without a limit, or once all are played, it has what it had.
-func TestNoStoryBeginsLate(t *testing.T) {
-	names := []string{"TestQuota", "A", "B"}
-	running, played := make(chan struct{}), make(chan struct{})
-	close(played)
+// The next run knows how long stories took, of this run and of earlier ones.
+func TestDurations(t *testing.T) {
+	dir := t.TempDir()
+	t.Setenv("TANDEM_CACHE", dir)
+	for _, newer := range []durations{{"A": 1, "B": 2}, {"B": 3}} {
+		took, err := readDurations()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := took.add(newer); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if took, err := readDurations(); err != nil || len(took) != 2 || took["A"] != 1 || took["B"] != 3 {
+		t.Errorf("durations %v (%v)", took, err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "stories.json"), []byte("half"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if took, err := readDurations(); err != nil || len(took) != 0 {
+		t.Errorf("of a damaged file: %v (%v)", took, err)
+	}
+}
+
+func TestCarried(t *testing.T) {
 	for _, c := range []struct {
-		name      string
-		until     int64
-		played    <-chan struct{}
-		late, has string
+		cpus    int
+		meminfo string
+		want    int
 	}{
-		{"late", 1, running, "A B", "TestQuota"},
-		{"no limit", 0, running, "", "TestQuota A B"},
-		{"all are played", time.Now().Add(time.Hour).Unix(), played, "", "TestQuota A B"},
+		{2, "MemTotal:       16000000 kB\nMemAvailable:   12000000 kB\n", 3},
+		{2, "MemAvailable:   5000000 kB\n", 2},
+		{2, "MemAvailable:   500000 kB\n", 1},
+		{64, "MemAvailable:   500000000 kB\n", mostClusters},
+		{2, "", 1},
 	} {
-		q, err := queue.Write(filepath.Join(t.TempDir(), "queue"), names)
-		if err != nil {
-			t.Fatal(err)
+		if got := carriedBy(c.cpus, c.meminfo); got != c.want {
+			t.Errorf("%d CPUs with %q carry %d clusters, want %d", c.cpus, c.meminfo, got, c.want)
 		}
-		late, err := closeAt(t.Context(), q, c.until, c.played)
-		var has []string
-		for {
-			name, ok, err := q.Take(t.Context())
-			if err != nil {
-				t.Fatal(err)
-			}
-			if !ok {
-				break
-			}
-			has = append(has, name)
-		}
-		if strings.Join(late, " ") != c.late || strings.Join(has, " ") != c.has || err != nil {
-			t.Errorf("%s: late are %v, the queue has %v (%v)", c.name, late, has, err)
-		}
-		ended := results{passed: 1, late: late}
-		if got, want := ended.missing(len(names)), len(has)-1; got != want {
-			t.Errorf("%s: %d are missing, want %d", c.name, got, want)
-		}
-	}
-}
-
-func TestNamedStoriesExist(t *testing.T) {
-	files, err := filepath.Glob(filepath.Join("..", "..", "..", stories, "*_test.go"))
-	if err != nil || len(files) == 0 {
-		t.Fatal(files, err)
-	}
-	var source strings.Builder
-	for _, file := range files {
-		text, err := os.ReadFile(file)
-		if err != nil {
-			t.Fatal(err)
-		}
-		source.Write(text)
-	}
-	for _, name := range append(slices.Collect(maps.Keys(slow)), required...) {
-		if !strings.Contains(source.String(), "\nfunc "+name+"(") {
-			t.Errorf("there is no story %s", name)
-		}
-	}
-}
-
-func TestSummary(t *testing.T) {
-	var ended results
-	for line := range strings.Lines(`a === RUN   TestOne
-a     one_test.go:1: nothing of interest
-b === RUN   TestThree
-b     three_test.go:7: want
-a --- PASS: TestOne (1.00s)
-b         nothing
-b     three_test.go:8: the dump
-b         1
-b         2
-b         3
-b         4
-b         5
-b         6
-b noise
-b         of a component
-a --- SKIP: TestTwo (0.00s)
-b --- FAIL: TestThree (2.00s)
-b     --- FAIL: TestThree/part (1.00s)
-b FAIL
-`) {
-		label, line, _ := strings.Cut(strings.TrimSuffix(line, "\n"), " ")
-		ended.see(label, line)
-	}
-	want := []failure{{"TestThree", strings.SplitAfter(`    three_test.go:7: want
-        nothing
-    three_test.go:8: the dump
-        1
-        2
-        3
-        4
-        5
-`, "\n")[:8]}}
-	if ended.passed != 1 || ended.skipped != 1 || !reflect.DeepEqual(ended.failed, want) {
-		t.Errorf("passed %d, skipped %d, failed %q, want %q", ended.passed, ended.skipped, ended.failed, want)
-	}
-}
-
-// A limit that is too low is higher for a while; another is left alone.
-func TestRaise(t *testing.T) {
-	path := filepath.Join(t.TempDir(), "limit")
-	is := func(want string) {
-		t.Helper()
-		if got, err := os.ReadFile(path); err != nil || strings.TrimSpace(string(got)) != want {
-			t.Errorf("the limit is %q (%v), want %s", got, err, want)
-		}
-	}
-	for before, meanwhile := range map[string]string{"128": "1024", "8192": "8192"} {
-		if err := os.WriteFile(path, []byte(before+"\n"), 0o644); err != nil {
-			t.Fatal(err)
-		}
-		restore, err := raise(path, 1024)
-		if err != nil {
-			t.Fatal(err)
-		}
-		is(meanwhile)
-		if err := restore(); err != nil {
-			t.Error(err)
-		}
-		is(before)
-	}
-	for _, bad := range []string{"many", ""} {
-		if err := os.WriteFile(path, []byte(bad), 0o644); err != nil {
-			t.Fatal(err)
-		}
-		if _, err := raise(path, 1024); err == nil {
-			t.Errorf("a limit of %q was raised", bad)
-		}
-		is(bad)
-	}
-	if _, err := raise(filepath.Join(path, "none"), 1024); err == nil {
-		t.Error("a limit that is not there was raised")
 	}
 }

@@ -14,21 +14,17 @@ import (
 	"os/signal"
 	"path/filepath"
 	"slices"
-	"strconv"
-	"strings"
 	"syscall"
 	"time"
 
 	"github.com/tandem-gpu/tandem/hack/binaries"
 	"github.com/tandem-gpu/tandem/hack/cluster"
-	"github.com/tandem-gpu/tandem/hack/sidebyside"
 	"github.com/tandem-gpu/tandem/test/torture"
 )
 
 const usage = `usage: torture [-ops N] [-seed S] [-mig | -sharing] [-kubernetes V] [-budget 15m] [flags]    needs root
        torture -resume [-budget 15m] [-dir DIR]       go on where a run was interrupted
        torture -plan [-ops N] [-seed S]               print what a seed does, and do nothing
-       torture ci [-budget 5m] [-kubernetes V]        two at once, one of them with -sharing, each on a cluster of its own
        torture selftest [-only NAME] [flags]          with Tandem mutated, faults must be found
        torture down [-dir DIR]                        remove the cluster of an interrupted run
 `
@@ -55,13 +51,11 @@ type settings struct {
 	budget             time.Duration
 	resume, keep, plan bool
 	only               string
-	// unused are the flags given that two tortures at once do not take.
-	unused []string
 }
 
 func run(ctx context.Context, args []string) error {
 	verb := ""
-	if len(args) > 0 && (args[0] == "selftest" || args[0] == "down" || args[0] == "ci") {
+	if len(args) > 0 && (args[0] == "selftest" || args[0] == "down") {
 		verb, args = args[0], args[1:]
 	}
 	s, err := parse(args)
@@ -74,12 +68,6 @@ func run(ctx context.Context, args []string) error {
 	if os.Geteuid() != 0 {
 		return errors.New("needs root, for namespaces, mounts and device nodes: run it as root or with sudo")
 	}
-	if verb == "ci" {
-		if len(s.unused) > 0 {
-			return fmt.Errorf("ci takes no %s: its two tortures are as usual, but for -ops, -budget, -kubernetes and -dir", strings.Join(s.unused, ", "))
-		}
-		return attackTwice(ctx, s)
-	}
 	unlock, err := torture.Lock(s.dir)
 	if err != nil {
 		return err
@@ -87,41 +75,11 @@ func run(ctx context.Context, args []string) error {
 	defer unlock()
 	switch verb {
 	case "down":
-		return errors.Join(torture.Remove(ctx, s.dir), removeSharing(ctx, s.dir))
+		return torture.Remove(ctx, s.dir)
 	case "selftest":
 		return selftest(ctx, s)
 	}
 	return attack(ctx, s)
-}
-
-// sharingSuffix tells the directory of the second torture of two.
-const sharingSuffix = "-sharing"
-
-// attackTwice runs this program twice, as usual and with shared GPUs: each waits more than it computes.
-func attackTwice(ctx context.Context, s settings) error {
-	self, err := os.Executable()
-	if err != nil {
-		return fmt.Errorf("find this program: %w", err)
-	}
-	args := func(dir string, more ...string) []string {
-		return append(more, "-dir", dir, "-budget", s.budget.String(), "-kubernetes", s.state.Kubernetes, "-ops", strconv.Itoa(s.state.Ops))
-	}
-	return sidebyside.Run(ctx, os.Stdout, nil,
-		sidebyside.Program{Label: "whole", Path: self, Args: args(s.dir)},
-		sidebyside.Program{Label: "shared", Path: self, Args: args(s.dir+sharingSuffix, "-sharing")})
-}
-
-func removeSharing(ctx context.Context, dir string) error {
-	dir += sharingSuffix
-	if _, err := os.Stat(dir); errors.Is(err, os.ErrNotExist) {
-		return nil
-	}
-	unlock, err := torture.Lock(dir)
-	if err != nil {
-		return err
-	}
-	defer unlock()
-	return torture.Remove(ctx, dir)
 }
 
 func parse(args []string) (settings, error) {
@@ -144,11 +102,6 @@ func parse(args []string) (settings, error) {
 	if err := flags.Parse(args); err != nil {
 		return s, err
 	}
-	flags.Visit(func(f *flag.Flag) {
-		if !slices.Contains([]string{"ops", "budget", "kubernetes", "dir"}, f.Name) {
-			s.unused = append(s.unused, "-"+f.Name)
-		}
-	})
 	if flags.NArg() > 0 {
 		return s, fmt.Errorf("unexpected argument %q", flags.Arg(0))
 	}
