@@ -23,6 +23,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/hack/leftovers"
 )
 
 // The account of each component, as the chart names them.
@@ -64,17 +65,21 @@ func TestMain(m *testing.M) {
 func run(m *testing.M) (code int, err error) {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	dir, err := os.MkdirTemp("", "tandem-intruder-")
+	r, err := leftovers.Begin(ctx, os.Stdout)
 	if err != nil {
 		return 1, err
 	}
-	defer os.RemoveAll(dir)
-	theCluster, err = cluster.New(cluster.Config{Dir: filepath.Join(dir, "cluster"), KubernetesVersion: os.Getenv("KUBERNETES"), APIServerOnly: true, Progress: os.Stdout})
+	// Not ctx: an interrupted run leaves nothing behind either.
+	stopCtx := context.WithoutCancel(ctx)
+	defer func() { err = errors.Join(err, r.End(stopCtx)) }()
+	theCluster, err = cluster.New(cluster.Config{
+		Dir: filepath.Join(r.Dir, "intruder", "cluster"), KubernetesVersion: os.Getenv("KUBERNETES"), APIServerOnly: true, Progress: os.Stdout,
+	})
 	if err != nil {
 		return 1, err
 	}
 	defer func() {
-		stopCtx, cancel := context.WithTimeout(context.Background(), 5*time.Minute)
+		stopCtx, cancel := context.WithTimeout(stopCtx, 5*time.Minute)
 		defer cancel()
 		err = errors.Join(err, theCluster.Stop(stopCtx))
 	}()

@@ -96,13 +96,13 @@ func (s *stage) playAll(ctx context.Context, names []string, only string, cluste
 	if _, kept := os.LookupEnv(keepVariable); kept || strings.Contains(only, "/") {
 		clusters = 1
 	}
+	clusters = min(clusters, len(names))
 	if clusters > 1 {
 		if err := r.Raise(instancesOfAll); err != nil {
 			fmt.Println("e2e: one cluster at once, which takes longer: several have more inotify instances than they may:", err)
 			clusters = 1
 		}
 	}
-	clusters = min(clusters, len(names))
 	took, err := readDurations()
 	if err != nil {
 		return err
