@@ -13,6 +13,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/gotool"
 	"github.com/tandem-gpu/tandem/hack/image"
+	"github.com/tandem-gpu/tandem/test/mutation"
 )
 
 // ErrBlind means that the oracle did not see a fault that was there.
@@ -78,7 +79,7 @@ func (s Mutation) build(ctx context.Context, dir string, out io.Writer) (string,
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return "", fmt.Errorf("make directory: %w", err)
 	}
-	overlay, err := s.overlay(root, dir)
+	overlay, err := mutation.Overlay(root, dir, s.changes)
 	if err != nil {
 		return "", err
 	}
