@@ -51,6 +51,19 @@ func TestARepeatedPrepareOutlivesAnOldRelease(t *testing.T) {
 	}
 }
 
+// A claim gets all of its devices or none, also if the record of the last one cannot be written.
+func TestHalfOfAReservation(t *testing.T) {
+	l := openWith(t, neverRunningOut)
+	unnamed := device.Ref{GPU: "b", Placement: device.Placement{Start: -1, Size: 1}} // no record has such a name
+	if err := second(l.ReserveClaim(t.Context(), claimOf("c", whole("a"), unnamed))); err == nil {
+		t.Error("a device without a record is reserved")
+	}
+	if holds := l.Holds(); len(holds) > 0 {
+		t.Errorf("held: %v", holds)
+	}
+	must(t, l.ReservePod(limitsOf("a")))
+}
+
 // A call that failed for another claim of its pod gives back what it took, and nothing that others count on.
 func TestCancelReservation(t *testing.T) {
 	tests := []struct {

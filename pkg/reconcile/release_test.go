@@ -127,6 +127,23 @@ func TestHoldWithoutPodThatKubeletLists(t *testing.T) {
 	g.await()
 }
 
+// A hold without a pod ends after two checks in a row in which kubelet does not list its device.
+func TestHoldThatKubeletListsBetweenTwoChecks(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1")
+	g.watchPods()
+	g.allocate("GPU-1")
+	h, d := g.book.Holds()[0], &unconfirmed{}
+	listed := []podstate.UsedDevice{{ID: "GPU-1", Resource: resource}}
+	for i, used := range [][]podstate.UsedDevice{nil, listed, nil, nil} {
+		g.change(func() { g.used = used })
+		must(t, g.r.checkPodHold(t.Context(), h, d))
+		if left := len(g.book.Holds()); left != map[bool]int{true: 1}[i < 3] {
+			t.Errorf("%d holds after check %d", left, i+1)
+		}
+	}
+}
+
 // A claim's pod is force-deleted, its claim deallocated and deleted, and its containers live on.
 func TestForceDeletedClaimPod(t *testing.T) {
 	t.Parallel()
