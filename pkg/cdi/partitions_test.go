@@ -154,17 +154,19 @@ func TestRemadeWithOtherNodes(t *testing.T) {
 			}
 			s := newSpecs(t, dir, from, nil)
 			check(t, s.Add(t.Context(), device.Partition{UUID: "MIG-1"}))
-			check(t, s.Add(t.Context(), device.Partition{UUID: "MIG-1", Parent: 3}))
-			files, err := filepath.Glob(filepath.Join(dir, "*.json"))
-			check(t, err)
-			var all string
-			for _, file := range files {
-				data, err := os.ReadFile(file)
+			for node, caps := range map[string][2]int{"/dev/nvidia3": {}, "/dev/nvidia-caps/nvidia-cap21": {21, 22}} {
+				check(t, s.Add(t.Context(), device.Partition{UUID: "MIG-1", Parent: 3, Caps: caps}))
+				files, err := filepath.Glob(filepath.Join(dir, "*.json"))
 				check(t, err)
-				all += string(data)
-			}
-			if !strings.Contains(all, "/dev/nvidia3") {
-				t.Errorf("the entry has the device nodes of before: %s", all)
+				var all string
+				for _, file := range files {
+					data, err := os.ReadFile(file)
+					check(t, err)
+					all += string(data)
+				}
+				if !strings.Contains(all, node) {
+					t.Errorf("the entry has the device nodes of before, and not %s: %s", node, all)
+				}
 			}
 		})
 	}

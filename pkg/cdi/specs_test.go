@@ -65,7 +65,11 @@ func (s *source) PartitionEdits(_ context.Context, p device.Partition) (specs.De
 	if asked != nil {
 		asked()
 	}
-	return entry(p.UUID, fmt.Sprintf("/dev/nvidia%d", p.Parent), int64(p.Parent)), nil
+	made := entry(p.UUID, fmt.Sprintf("/dev/nvidia%d", p.Parent), int64(p.Parent))
+	if number := p.Caps[0]; number > 0 {
+		made.ContainerEdits.DeviceNodes[0].Path = fmt.Sprintf("/dev/nvidia-caps/nvidia-cap%d", number)
+	}
+	return made, nil
 }
 
 func (s *source) Changed() <-chan struct{} {

@@ -310,6 +310,21 @@ func TestUnmanagedPartition(t *testing.T) {
 	}
 }
 
+// A claim that holds a placement, and was allocated another profile there, is not given the partition of before.
+func TestAnotherProfileAtThePlacement(t *testing.T) {
+	h := newHardware()
+	media := h.gpu.Profiles[1]
+	media.ID, media.Name = 20, "1g.10gb+me"
+	h.gpu.Profiles = append(h.gpu.Profiles, media)
+	m := process(t, t.TempDir(), h)
+	if _, err := create(t.Context(), m, wanted("1g.10gb", 19, 0, 1), always); err != nil {
+		t.Fatal(err)
+	}
+	if p, err := create(t.Context(), m, wanted("1g.10gb+me", 20, 0, 1), always); err == nil && p.ProfileID != 20 {
+		t.Errorf("got %+v", p)
+	}
+}
+
 // The driver may give the UUID of Tandem's partition to another one that an administrator made at its placement. Nothing tells them apart:
 // it serves the claim, and ends with it.
 func TestReplacedWithTheSameUUID(t *testing.T) {
