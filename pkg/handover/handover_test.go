@@ -543,6 +543,31 @@ func TestResetIdle(t *testing.T) {
 	})
 }
 
+// A GPU that gets a holder while its reset waits for a handover is not reset.
+func TestHolderBeforeAResetBegins(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := start(t, nil, false)
+		unlock, err := f.turns.Lock(t.Context(), gpu)
+		if err != nil {
+			t.Fatal(err)
+		}
+		answered := make(chan bool, 1)
+		go func() {
+			done, err := f.ResetIdle(t.Context(), gpu)
+			if err != nil {
+				t.Error(err)
+			}
+			answered <- done
+		}()
+		synctest.Wait()
+		f.book.hold(claim("a", gpu))
+		unlock()
+		if done := <-answered; done || len(f.driver.resets) > 0 {
+			t.Errorf("done %v, resets %v", done, f.driver.resets)
+		}
+	})
+}
+
 // A claim that is prepared again after its hold had ended, while a process of no pod had the GPU, does not make the GPU clean.
 func TestPreparedAgainBesideAProcess(t *testing.T) {
 	for _, restarted := range []bool{false, true} {

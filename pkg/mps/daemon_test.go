@@ -348,7 +348,15 @@ func TestADaemonWithAClientEnds(t *testing.T) {
 	r.await(t)
 	held := r.hold(t)
 	pid, start := r.pid(t), time.Now()
-	if err := stop(); err != nil {
+	stopped := make(chan error, 1)
+	go func() { stopped <- stop() }()
+	for _, is := alive(t, r.daemon.Dir); is; _, is = alive(t, r.daemon.Dir) {
+		time.Sleep(time.Millisecond)
+	}
+	if r.pid(t) == 0 {
+		t.Error("the daemon was called ready until it had ended")
+	}
+	if err := <-stopped; err != nil {
 		t.Errorf("end: %v", err)
 	}
 	if took := time.Since(start); took < r.daemon.Grace {

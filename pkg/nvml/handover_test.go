@@ -3,12 +3,14 @@
 package nvml_test
 
 import (
+	"context"
 	"errors"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sync/errgroup"
 
@@ -113,6 +115,27 @@ func TestReset(t *testing.T) {
 	fault(programs.FaultFail)
 	if err := node.Reset(t.Context(), uuid); err == nil || errors.Is(err, device.ErrUnsupported) {
 		t.Errorf("a reset that fails: %v", err)
+	}
+}
+
+// The XIDs of a GPU end with its reset: a driver without recovery actions does not say so.
+func TestResetEndsXIDs(t *testing.T) {
+	m := newMachineWithPrograms(t, "h100x8")
+	node := m.open(t)
+	if err := node.Reset(t.Context(), node.Inventory().GPUs[2].UUID); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	ended := 0
+	err := node.WatchXIDs(ctx, func(e device.XIDEvent) {
+		if e.XID == 0 && e.PCI+".0" == m.profile.GPUs[2].PCI && e.GPUInstance == device.NoInstance {
+			ended++
+			cancel()
+		}
+	})
+	if ended == 0 || err != nil {
+		t.Errorf("%d GPUs, %v", ended, err)
 	}
 }
 
