@@ -5,6 +5,7 @@ package main
 import (
 	"context"
 	"fmt"
+	"os"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -20,6 +21,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
 // hold records a hold of a claim, as an agent before did.
@@ -127,4 +129,27 @@ func TestNothingHeldWithoutADriver(t *testing.T) {
 		t.Errorf("registered: %v, %v", left, err)
 	}
 	a.stop()
+}
+
+// A claim state of kubelet that cannot be read may have claims, which have to end without a driver.
+func TestUnreadableClaimStateWithoutADriver(t *testing.T) {
+	c := nodeConfig(t)
+	a, err := newAgent(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	book, err := ledger.Open(t.Context(), ledger.Options{Dir: c.RunDir, BootID: a.bootID, PodStates: anything{}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer book.Close()
+	if a.holdsAny(book) {
+		t.Error("a node without claims and holds counts as one that has some")
+	}
+	if err := os.WriteFile(podstate.ClaimStatePath(c.KubeletDir), []byte("torn"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if !a.holdsAny(book) {
+		t.Error("nothing is held, although kubelet may have claims")
+	}
 }

@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"maps"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -311,6 +312,19 @@ func TestRemoveFromAll(t *testing.T) {
 	r.next["nvidia.com/gpu.replicas"] = "1"
 	r.wantRequests("first", 1, 1)
 	r.patch("kubectl-label", map[string]any{product: "mine"}, map[string]any{nfdLabels: "nvidia.com/gpu.count"})
+	r.client.PrependReactor("list", "nodes", func(action clienttesting.Action) (bool, runtime.Object, error) {
+		all, err := r.client.Tracker().List(corev1.SchemeGroupVersion.WithResource("nodes"), corev1.SchemeGroupVersion.WithKind("Node"), "")
+		if err != nil {
+			return true, nil, err
+		}
+		// The node with labels is on the second page.
+		list, first := all.(*corev1.NodeList), action.(clienttesting.ListActionImpl).ListOptions.Continue == ""
+		list.Items = slices.DeleteFunc(list.Items, func(n corev1.Node) bool { return (n.Name == "n") == first })
+		if first {
+			list.Continue = "second"
+		}
+		return true, list, nil
+	})
 	for i, want := range []int{1, 0} {
 		if removed, err := RemoveFromAll(t.Context(), nodes); removed != want || err != nil {
 			t.Errorf("call %d: removed from %d nodes, %v, want %d", i, removed, err, want)
