@@ -26,14 +26,22 @@ func Write(path string, names []string) (Queue, error) {
 // At is the queue in a file that Write has made.
 func At(path string) Queue { return Queue{path} }
 
-// Take removes the first name. ok is false where none is left.
-func (q Queue) Take(ctx context.Context) (name string, ok bool, err error) {
+// Take removes the first name that the first preference likes, if there is none the first that the next one likes, and so on; otherwise
+// the first. ok is false where none is left.
+func (q Queue) Take(ctx context.Context, likes ...func(name string) bool) (name string, ok bool, err error) {
 	err = q.change(ctx, func(names []string) []string {
 		if len(names) == 0 {
 			return nil
 		}
-		name, ok = names[0], true
-		return names[1:]
+		at := 0
+		for _, like := range likes {
+			if i := slices.IndexFunc(names, like); i >= 0 {
+				at = i
+				break
+			}
+		}
+		name, ok = names[at], true
+		return slices.Delete(names, at, at+1)
 	})
 	return name, ok && err == nil, err
 }

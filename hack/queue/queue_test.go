@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 )
@@ -50,6 +51,28 @@ func TestEachNameOnce(t *testing.T) {
 	}
 	if name, ok, err := q.Take(t.Context()); ok || err != nil {
 		t.Errorf("take from an empty queue: %q, %v, %v", name, ok, err)
+	}
+}
+
+// The first name that is liked comes first, by the order of preferences; without one, the first.
+func TestPreferences(t *testing.T) {
+	q, err := Write(filepath.Join(t.TempDir(), "queue"), []string{"a1", "b1", "c1", "b2", "c2"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	of := func(letter string) func(string) bool {
+		return func(name string) bool { return strings.HasPrefix(name, letter) }
+	}
+	var got []string
+	for range 5 {
+		name, ok, err := q.Take(t.Context(), of("c"), of("b"))
+		if err != nil || !ok {
+			t.Fatalf("take: %q, %v, %v", name, ok, err)
+		}
+		got = append(got, name)
+	}
+	if want := []string{"c1", "c2", "b1", "b2", "a1"}; !slices.Equal(got, want) {
+		t.Errorf("taken: %v, want %v", got, want)
 	}
 }
 
