@@ -233,9 +233,13 @@ func (s *story) retry(pod string) {
 // same checks that these pods see the GPUs they saw.
 func (s *story) same(before map[string][]int) {
 	s.Helper()
-	for pod, gpus := range before {
-		if now := s.gpus(pod, ""); !slices.Equal(now, gpus) {
-			s.Errorf("%s saw GPUs %v, now %v", pod, gpus, now)
+	containers := map[string]string{}
+	for pod := range before {
+		containers[pod] = s.pod(pod).Spec.Containers[0].Name
+	}
+	for pod, now := range s.sees(containers) {
+		if !slices.Equal(now, before[pod]) {
+			s.Errorf("%s saw GPUs %v, now %v", pod, before[pod], now)
 		}
 	}
 }
@@ -250,7 +254,7 @@ func TestRunDirectoryWiped(t *testing.T) {
 	s.manifest(one("claim", "claim-wiped"))
 	s.running(patient, 6, 0)
 	s.noDoubleOwners()
-	s.kubectl("delete", "pod", "-n", s.namespace, "limit-wiped", "claim-wiped")
+	s.remove("limit-wiped", "claim-wiped")
 	s.on(node(), "sh", "-c", "rm -rf /run/tandem/*")
 	s.killAgent()
 	s.ready()

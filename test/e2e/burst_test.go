@@ -23,7 +23,7 @@ const freedWithin = time.Minute
 // TestEightAndEight: eight pods by claims and eight by limits at once, on eight GPUs, as Deployments. Eight run, eight wait, none
 // fails, and whatever one gives up goes to one that waits.
 func TestEightAndEight(t *testing.T) {
-	repetitions := repetitions(t, 2)
+	repetitions := repetitions(t, 1)
 	s := begin(t)
 	s.manifest(singleTemplate)
 	var sum outcome

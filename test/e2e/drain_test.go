@@ -52,7 +52,7 @@ func TestDrainGPUs(t *testing.T) {
 	s.manifest(claimDeployment("claim-late", "single", 1) + one("limit", "limit-late"))
 	s.running(soon, gpusANode, 2)
 	before := s.gpuOf("claim-0", "limit-0")
-	s.kubectl("delete", "pod", "-n", s.namespace, "claim-0", "limit-0")
+	s.remove("claim-0", "limit-0")
 	for holder, gpu := range drained {
 		if out, err := s.kubectlGPU(plugin, "drain", gpu, "--timeout", "1m"); err != nil || !strings.HasSuffix(out, " is free\n") {
 			t.Errorf("drain once %s has ended: %v\n%s", holder, err, out)
@@ -72,7 +72,7 @@ func TestDrainGPUs(t *testing.T) {
 	s.noDoubleOwners()
 
 	// Others are served while the two are out of service.
-	s.kubectl("delete", "pod", "-n", s.namespace, "claim-1", "limit-1")
+	s.remove("claim-1", "limit-1")
 	s.running(soon, gpusANode-2, 0)
 	for pod, gpus := range s.gpuOf(s.someRunning("claim-late", 1)[0].Name, "limit-late") {
 		if slices.Contains(want, fmt.Sprintf("%s/%d", gpuNode, gpus)) {
@@ -149,11 +149,12 @@ func (s *story) gpuOf(pods ...string) map[string]int {
 	return seen
 }
 
-// waitOn checks for some seconds that the two pods that wait get no GPU, although the node has two under maintenance.
+// waitOn checks for two seconds that the two pods that wait get no GPU, although the node has two under maintenance. Where the scheduler takes
+// longer to place a pod, the end of the story shows which GPUs they got.
 func (s *story) waitOn(when string) {
 	s.Helper()
 	// Nothing is to happen: the scheduler would place a pod within a second.
-	for until := time.Now().Add(5 * time.Second); time.Now().Before(until); time.Sleep(lookAgain) {
+	for until := time.Now().Add(2 * time.Second); time.Now().Before(until); time.Sleep(lookAgain) {
 		late := 0
 		for _, pod := range s.pods() {
 			if !strings.Contains(pod.Name, "-late") {

@@ -30,7 +30,7 @@ func TestPodsEndWithoutADriver(t *testing.T) {
 	}
 	s.killAgent()
 	s.readyz(503, "finds no GPU")
-	s.took("pods to end", func() { s.kubectl("delete", "pod", "-n", s.namespace, "claim-0", "limit-0", "--timeout=60s") })
+	s.took("pods to end", func() { s.remove("claim-0", "limit-0") })
 	s.wantHolds(1, 1)
 	back()
 	s.ready()

@@ -6,7 +6,6 @@ import (
 	"encoding/json"
 	"fmt"
 	"regexp"
-	"testing"
 
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
@@ -17,25 +16,6 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/explain"
 )
-
-// TestExplain: API objects suffice to say why a pod waits for a GPU.
-func TestExplain(t *testing.T) {
-	s := begin(t)
-	s.example("more-than-gpus.yaml")
-	s.running(soon, gpusANode, 2)
-	// A waiting pod may still be replaced: the controller evicts pods of claims that conflict with pods.
-	s.await(soon, "a reason why each pod waits", func() error {
-		for _, pod := range s.pods() {
-			if pod.Status.Phase != corev1.PodPending {
-				continue
-			}
-			if err := s.checkReason(&pod, `^all 8 GPUs of `+gpuNode+` are held: [0-9] by pods, [0-9] by claims$`); err != nil {
-				return err
-			}
-		}
-		return nil
-	})
-}
 
 // explains waits until pkg/explain gives a reason for a pending pod that matches the pattern.
 func (s *story) explains(pod corev1.Pod, pattern string) {

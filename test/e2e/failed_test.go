@@ -9,8 +9,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-
-	"github.com/tandem-gpu/tandem/hack/install"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // Stories that count the pods that kubelet fails for good although nothing is wrong with them: the scheduler sent them after a
@@ -30,7 +29,7 @@ func TestForceDeletedOnAFullNode(t *testing.T) {
 	s.manifest(deployment("limits", gpusANode+waiting))
 	s.running(patient, gpusANode, waiting)
 	var counts []int
-	for range repetitions(t, 2) {
+	for range repetitions(t, 1) {
 		var thaws []func()
 		victims := s.someRunning("limits", 2)
 		for _, victim := range victims {
@@ -100,24 +99,18 @@ const failedAway = 10
 // pod, which takes a moment.
 const failedKilled = 20
 
-// TestAgentAwayOnAFullNode: the agent is away for a while, as in an upgrade, and a pod ends meanwhile for whose GPU others wait.
-// No device plugin serves the node, and kubelet would fail each pod that comes.
+// TestAgentAwayOnAFullNode: the agent is away for a while, as in an upgrade, and then for no longer than it takes to start another one. A pod
+// ends meanwhile for whose GPU others wait. No device plugin serves the node, and kubelet would fail each pod that comes.
 func TestAgentAwayOnAFullNode(t *testing.T) {
 	s := begin(t)
 	s.onAFullNode("agent away", failedAway, func(victim string) {
 		s.withoutAgent(func() {
-			s.kubectl("delete", "pod", "-n", s.namespace, victim)
+			s.remove(victim)
 			time.Sleep(3 * time.Second)
 		})
-	})
-}
-
-// TestAgentReplacedOnAFullNode: the same with no longer an absence than it takes to start another agent, which a pod ends in.
-func TestAgentReplacedOnAFullNode(t *testing.T) {
-	s := begin(t)
-	s.onAFullNode("agent replaced", failedAway, func(victim string) {
+	}, func(victim string) {
 		s.endPod(victim)
-		s.kubectl("delete", "pod", "-n", install.Namespace, "-l", agentLabel, "--field-selector=spec.nodeName="+gpuNode)
+		s.replaceAgents([]types.UID{s.agentPod(gpuNode).UID})
 	})
 }
 
@@ -133,23 +126,49 @@ func TestAgentKilledOnAFullNode(t *testing.T) {
 	})
 }
 
-// onAFullNode ends one of the pods that have all GPUs by limits, with others waiting, and counts the pods that fail until their
-// number is reached again.
-func (s *story) onAFullNode(what string, bound int, end func(victim string)) {
+// onAFullNode ends one of the pods that have all GPUs by limits, with others waiting, in several ways one after the other, and counts the pods
+// that fail until their number is reached again. The other pods run on.
+func (s *story) onAFullNode(what string, bound int, ends ...func(victim string)) {
 	s.Helper()
 	const waiting = 2
 	s.manifest(deployment("limits", gpusANode+waiting))
 	s.running(patient, gpusANode, waiting)
 	var counts []int
-	for range repetitions(s.T, 2) {
-		before := len(s.failed())
-		end(s.someRunning("limits", 1)[0].Name)
-		s.rolledOut()
-		s.took("the GPU to be in use again", func() { s.running(patient, gpusANode, waiting) })
-		counts = append(counts, len(s.failed())-before)
+	for range repetitions(s.T, 1) {
+		for _, end := range ends {
+			failed := len(s.failed())
+			victim := s.someRunning("limits", 1)[0].Name
+			containers := s.containers()
+			others := map[string][]int{}
+			for name, gpus := range s.sees(only(containers, "work")) {
+				if name != victim {
+					others[name] = gpus
+				}
+			}
+			end(victim)
+			s.rolledOut()
+			s.took("the GPU to be in use again", func() { s.running(patient, gpusANode, waiting) })
+			s.same(others)
+			now := s.containers()
+			for name := range others {
+				if now[name] != containers[name] {
+					s.Errorf("the container of %s was %s, is %s", name, containers[name], now[name])
+				}
+			}
+			counts = append(counts, len(s.failed())-failed)
+		}
 	}
 	s.noDoubleOwners()
 	s.tooMany(what+" on a full node", counts, bound)
+}
+
+// only gives each pod this container.
+func only[V any](pods map[string]V, container string) map[string]string {
+	containers := map[string]string{}
+	for pod := range pods {
+		containers[pod] = container
+	}
+	return containers
 }
 
 // endPod asks for the end of a pod, and does not wait for it.

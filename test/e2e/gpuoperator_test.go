@@ -100,7 +100,6 @@ spec:
 func TestMIGManager(t *testing.T) {
 	s := begin(t)
 	manager := migManager{s}
-	s.installed("mig-limits.values.yaml")
 	gpus := s.occupy()
 	used, free := slices.Concat(slices.Collect(maps.Values(gpus))...), 0
 	for slices.Contains(used, free) {
@@ -137,7 +136,7 @@ func TestMIGManager(t *testing.T) {
 	})
 
 	s.readyz(200)
-	s.await(atOnce, "limits to see the partitions", func() error {
+	s.await(soon, "limits to see the partitions", func() error {
 		return errors.Join(s.allocatable("nvidia.com/mig-1g.10gb", 2), s.allocatable("nvidia.com/mig-3g.40gb", 1), s.offeredToPods(gpusANode-3))
 	})
 	s.manifest(profileTemplate("ones", "1g.10gb") + partitioned("by-claim", "ones") +

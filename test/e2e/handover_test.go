@@ -25,7 +25,7 @@ func TestHandOver(t *testing.T) {
 			s := begin(t)
 			s.manifest(singleTemplate)
 			gpu, uuid, pid := s.leave(api)
-			s.kubectl("delete", "pod", "-n", s.namespace, "last", "--timeout=60s")
+			s.remove("last")
 			s.event("Node", gpuNode, "GPUNotClean", uuid, "process "+pid+" (sleep", "withdrawn from claims and limits")
 			s.await(soon, "the GPU to be withdrawn from both APIs", func() error {
 				return errors.Join(s.withdrawn(gpu), s.offeredToPods(gpusANode-1))
@@ -42,11 +42,6 @@ func TestHandOver(t *testing.T) {
 // TestReset: where the administrator asks for it, a GPU is reset between two holders, of either API.
 func TestReset(t *testing.T) {
 	s := begin(t)
-	s.installed("handover-reset.values.yaml")
-	s.retryAgent()
-	s.await(patient, "the GPUs to be offered", func() error {
-		return errors.Join(s.offeredToPods(gpusANode), s.offeredToClaims(gpusANode))
-	})
 	s.manifest(singleTemplate)
 	for i, api := range []string{"claim", "limit", "claim"} {
 		name := fmt.Sprintf("%s-%d", api, i)
@@ -54,7 +49,7 @@ func TestReset(t *testing.T) {
 		s.running(patient, 1, 0)
 		uuid := s.uuidOf(s.gpus(name, "")[0])
 		before := s.resets(uuid)
-		s.kubectl("delete", "pod", "-n", s.namespace, name, "--timeout=60s")
+		s.remove(name)
 		s.await(soon, "a reset of the GPU of "+name, func() error {
 			if now := s.resets(uuid); now <= before {
 				return fmt.Errorf("%d resets, as before", now)

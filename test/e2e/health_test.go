@@ -292,10 +292,18 @@ func TestOneOfEightIsLost(t *testing.T) {
 			})
 			for name, sees := range before {
 				if slices.Equal(sees, []int{5}) {
-					s.kubectl("delete", "pod", "-n", s.namespace, name, "--wait=false", "--grace-period=1")
+					s.remove(name)
+					delete(before, name)
 				}
 			}
+			s.await(soon, "the lost GPU to be withdrawn, and no other", func() error {
+				if api == "claim" {
+					return errors.Join(s.offeredToPods(0), s.withdrawn(5))
+				}
+				return errors.Join(s.offeredToPods(gpusANode-1), s.offeredToClaims(0))
+			})
 			s.running(soon, gpusANode-1, 1)
+			s.same(before)
 			for _, pod := range s.pods() {
 				if pod.Status.Phase == corev1.PodRunning && pod.DeletionTimestamp == nil && pod.Status.ContainerStatuses[0].RestartCount > 0 {
 					t.Errorf("%s restarted", pod.Name)

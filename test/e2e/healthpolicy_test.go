@@ -15,9 +15,9 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
 
 	gpunode "github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
-	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/simulated"
 )
@@ -72,8 +72,7 @@ func TestRestartForgetsNoXID(t *testing.T) {
 // replaceAgent has the DaemonSet make another agent. Unlike a killed one, it starts without delay.
 func (s *story) replaceAgent() {
 	s.Helper()
-	s.kubectl("delete", "pod", "-n", install.Namespace, s.agentPod(gpuNode).Name)
-	s.rolledOut()
+	s.replaceAgents([]types.UID{s.agentPod(gpuNode).UID})
 	s.ready()
 }
 
@@ -220,7 +219,7 @@ func TestDriverPaused(t *testing.T) {
 			return !strings.HasPrefix(d.UnhealthyReason, device.ReasonPaused+":")
 		})
 	})
-	s.kubectl("delete", "pod", "-n", s.namespace, "claim-ends", "limit-ends", "--timeout=60s")
+	s.remove("claim-ends", "limit-ends")
 	s.manifest(one("claim", "claim-late") + one("limit", "limit-late"))
 	s.unschedulable(2)
 

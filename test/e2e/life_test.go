@@ -36,11 +36,11 @@ func (s *story) occupy() map[string][]int {
 
 func (s *story) seen() map[string][]int {
 	s.Helper()
-	seen := map[string][]int{}
+	containers := map[string]string{}
 	for _, pod := range s.pods() {
-		seen[pod.Name] = s.gpus(pod.Name, "")
+		containers[pod.Name] = pod.Spec.Containers[0].Name
 	}
-	return seen
+	return s.sees(containers)
 }
 
 // undisturbed checks that the pods of occupy never restarted, see the same GPUs, and that both APIs still give out others.
@@ -65,14 +65,6 @@ func (s *story) undisturbed(before map[string][]int) {
 	}
 }
 
-func TestAgentKilled(t *testing.T) {
-	s := begin(t)
-	before := s.occupy()
-	s.killAgent()
-	s.ready()
-	s.undisturbed(before)
-}
-
 // killAgent ends the agent of the node with SIGKILL, and returns when kubelet has noticed.
 func (s *story) killAgent() {
 	s.Helper()
@@ -88,18 +80,7 @@ func (s *story) unrestartedAgent() {
 	if s.agentRestarts() == 0 {
 		return
 	}
-	s.kubectl("delete", "pod", "-n", install.Namespace, "-l", agentLabel, "--field-selector=spec.nodeName="+gpuNode)
-	s.await(patient, "another agent to run", func() error {
-		pods, err := s.agentPods(gpuNode)
-		if err != nil {
-			return err
-		}
-		if len(pods) != 1 || pods[0].Status.Phase != corev1.PodRunning {
-			return fmt.Errorf("%d pods", len(pods))
-		}
-		return nil
-	})
-	s.ready()
+	s.replaceAgent()
 }
 
 // restarted waits until kubelet has restarted the agent once more.
@@ -125,16 +106,6 @@ func (s *story) agentRestarts() (total int32) {
 		}
 	}
 	return total
-}
-
-func TestKubeletRestarted(t *testing.T) {
-	s := begin(t)
-	before := s.occupy()
-	if err := node().Component(cluster.Kubelet).Restart(s.ctx); err != nil {
-		t.Fatal(err)
-	}
-	s.ready()
-	s.undisturbed(before)
 }
 
 // fullNode starts four pods of each kind and one more of each, which wait.
@@ -163,7 +134,7 @@ func (s *story) stillFull(before map[string][]int) {
 	}
 	s.wantHolds(gpusANode/2, gpusANode/2)
 	s.noDoubleOwners()
-	s.kubectl("delete", "pod", "-n", s.namespace, "claim-0", "limit-0")
+	s.remove("claim-0", "limit-0")
 	s.running(patient, gpusANode, 0)
 	s.noDoubleOwners()
 }
@@ -291,20 +262,23 @@ spec:
 `, name, replicas)
 }
 
-// TestDeleteAndRecreate many times by each API leaves nothing: no record, no CDI file, no socket.
+// TestDeleteAndRecreate by each API leaves nothing: no record, no CDI file, no socket.
 func TestDeleteAndRecreate(t *testing.T) {
 	s := begin(t)
 	s.manifest(singleTemplate)
 	before := s.files()
-	const rounds = 15
-	for i := range rounds {
-		claim, limit := fmt.Sprintf("claim-%d", i), fmt.Sprintf("limit-%d", i)
-		s.manifest(one("claim", claim) + one("limit", limit))
-		s.running(patient, 2, 0)
-		s.kubectl("delete", "pod", "-n", s.namespace, claim, limit)
-		if i%5 == 4 {
-			t.Logf("%d of %d rounds", i+1, rounds)
+	for round := range 4 {
+		var names []string
+		for _, api := range []string{"claim", "limit"} {
+			for i := range gpusANode / 2 {
+				name := fmt.Sprintf("%s-%d-%d", api, round, i)
+				names = append(names, name)
+				s.manifest(one(api, name))
+			}
+			s.running(patient, len(names), 0)
+			s.await(soon, "what claims have left to be allocatable", func() error { return s.offeredToPods(gpusANode / 2) })
 		}
+		s.remove(names...)
 	}
 	s.await(soon, "the ledger to be empty", s.empty)
 	if after := s.files(); after != before {
@@ -340,18 +314,58 @@ func TestSocketDeletedByHand(t *testing.T) {
 	s.running(soon, 1, 0)
 }
 
-// TestUninstallWithPodsRunning: pods keep their GPUs while the chart is uninstalled, and no other pod gets these afterwards.
+// TestUninstallWithPodsRunning: pods keep their GPUs while the chart is uninstalled, and while NVIDIA's device plugin serves the other ones
+// meanwhile. When Tandem is back, no other pod gets the GPUs of either, and both APIs offer those that are left.
 func TestUninstallWithPodsRunning(t *testing.T) {
 	s := begin(t)
+	free := s.uuids()
 	before := s.occupy()
+	for uuid, minor := range free {
+		if slices.Contains(slices.Concat(slices.Collect(maps.Values(before))...), minor) {
+			delete(free, uuid)
+		}
+	}
+	back := s.undo(func() error {
+		return install.Tandem(context.WithoutCancel(s.ctx), theCluster, install.Options{Values: installValues})
+	})
 	if err := install.Uninstall(s.ctx, theCluster, install.Options{}); err != nil {
 		t.Fatal(err)
 	}
 	if now := s.seen(); !maps.EqualFunc(before, now, slices.Equal) {
 		t.Errorf("the pods saw GPUs %v, without the chart %v", before, now)
 	}
-	if err := install.Tandem(s.ctx, theCluster, install.Options{Values: installValues}); err != nil {
+	nvidia, _ := s.devicePlugin("nvidia-gpu.sock", free)
+	s.await(soon, "kubelet to offer the other plugin's GPUs", func() error { return s.offeredToPods(int64(len(free))) })
+	s.manifest(one("limit", "nvidia-0") + one("limit", "nvidia-1"))
+	s.running(soon, 6, 0)
+	for _, pod := range []string{"nvidia-0", "nvidia-1"} {
+		before[pod] = s.gpus(pod, "")
+		if text := s.inside(pod, "env"); !strings.Contains(text, "FOREIGN=true") {
+			t.Fatalf("%s was not served by the other plugin: %s", pod, text)
+		}
+	}
+	if err := nvidia.Stop(); err != nil {
 		t.Fatal(err)
 	}
-	s.undisturbed(before)
+	back()
+
+	s.wantHolds(2, 4)
+	s.await(soon, "claims to be offered what limits do not have", func() error { return s.offeredToClaims(gpusANode - 4) })
+	s.same(before)
+	s.manifest(one("claim", "claim-after"))
+	s.running(patient, 7, 0)
+	s.manifest(one("limit", "limit-after"))
+	s.running(soon, gpusANode, 0)
+	s.manifest(one("claim", "late"))
+	s.unschedulable(1)
+	s.noDoubleOwners()
+	s.same(before)
+	for name := range before {
+		if restarts := s.pod(name).Status.ContainerStatuses[0].RestartCount; restarts > 0 {
+			t.Errorf("%s restarted %d times", name, restarts)
+		}
+	}
+	s.remove("nvidia-0")
+	s.running(patient, gpusANode, 0)
+	s.noDoubleOwners()
 }

@@ -6,42 +6,18 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"path/filepath"
 	"slices"
 	"strconv"
 	"testing"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-
-	"github.com/tandem-gpu/tandem/simulated"
 )
 
 // simulatedMachine is where the chart makes the simulated machine of a node.
 const simulatedMachine = "/run/nvidia/simulated"
 
-// TestLostGPU: a GPU falls off the bus, first a free one, then one in use. The other GPUs do not change, and it is back when the
-// fault ends.
-func TestLostGPU(t *testing.T) {
-	s := begin(t)
-	root, err := node().Root()
-	if err != nil {
-		t.Fatal(err)
-	}
-	machine := filepath.Join(root, simulatedMachine)
-	recordConflict := func(gpus ...int) {
-		var faults simulated.Faults
-		for _, gpu := range gpus {
-			faults.GPUs = append(faults.GPUs, simulated.GPUFaults{GPU: strconv.Itoa(gpu), Lost: true})
-		}
-		if err := simulated.WriteFaults(machine, faults); err != nil {
-			t.Error(err)
-		}
-	}
-	t.Cleanup(func() { recordConflict() })
-	s.broken(recordConflict)
-}
-
-// TestMissingDeviceNode: the same for a GPU whose device node was removed.
+// TestMissingDeviceNode: the device node of a GPU is removed, first of a free one, then of one in use. The other GPUs do not change, and it is
+// back when the node is.
 func TestMissingDeviceNode(t *testing.T) {
 	s := begin(t)
 	missing := map[int]bool{}

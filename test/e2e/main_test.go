@@ -15,7 +15,11 @@ import (
 	"testing"
 	"time"
 
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/client-go/discovery/cached/memory"
+	"k8s.io/client-go/dynamic"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/restmapper"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
@@ -46,6 +50,8 @@ const queueVariable = "E2E_QUEUE"
 var (
 	theCluster *cluster.Cluster
 	theClient  kubernetes.Interface
+	theDynamic dynamic.Interface
+	theMapper  meta.RESTMapper
 	// theContext ends when the run is interrupted, so that the cluster is removed then as well.
 	theContext context.Context
 )
@@ -115,7 +121,7 @@ func play(ctx context.Context, m *testing.M) (code int, err error) {
 		return m.Run(), nil
 	}
 	for ctx.Err() == nil {
-		name, ok, err := queue.At(path).Take(ctx)
+		name, ok, err := queue.At(path).Take(ctx, ofTheSameGroup, ofAnotherGroup)
 		if err != nil {
 			return 1, err
 		}
@@ -190,7 +196,15 @@ func start(ctx context.Context) error {
 	if theClient, err = kubernetes.NewForConfig(config); err != nil {
 		return err
 	}
-	return install.Tandem(ctx, theCluster, install.Options{Progress: os.Stdout, Values: installValues})
+	if theDynamic, err = dynamic.NewForConfig(config); err != nil {
+		return err
+	}
+	theMapper = restmapper.NewDeferredDiscoveryRESTMapper(memory.NewMemCacheClient(theClient.Discovery()))
+	if err := install.Tandem(ctx, theCluster, install.Options{Progress: os.Stdout, Values: installValues}); err != nil {
+		return err
+	}
+	theGroup = usualGroup
+	return nil
 }
 
 // installValues let the agents run on the node that only pods that ask for it get.

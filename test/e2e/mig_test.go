@@ -190,58 +190,36 @@ func partitioned(name, template string) string {
 	return strings.Replace(one("claim", name), "resourceClaimTemplateName: single", "resourceClaimTemplateName: "+template, 1)
 }
 
-// TestPartitionsOnDemand plays stories of GPUs that are partitioned for claims. Each ends when the partitions are gone, the
-// counters have their first values, and both APIs offer all GPUs again. If the scheduler has no counters, GPUs are offered whole
-// and the node reports it.
-func TestPartitionsOnDemand(t *testing.T) {
+// onDemand begins a story of GPUs that are partitioned for claims. It ends when the partitions are gone, the counters have their first
+// values, and both APIs offer all GPUs again.
+func onDemand(t *testing.T) *story {
+	t.Helper()
 	s := begin(t)
 	if !s.countersKept() {
-		s.installed("mig-dynamic.values.yaml")
-		s.retryAgent()
-		s.event("Node", gpuNode, "NoPartitionsOnDemand", "shared counters", "1.36")
-		s.served("Dual", gpusANode, gpusANode)
-		return
-	}
-	s.dynamic()
-	offered, err := s.claimable()
-	if err != nil {
-		t.Fatal(err)
+		t.Skip(droppedCounters)
 	}
 	counters := s.counters()
-	for _, told := range []struct {
-		name string
-		tell func(*story)
-	}{
-		{"One", onePartition}, {"Examples", migExamples}, {"Full", fullOfPartitions}, {"Mix", mixOfPartitions},
-		{"WholeOrParts", wholeOrParts}, {"Faults", partitionFaults}, {"Busy", busyPartition}, {"Reboot", partitionsRebooted},
-	} {
-		t.Run(told.name, func(t *testing.T) {
-			s := begin(t)
-			s.offered = offered
-			s.Cleanup(func() {
-				s.breaks()
-				if t.Failed() {
-					t.Logf("instances: %v\ncounters: %v", s.migInstances(), s.counters())
-				}
-			})
-			told.tell(s)
-			began := time.Now()
-			s.kubectl("delete", "deployment,pod,resourceclaim", "--all", "-n", s.namespace, "--now")
-			s.backTo(counters)
-			t.Logf("pods and partitions gone, and counters back, after %.1f s", time.Since(began).Seconds())
-		})
-	}
-	t.Run("PolicyEnds", policyEnds)
+	t.Cleanup(func() {
+		s.breaks()
+		if t.Failed() {
+			t.Logf("instances: %v\ncounters: %v", s.migInstances(), s.counters())
+		}
+		began := time.Now()
+		s.deleteAll()
+		s.backTo(counters)
+		t.Logf("pods and partitions gone, and counters back, after %.1f s", time.Since(began).Seconds())
+	})
+	return s
 }
 
-// policyEnds ends the policy while a claim has a partition, without a restart: the partition stays, no other one is offered, and
-// its GPU is whole when the claim ends.
-func policyEnds(t *testing.T) {
-	s := begin(t)
+// TestPartitionPolicyEnds while a claim has a partition, without a restart: the partition stays, no other one is offered, and its GPU is
+// whole when the claim ends.
+func TestPartitionPolicyEnds(t *testing.T) {
+	s := onDemand(t)
 	s.manifest(profileTemplate("ones", "1g.10gb") + partitioned("one", "ones"))
 	s.running(soon, 1, 0)
 	agents, before := s.agentRestarts(), s.partitions()
-	s.kubectl("patch", "configmap", "-n", install.Namespace, install.Release, "--type=merge", `--patch={"data": {"config.yaml": "{version: v1}"}}`)
+	s.configure("{version: v1}")
 	s.retryAgent()
 	s.await(patient, "seven GPUs to be offered whole", func() error {
 		if pools := s.poolsOfGPUs(); len(pools) != 1 {
@@ -254,7 +232,7 @@ func policyEnds(t *testing.T) {
 	if now := s.partitions(); !slices.Equal(now["one"], before["one"]) || s.agentRestarts() != agents {
 		t.Errorf("the pod could use %v, now %v; the agent restarted %d times", before, now, s.agentRestarts()-agents)
 	}
-	s.kubectl("delete", "pod", "-n", s.namespace, "one", "late")
+	s.remove("one", "late")
 	s.await(soon, "the partition to be gone", s.noPartitions)
 }
 
@@ -273,9 +251,16 @@ func (s *story) backTo(counters map[string]int64) {
 	})
 }
 
-// onePartition comes with its pod, is seen by it alone, and goes with it.
-func onePartition(s *story) {
-	_, from := s.billed(0)
+// TestPartitionsOnDemand: a partition comes with its pod, is seen by it alone, and goes with it. If the scheduler has no counters, GPUs are
+// offered whole and the node reports it.
+func TestPartitionsOnDemand(t *testing.T) {
+	if s := (&story{T: t}); !s.countersKept() {
+		s = begin(t)
+		s.event("Node", gpuNode, "NoPartitionsOnDemand", "shared counters", "1.36")
+		s.served("Dual", gpusANode, gpusANode)
+		return
+	}
+	s := onDemand(t)
 	s.manifest(profileTemplate("ones", "1g.10gb") + partitioned("one", "ones"))
 	s.running(soon, 1, 0)
 	s.wantHolds(1, 0)
@@ -292,15 +277,13 @@ func onePartition(s *story) {
 	}
 	s.explained()
 	s.noDoubleOwners()
-	made, from := s.billed(from)
-	s.kubectl("delete", "pod", "-n", s.namespace, "one")
+	s.remove("one")
 	s.await(soon, "the partition to be gone", s.noPartitions)
-	gone, _ := s.billed(from)
-	s.Logf("written for a pod whose partition is made: %s; is destroyed: %s", made.each(1), gone.each(1))
 }
 
-// migExamples has a pod for each profile, two partitions of one GPU, and the half of a GPU where none is free.
-func migExamples(s *story) {
+// TestPartitionsOfExamples: a pod for each profile, two partitions of one GPU, and the half of a GPU where none is free.
+func TestPartitionsOfExamples(t *testing.T) {
+	s := onDemand(t)
 	s.example("mig-profiles.yaml")
 	s.example("mig-same-gpu.yaml")
 	s.running(patient, 8, 0)
@@ -338,13 +321,16 @@ func (s *story) gpusInUse() map[string]int {
 	return used
 }
 
-// fullOfPartitions fills eight GPUs with 56 of the smallest partitions.
-func fullOfPartitions(s *story) {
-	const all = gpusANode * onesAGPU
+// TestGPUsFullOfPartitions fills three GPUs with 21 of the smallest partitions, beside five that limits have.
+func TestGPUsFullOfPartitions(t *testing.T) {
+	const whole = 5
+	const all = (gpusANode - whole) * onesAGPU
+	s := onDemand(t)
+	s.fillWithLimits(whole)
 	s.manifest(profileTemplate("ones", "1g.10gb"))
 	began := time.Now()
 	s.manifest(claimDeployment("ones", "ones", all+1))
-	s.running(5*time.Minute, all, 1)
+	s.running(patient, 1+all, 1)
 	s.Logf("%d partitions are used %.1f s after their pods were made", all, time.Since(began).Seconds())
 	if found := s.migInstances(); len(found) != all {
 		s.Errorf("%d instances: %v", len(found), found)
@@ -387,10 +373,11 @@ func (s *story) unschedulable(n int) (told []string) {
 // profiles are all that an H100 of 80 GB has.
 var profiles = []string{"1g.10gb", "1g.10gb+me", "1g.20gb", "2g.20gb", "3g.40gb", "4g.40gb", "7g.80gb"}
 
-// mixOfPartitions asks for more of every profile than there is room for, beside whole GPUs by limits. Whatever is given back is
+// TestMixOfPartitions asks for more of every profile than there is room for, beside whole GPUs by limits. Whatever is given back is
 // used again, and the scheduler never chooses what the hardware refuses.
-func mixOfPartitions(s *story) {
+func TestMixOfPartitions(t *testing.T) {
 	const whole, first, each = 2, 1, 4
+	s := onDemand(t)
 	refusals := s.refusedPrepares()
 	s.manifest(deployment("limits", whole))
 	s.running(soon, whole, 0)
@@ -407,7 +394,7 @@ func mixOfPartitions(s *story) {
 	for _, profile := range profiles {
 		for _, pod := range s.pods() {
 			if strings.HasPrefix(pod.Name, deploymentOf[profile]+"-") && pod.Labels["app"] == deploymentOf[profile] && pod.Status.Phase == corev1.PodRunning {
-				s.kubectl("delete", "pod", "-n", s.namespace, pod.Name)
+				s.remove(pod.Name)
 				break
 			}
 		}
@@ -431,7 +418,7 @@ func (s *story) saturated(deploymentOf map[string]string) {
 	s.Helper()
 	began := time.Now()
 	running := 0
-	s.await(5*time.Minute, "the node to be full", func() error {
+	s.await(patient, "the node to be full", func() error {
 		running = 0
 		waits := map[string]bool{}
 		for _, pod := range s.pods() {
@@ -524,8 +511,9 @@ func (s *story) metric(name string) float64 {
 	return 0
 }
 
-// wholeOrParts: a GPU is either a limit's or partitioned, and becomes the other when it is free.
-func wholeOrParts(s *story) {
+// TestWholeOrParts: a GPU is either a limit's or partitioned, and becomes the other when it is free.
+func TestWholeOrParts(t *testing.T) {
+	s := onDemand(t)
 	s.manifest(deployment("limits", gpusANode))
 	s.running(soon, gpusANode, 0)
 	s.manifest(profileTemplate("ones", "1g.10gb") + partitioned("one", "ones"))
@@ -539,7 +527,7 @@ func wholeOrParts(s *story) {
 	s.await(soon, "its GPU to leave the limits", func() error { return s.offeredToPods(gpusANode - 1) })
 	s.kubectl("scale", "deployment", "-n", s.namespace, "limits", fmt.Sprintf("--replicas=%d", gpusANode))
 	s.unschedulable(1)
-	s.kubectl("delete", "pod", "-n", s.namespace, "one")
+	s.remove("one")
 	s.running(patient, gpusANode, 0)
 	s.noDoubleOwners()
 	if found := s.migInstances(); len(found) > 0 {
@@ -563,10 +551,11 @@ func failing(call string, fault simulated.CallFault) (faults []simulated.GPUFaul
 	return faults
 }
 
-// partitionFaults: calls fail, and the agent dies between them. What was half made is undone, what was half undone is gone in
+// TestPartitionFaults: calls fail, and the agent dies between them. What was half made is undone, what was half undone is gone in
 // the end, and the pods run once nothing fails.
-func partitionFaults(s *story) {
+func TestPartitionFaults(t *testing.T) {
 	const furnish, destroy = "GpuInstance.CreateComputeInstance", "GpuInstance.Destroy"
+	s := onDemand(t)
 	s.manifest(profileTemplate("ones", "1g.10gb") + profileTemplate("threes", "3g.40gb"))
 	s.breaks(failing(furnish, simulated.CallFault{Return: "ERROR_UNKNOWN"})...)
 	s.manifest(partitioned("refused", "ones"))
@@ -594,7 +583,7 @@ func partitionFaults(s *story) {
 
 	// Killed after the compute instance has gone, before the GPU instance has.
 	s.breaks(failing(destroy, simulated.CallFault{Delay: simulated.Duration(time.Minute)})...)
-	s.kubectl("delete", "pod", "-n", s.namespace, "interrupted", "refused")
+	s.remove("interrupted", "refused")
 	s.await(soon, "a GPU instance to be empty", func() error {
 		listed, err := s.smi("mig", "-lci")
 		if err == nil && strings.Count(listed, "\n") == 2 {
@@ -618,15 +607,16 @@ func (s *story) instances(n int) func() error {
 	}
 }
 
-// busyPartition outlives its pod, because an unknown process uses it. It is destroyed soon after that process ended, and delays
-// only claims for the same placement.
-func busyPartition(s *story) {
+// TestBusyPartition: a partition outlives its pod, because an unknown process uses it. It is destroyed soon after that process ended, and
+// delays only claims for the same placement.
+func TestBusyPartition(t *testing.T) {
+	s := onDemand(t)
 	s.manifest(profileTemplate("ones", "1g.10gb") + partitioned("busy", "ones"))
 	s.running(soon, 1, 0)
 	claim := s.claims()[0]
 	place := strings.Split(s.migInstances()[0], "@")[1] + "+1"
 	s.breaks(simulated.GPUFaults{GPU: "0", Clients: []simulated.Client{{PID: 4242, Partition: place}}})
-	s.kubectl("delete", "pod", "-n", s.namespace, "busy")
+	s.remove("busy")
 	s.event("ResourceClaim", claim.Name, "PartitionInUse", "partition 1g.10gb of gpu-0", "process 4242", s.namespace+"/busy")
 	// The scheduler may choose the place before it hears that it is not free yet: that pod is moved.
 	s.manifest(claimDeployment("others", "ones", onesAGPU))
@@ -638,8 +628,9 @@ func busyPartition(s *story) {
 	s.await(soon, "it to be gone", s.noPartitions)
 }
 
-// partitionsRebooted: a reboot takes all partitions. The claims are the same, and theirs are made again in the same places.
-func partitionsRebooted(s *story) {
+// TestPartitionsRebooted: a reboot takes all partitions. The claims are the same, and theirs are made again in the same places.
+func TestPartitionsRebooted(t *testing.T) {
+	s := onDemand(t)
 	s.manifest(profileTemplate("ones", "1g.10gb") + profileTemplate("threes", "3g.40gb"))
 	s.manifest(partitioned("one", "ones") + partitioned("three", "threes"))
 	s.running(soon, 2, 0)

@@ -185,7 +185,7 @@ func TestMigrateThereAndBack(t *testing.T) {
 	s.readyz(http.StatusOK)
 
 	// Tandem serves the next pod.
-	s.kubectl("delete", "pod", "-n", s.namespace, "old-0")
+	s.remove("old-0")
 	s.manifest(one("limit", "new"))
 	s.running(patient, gpusANode, 0)
 	if text := s.inside("new", "env"); strings.Contains(text, "FOREIGN=true") {
@@ -206,7 +206,7 @@ func TestMigrateThereAndBack(t *testing.T) {
 		t.Errorf("node labels %v", n.Labels)
 	}
 	// NVIDIA's plugin serves the next pod.
-	s.kubectl("delete", "pod", "-n", s.namespace, "old-1")
+	s.remove("old-1")
 	s.manifest(one("limit", "newer"))
 	s.running(patient, gpusANode, 0)
 	if text := s.inside("newer", "env"); !strings.Contains(text, "FOREIGN=true") {

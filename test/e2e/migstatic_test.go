@@ -15,19 +15,14 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// atOnce is how soon what an administrator does is published, on a loaded machine: agents scan every 4 s.
-const atOnce = 15 * time.Second
-
 // TestStaticPartitions are made and removed by an administrator while the agent runs, given out by both APIs, and never touched
 // by the agent, before or after it has restarted.
 func TestStaticPartitions(t *testing.T) {
 	const last = "7"
 	s := begin(t)
-	s.installed("mig-limits.values.yaml")
 	t.Cleanup(func() { s.uncut(gpusANode - 1) })
 	// A story that fails leaves no pod on what the administrator removes.
 	t.Cleanup(func() { s.deleteAll() })
-	s.retryAgent()
 	agents := s.agentRestarts()
 
 	s.administer("-i", last, "-mig", "1")
@@ -93,16 +88,15 @@ func TestStaticPartitions(t *testing.T) {
 		t.Errorf("the pods can use %v", used)
 	}
 	s.noDoubleOwners()
-	s.kubectl("delete", "pod", "-n", s.namespace, "half", "other-half")
+	s.remove("half", "other-half")
 
 	// What pods give back stays where it is, for those who waited. One pod waits at a time: scheduler and kubelet may choose the
 	// same partition for two pods that wait, and a pod with a claim and without an owner then waits for the other pod's end.
-	s.kubectl("delete", "pod", "-n", s.namespace, "late-limit")
-	s.kubectl("delete", "pod", "-n", s.namespace, "by-claim")
+	s.remove("late-limit", "by-claim")
 	s.running(patient, 2, 0)
 	s.manifest(lateLimit)
 	s.unschedulable(1)
-	s.kubectl("delete", "pod", "-n", s.namespace, "mig-limits")
+	s.remove("mig-limits")
 	s.running(patient, 2, 0)
 	s.wantHolds(1, 1)
 	s.noDoubleOwners()
@@ -117,11 +111,9 @@ func TestStaticPartitions(t *testing.T) {
 // others of them. One GPU that is cut otherwise is left out and reported, and stops nothing.
 func TestSingleStrategy(t *testing.T) {
 	s := begin(t)
-	s.installed("mig-limits.values.yaml", "config.flags.migStrategy=single")
 	all := []int{0, 1, 2, 3, 4, 5, 6, 7}
 	t.Cleanup(func() { s.uncut(all...) })
 	t.Cleanup(func() { s.deleteAll() })
-	s.retryAgent()
 	for _, gpu := range all {
 		s.administer("-i", fmt.Sprint(gpu), "-mig", "1")
 		s.administer("mig", "-i", fmt.Sprint(gpu), "-cgi", "3g.40gb,3g.40gb", "-C")
@@ -182,7 +174,7 @@ func (s *story) deleteAll() {
 func (s *story) published(profiles ...string) {
 	s.Helper()
 	began := time.Now()
-	s.await(atOnce, fmt.Sprintf("partitions %v to be published", profiles), func() error {
+	s.await(soon, fmt.Sprintf("partitions %v to be published", profiles), func() error {
 		list, err := theClient.ResourceV1().ResourceSlices().List(s.ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
 		if err != nil {
 			return err

@@ -12,6 +12,8 @@ import (
 	"testing"
 	"time"
 
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
 )
@@ -43,7 +45,17 @@ func (s *story) installedFrom(file string, values ...string) {
 // rolledOut waits until every agent is the DaemonSet's latest and is ready.
 func (s *story) rolledOut() {
 	s.Helper()
-	s.kubectl("rollout", "status", "daemonset/"+install.Release, "-n", install.Namespace, "--timeout=2m")
+	s.await(patient, "the agents to be ready", func() error {
+		set, err := theClient.AppsV1().DaemonSets(install.Namespace).Get(s.ctx, install.Release, metav1.GetOptions{})
+		if err != nil {
+			return err
+		}
+		status, all := set.Status, set.Status.DesiredNumberScheduled
+		if status.ObservedGeneration < set.Generation || all == 0 || status.UpdatedNumberScheduled < all || status.NumberAvailable < all {
+			return fmt.Errorf("%d of %d are, %d are new", status.NumberAvailable, all, status.UpdatedNumberScheduled)
+		}
+		return nil
+	})
 }
 
 // labelled gives the node a mode by its label, until the story ends.
@@ -106,7 +118,6 @@ func (s *story) unchanged(containers map[string]string, gpus map[string][]int) {
 // that no API serves any more, and ends pods whose API was turned off.
 func TestModeChangesOnALiveNode(t *testing.T) {
 	s := begin(t)
-	s.installed("split.values.yaml", "config.tandem.mode=Dual")
 	s.unlabelAtEnd()
 	s.served("Dual", gpusANode, gpusANode)
 	gpus := s.occupy() // claims have 0 and 1, limits two of the last
@@ -139,11 +150,11 @@ func TestModeChangesOnALiveNode(t *testing.T) {
 	s.wantHolds(2, 2)
 
 	// Pods of an API that is not served end as usual, and their GPUs are for the other.
-	s.kubectl("delete", "pod", "-n", s.namespace, "limit-0")
+	s.remove("limit-0")
 	s.served("ClaimsOnly", 0, 7)
 	s.labelled("DevicePluginOnly")
 	s.served("DevicePluginOnly", 6, 0)
-	s.kubectl("delete", "pod", "-n", s.namespace, "claim-0")
+	s.remove("claim-0")
 	s.served("DevicePluginOnly", 7, 0)
 	s.wantHolds(1, 1)
 	s.manifest(one("limit", "limit-after"))
@@ -208,10 +219,6 @@ func TestWrongModesAreRefused(t *testing.T) {
 // resource nothing goes wrong, whichever way the scheduler takes.
 func TestLimitsByClaims(t *testing.T) {
 	s := begin(t)
-	if !s.extendedResources() {
-		t.Skip("extended resources of device classes are off by default before Kubernetes 1.36")
-	}
-	s.installed("claims-only.values.yaml")
 	s.unlabelAtEnd()
 	s.served("ClaimsOnly", 0, gpusANode)
 	s.example("limits.yaml")
@@ -242,9 +249,9 @@ func TestLimitsByClaims(t *testing.T) {
 	s.killAgent()
 	s.running(soon, 7, 2)
 	s.noDoubleOwners()
-	s.kubectl("delete", "pod", "-n", s.namespace, "claim-0")
+	s.remove("claim-0")
 	s.running(patient, 7, 1)
-	s.kubectl("delete", "pod", "-n", s.namespace, "implicit-resource")
+	s.remove("implicit-resource")
 	s.running(patient, 7, 0)
 	s.noDoubleOwners()
 	s.await(soon, "eight holds", func() error {

@@ -182,7 +182,7 @@ func TestHostileClient(t *testing.T) {
 	}
 	s.running(patient, 2, 0)
 	server := func(pod string) (string, error) {
-		log, err := theCluster.Kubectl(s.ctx, "logs", "-n", s.namespace, pod)
+		log, err := s.log(pod)
 		server, _, _ := strings.Cut(strings.TrimSpace(log), "\n")
 		if err == nil && server == "" {
 			err = errors.New("it has no server yet")
@@ -260,7 +260,6 @@ spec:
 // TestMPSNamespaces: only the namespaces of a policy are its clients, through either API.
 func TestMPSNamespaces(t *testing.T) {
 	s := begin(t)
-	s.installed("mps-sharing.values.yaml")
 	w := tenants{story: s, limits: s.beside("others"), uuids: s.uuidsInOrder()}
 	w.configured(fmt.Sprintf(`{version: v1, tandem: {devices: [{match: {model: NVIDIA H100 80GB HBM3}, sharing: {strategy: MPS, memoryShares: true, replicas: %d,
 		namespaces: [%s]}}]}}`, replicas, s.namespace), allShared())
@@ -278,7 +277,7 @@ func TestMPSNamespaces(t *testing.T) {
 	})
 	// Both may have waited at the same time.
 	if s.pod("limits").Status.Phase == corev1.PodFailed {
-		s.kubectl("delete", "pod", "-n", s.namespace, "limits")
+		s.remove("limits")
 		s.manifest(limitsPod("limits"))
 	}
 	s.running(patient, 1, 0)

@@ -44,11 +44,7 @@ type tenants struct {
 // them no more.
 func TestMPSByPolicy(t *testing.T) {
 	s := begin(t)
-	s.installed("mps-sharing.values.yaml")
 	w := tenants{story: s, limits: s.beside("limits"), uuids: s.uuidsInOrder()}
-	s.took("the daemons to be ready", func() {
-		s.await(soon, "replicas and whole GPUs for limits", func() error { return s.offeredToPods(wholeGPUs + 2*replicas) })
-	})
 	w.daemonsOn(mixedGPU, replicasGPU)
 	// Pods get replicas: other holders have the whole GPUs.
 	w.limits.manifest(wholeClaim("rest", wholeGPUs, fmt.Sprintf("device.attributes['gpu.nvidia.com'].index > %d", replicasGPU)))
@@ -250,19 +246,18 @@ func (s *story) beside(name string) *story {
 	s.Helper()
 	other := *s
 	other.namespace += "-" + name
-	s.kubectl("create", "namespace", other.namespace)
+	_, err := theClient.CoreV1().Namespaces().Create(s.ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: other.namespace}}, metav1.CreateOptions{})
+	if err != nil {
+		s.Fatal(err)
+	}
 	s.Cleanup(func() {
+		if _, err := theClient.CoreV1().Namespaces().Get(s.ctx, other.namespace, metav1.GetOptions{}); apierrors.IsNotFound(err) {
+			return
+		}
 		if s.Failed() {
 			other.explain()
 		}
-		s.kubectl("delete", "namespace", other.namespace, "--wait=false")
-		s.await(patient, "the namespace to be gone", func() error {
-			_, err := theClient.CoreV1().Namespaces().Get(s.ctx, other.namespace, metav1.GetOptions{})
-			if apierrors.IsNotFound(err) {
-				return nil
-			}
-			return errors.Join(errors.New("it is there"), err)
-		})
+		other.gone()
 	})
 	return &other
 }
@@ -291,7 +286,7 @@ func (s *story) sh(pod, script string) (string, error) {
 // none. A kubelet that has lost its API server for a while takes its time to look.
 func (w tenants) configured(text string, want map[int]int) {
 	w.Helper()
-	w.kubectl("patch", "configmap", "-n", install.Namespace, install.Release, "--type=merge", "--patch", fmt.Sprintf(`{"data": {"config.yaml": %q}}`, text))
+	w.configure(text)
 	var looked time.Time
 	w.await(patient, fmt.Sprintf("replicas of GPUs %v", want), func() error {
 		if time.Since(looked) > 5*time.Second {
@@ -399,7 +394,7 @@ func (w tenants) served(claims, limits int, want map[int]string) (servers map[in
 				if !podstatus.Ready(&pod) {
 					return fmt.Errorf("%s is not ready: %s %+v", pod.Name, pod.Status.Phase, pod.Status.ContainerStatuses)
 				}
-				log, err := theCluster.Kubectl(w.ctx, "logs", "-n", s.namespace, pod.Name)
+				log, err := s.log(pod.Name)
 				if err != nil {
 					return err
 				}

@@ -9,7 +9,6 @@ import (
 	"testing"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
-	"github.com/tandem-gpu/tandem/hack/install"
 )
 
 // onNUMANode sends a pod to the node where kubelet aligns; only pods that ask for it run there.
@@ -87,16 +86,6 @@ func TestNUMAAligned(t *testing.T) {
 // TestNUMAAlignedByDeviceSpecs is the same for the answer that names device nodes, for runtimes without CDI.
 func TestNUMAAlignedByDeviceSpecs(t *testing.T) {
 	s := begin(t)
-	values := []string{"config.version=v1", "config.flags.plugin.deviceListStrategy={envvar}", "config.flags.plugin.passDeviceSpecs=true"}
-	if err := install.Tandem(s.ctx, theCluster, install.Options{Values: append(values, installValues...)}); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		// Helm forgets values that are not given again.
-		if err := install.Tandem(s.ctx, theCluster, install.Options{Values: installValues}); err != nil {
-			t.Error(err)
-		}
-	})
 	s.aligned()
 	if text := s.inside("shared", "env"); !strings.Contains(text, "NVIDIA_VISIBLE_DEVICES=GPU-") {
 		t.Errorf("the strategy was not in force: %s", text)
@@ -107,7 +96,7 @@ func (s *story) aligned() {
 	s.Helper()
 	n := theCluster.Node(numaNode)
 	s.Cleanup(func() {
-		s.kubectl("delete", "pods", "-n", s.namespace, "--all")
+		s.remove()
 		s.await(patient, "the ledger of "+numaNode+" to be empty", func() error {
 			if holds := s.holds(n); len(holds) > 0 {
 				return fmt.Errorf("holds: %v", holds)
@@ -156,7 +145,7 @@ func (s *story) aligned() {
 	s.openable("shared")
 	s.openable("numa-aligned")
 
-	s.kubectl("delete", "pod", "-n", s.namespace, "numa-aligned")
+	s.remove("numa-aligned")
 	s.awaitCPUs("shared", everywhere)
 	s.openable("shared")
 	s.noDoubleOwners()

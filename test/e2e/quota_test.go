@@ -69,7 +69,7 @@ func TestQuota(t *testing.T) {
 	}
 
 	// The pod that waits gets the GPU that limits give back.
-	s.kubectl("delete", "pod", "-n", s.namespace, "limit-0")
+	s.remove("limit-0")
 	s.running(patient, 2, 0)
 	s.quotaUsed(2)
 	s.wantHolds(2, 0)
@@ -98,7 +98,7 @@ func TestLimitsStayWithTheDevicePlugin(t *testing.T) {
 	if err := theCluster.Component(cluster.Scheduler).Restart(s.ctx); err != nil {
 		t.Fatal(err)
 	}
-	s.kubectl("delete", "pod", "-n", s.namespace, "claim-0")
+	s.remove("claim-0")
 	s.running(patient, gpusANode, 0)
 	s.wantHolds(gpusANode-1, 1)
 	claims, err := theClient.ResourceV1().ResourceClaims(s.namespace).List(s.ctx, metav1.ListOptions{})

@@ -84,7 +84,7 @@ func TestOneHoldAPod(t *testing.T) {
 	s.manifest(shaped("init", initContainer))
 	s.running(soon, 2, 0)
 	s.wantHolds(0, 8)
-	s.kubectl("delete", "pod", "-n", s.namespace, "init")
+	s.remove("init")
 
 	s.manifest(shaped("crashing", crashing))
 	s.await(soon, "three restarts", func() error {
@@ -95,7 +95,7 @@ func TestOneHoldAPod(t *testing.T) {
 		return nil
 	})
 	s.wantHolds(0, 8)
-	s.kubectl("delete", "pod", "-n", s.namespace, "crashing")
+	s.remove("crashing")
 
 	// Each of these is bound as soon as the one before has ended, before kubelet has removed anything of it.
 	for i := range 3 {
@@ -206,7 +206,7 @@ func TestStaticPod(t *testing.T) {
 	s.wantHolds(0, 8)
 	s.noDoubleOwners()
 	s.same(map[string][]int{mirror: before})
-	s.kubectl("delete", "pod", "-n", s.namespace, "others")
+	s.remove("others")
 
 	remove()
 	s.took("the GPU of a static pod to be free", func() { s.awaitEmpty(patient) })
@@ -255,21 +255,6 @@ func (s *story) allocate(uuid string) error {
 	return err
 }
 
-// TestAskedForWhatAPodHas: a kubelet that has forgotten who has what asks for the GPUs of running pods, for others.
-func TestAskedForWhatAPodHas(t *testing.T) {
-	s := begin(t)
-	s.manifest(singleTemplate + one("claim", "claim") + one("limit", "limit"))
-	s.running(soon, 2, 0)
-	for _, pod := range []string{"claim", "limit"} {
-		if err := s.allocate(s.devices(pod)[0].GPU.UUID); err == nil {
-			t.Errorf("another holder got the GPU of %s", pod)
-		} else {
-			t.Log(err)
-		}
-	}
-	s.wantHolds(1, 1)
-}
-
 // unprepare asks for what kubelets below 1.37 ask for while pods still use a claim.
 func (s *story) unprepare(claim string) {
 	s.Helper()
@@ -293,7 +278,7 @@ func (s *story) unprepare(claim string) {
 func TestUnpreparedInUse(t *testing.T) {
 	s := begin(t)
 	s.example("shared-claim.yaml")
-	s.kubectl("delete", "pod", "-n", s.namespace, "shared-claim")
+	s.remove("shared-claim")
 	s.example("shared-claim-pods.yaml")
 	s.running(soon, 2, 0)
 	shared := s.gpus("shared-claim-a", "")
@@ -319,10 +304,10 @@ func TestUnpreparedInUse(t *testing.T) {
 		t.Errorf("the third pod sees GPUs %v, the first %v", now, shared)
 	}
 	s.unprepare(*claim)
-	s.kubectl("delete", "pod", "-n", s.namespace, "shared-claim-a", "shared-claim-b")
+	s.remove("shared-claim-a", "shared-claim-b")
 	s.wantHolds(1, 7)
 	s.noDoubleOwners()
-	s.kubectl("delete", "pod", "-n", s.namespace, "shared-claim-c", "others")
+	s.remove("shared-claim-c", "others")
 	s.took("the GPU of an unprepared claim to be free", func() { s.awaitEmpty(soon) })
 }
 
@@ -331,7 +316,7 @@ func TestAgentAwayWhilePodsEnd(t *testing.T) {
 	s := begin(t)
 	s.occupy()
 	s.withoutAgent(func() {
-		s.kubectl("delete", "pod", "-n", s.namespace, "limit-0")
+		s.remove("limit-0")
 		s.kubectl("delete", "pod", "-n", s.namespace, "limit-1", "claim-0", "--force", "--grace-period=0")
 		// Kubelet does not let it go before it is unprepared.
 		s.kubectl("delete", "pod", "-n", s.namespace, "claim-1", "--wait=false")
@@ -402,12 +387,20 @@ func (s *story) endContainers(pods ...string) {
 	}
 }
 
-// TestKubeletForgetsRunningPods: kubelet loses its checkpoint while pods run. No other holder gets their GPUs, and they are free
-// when the pods are gone.
+// TestKubeletForgetsRunningPods: kubelet loses its checkpoint while pods run. No other holder gets their GPUs, also if kubelet asks for
+// them, and they are free when the pods are gone.
 func TestKubeletForgetsRunningPods(t *testing.T) {
 	s := begin(t)
 	before := s.occupy()
 	t.Logf("holds before:\n%s", s.records(node()))
+	for _, pod := range []string{"claim-0", "limit-0"} {
+		if err := s.allocate(s.devices(pod)[0].GPU.UUID); err == nil {
+			t.Errorf("another holder got the GPU of %s", pod)
+		} else {
+			t.Log(err)
+		}
+	}
+	s.wantHolds(2, 2)
 	s.withoutKubelet(func() { s.on(node(), "rm", deviceState, claimState) })
 	s.ready()
 	s.same(before)
@@ -417,7 +410,7 @@ func TestKubeletForgetsRunningPods(t *testing.T) {
 	s.same(before)
 	t.Logf("failed: %v", s.failed())
 	s.kubectl("delete", "deployment", "-n", s.namespace, "claims", "limits")
-	s.kubectl("delete", "pods", "-n", s.namespace, "--all")
+	s.remove()
 	s.took("the GPUs to be free", func() { s.awaitEmpty(patient) })
 }
 

@@ -263,6 +263,7 @@ kind: Pod
 metadata: {name: sees-host}
 spec:
   nodeName: ` + gpuNode + `
+  terminationGracePeriodSeconds: 1
   containers:
   - name: c
     image: docker.io/library/busybox:1.37
@@ -289,6 +290,7 @@ kind: Pod
 metadata: {name: later}
 spec:
   nodeName: ` + gpuNode + `
+  terminationGracePeriodSeconds: 1
   containers:
   - {name: c, image: "docker.io/library/busybox:1.37", imagePullPolicy: Never, command: [sleep, infinity], volumeMounts: [{name: v, mountPath: /v}]}
   volumes: [{name: v, secret: {secretName: secret}}]

@@ -4,33 +4,8 @@ package e2e
 
 import (
 	"fmt"
-	"slices"
 	"testing"
 )
-
-func TestClaimInAPodSpec(t *testing.T) {
-	s := begin(t)
-	s.example("claim-template.yaml")
-	s.running(soon, 1, 0)
-	pod := s.pods()[0]
-	if gpus := s.gpus(pod.Name, ""); !slices.Equal(gpus, []int{0}) {
-		t.Errorf("the container sees GPUs %v; the first claim gets the first GPU", gpus)
-	}
-	s.await(soon, "the GPU to leave the limits", func() error { return s.offeredToPods(gpusANode - 1) })
-	s.noDoubleOwners()
-}
-
-func TestLimits(t *testing.T) {
-	s := begin(t)
-	s.example("limits.yaml")
-	s.running(soon, 1, 0)
-	pod := s.pods()[0]
-	if gpus := s.gpus(pod.Name, ""); len(gpus) != 2 {
-		t.Errorf("the container sees GPUs %v, not two", gpus)
-	}
-	s.await(soon, "the GPUs to leave the slices", func() error { return s.offeredToClaims(gpusANode - 2) })
-	s.noDoubleOwners()
-}
 
 // one is a pod that asks for one GPU by a claim or by limits.
 func one(api, name string) string {
@@ -79,12 +54,12 @@ func TestBothUntilFull(t *testing.T) {
 		s.running(soon, 2*i+2, 0)
 	}
 	seen := map[int]string{}
-	for _, pod := range s.pods() {
-		for _, gpu := range s.gpus(pod.Name, "") {
+	for pod, gpus := range s.seen() {
+		for _, gpu := range gpus {
 			if other, taken := seen[gpu]; taken {
-				t.Errorf("GPU %d is seen by %s and %s", gpu, other, pod.Name)
+				t.Errorf("GPU %d is seen by %s and %s", gpu, other, pod)
 			}
-			seen[gpu] = pod.Name
+			seen[gpu] = pod
 		}
 	}
 	if len(seen) != gpusANode {
@@ -95,7 +70,7 @@ func TestBothUntilFull(t *testing.T) {
 	// Both may get the GPU that is free first. The claim's pod then has an owner that creates another one.
 	s.manifest(claimDeployment("claim-late", "single", 1) + one("limit", "limit-late"))
 	s.unschedulable(2)
-	s.kubectl("delete", "pod", "-n", s.namespace, "claim-0", "limit-0")
+	s.remove("claim-0", "limit-0")
 	s.running(patient, gpusANode, 0)
 	s.noDoubleOwners()
 }

@@ -6,7 +6,6 @@ import (
 	"context"
 	"fmt"
 	"maps"
-	"path/filepath"
 	"slices"
 	"testing"
 
@@ -15,33 +14,7 @@ import (
 
 	gpunode "github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/hack/cluster"
-	"github.com/tandem-gpu/tandem/hack/install"
 )
-
-// sharing makes each node a machine of four L4s, shared as the example says, until the story ends.
-func (s *story) sharing(values ...string) {
-	s.Helper()
-	s.l4s("sharing.values.yaml", values...)
-}
-
-// l4s makes each node a machine of four L4s with the values of an example, or none, until the story ends.
-func (s *story) l4s(example string, values ...string) {
-	s.Helper()
-	var files []string
-	if example != "" {
-		files = append(files, filepath.Join("..", "..", "examples", example))
-	}
-	s.undo(func() error {
-		return install.Tandem(context.WithoutCancel(s.ctx), theCluster, install.Options{Values: installValues})
-	})
-	err := install.Tandem(s.ctx, theCluster, install.Options{
-		Profile: "l4x4", Detached: true, Values: append(values, installValues...), ValuesFiles: files,
-	})
-	if err != nil {
-		s.Fatal(err)
-	}
-	s.rolledOut()
-}
 
 // sharesKept reports whether the API server keeps what shares are published by.
 func (s *story) sharesKept() bool {
@@ -85,11 +58,8 @@ func (s *story) wantPerGPU(app string, want map[string]int) {
 // why; GPUs of another node are taken when there are some.
 func TestMemoryShares(t *testing.T) {
 	s := begin(t)
-	s.sharing()
-	// Four replicas of one GPU, and two GPUs as a whole.
-	s.await(soon, "replicas and whole GPUs for limits", func() error { return s.offeredToPods(6) })
 	if !s.sharesKept() {
-		t.Skip("this API server drops consumable capacity (Kubernetes 1.36)")
+		t.Skip(droppedCapacity)
 	}
 	s.example("memory-shares.yaml")
 	s.running(soon, 4, 2)
@@ -129,14 +99,11 @@ func TestMemoryShares(t *testing.T) {
 	}
 }
 
-// TestSharesOfClaims: claims share a GPU by equal shares, of which pods with limits have some, and without a limit.
+// TestSharesOfClaims: claims share a GPU by equal shares, of which pods with limits have some.
 func TestSharesOfClaims(t *testing.T) {
 	s := begin(t)
-	s.l4s("claim-shares.values.yaml")
-	// Four replicas, and three GPUs as a whole.
-	s.await(soon, "replicas and whole GPUs for limits", func() error { return s.offeredToPods(7) })
 	if !s.sharesKept() {
-		t.Skip("this API server drops consumable capacity (Kubernetes 1.36)")
+		t.Skip(droppedCapacity)
 	}
 	s.example("equal-shares.yaml")
 	s.running(soon, 4, 2)
@@ -160,13 +127,13 @@ func TestSharesOfClaims(t *testing.T) {
 	s.kubectl("scale", "-n", s.namespace, "deployment/equal-shares", "--replicas=4")
 	s.running(soon, 7, 1)
 	s.withinBudget(7)
-	s.kubectl("delete", "pods", "-n", s.namespace, "limits-0", "limits-1", "limits-2", "limits-3")
+	s.remove("limits-0", "limits-1", "limits-2", "limits-3")
 	s.running(soon, 4, 0)
-	s.kubectl("delete", "-n", s.namespace, "deployment/equal-shares")
-	s.running(soon, 0, 0)
+}
 
-	// The value of NVIDIA's chart does it for every GPU.
-	s.l4s("", "consumableShares=unlimited")
+// TestUnlimitedShares: any number of claims share a GPU, which limits get no more, also after a restart of the agent.
+func TestUnlimitedShares(t *testing.T) {
+	s := begin(t)
 	s.example("unlimited-shares.yaml")
 	s.running(soon, 5, 0)
 	s.wantPerGPU("unlimited-shares", map[string]int{gpuNode + "/gpu-0": 5})
@@ -212,10 +179,8 @@ spec:
 // agent and kubelet have come back.
 func TestOneBudget(t *testing.T) {
 	s := begin(t)
-	s.sharing()
-	s.await(soon, "replicas and whole GPUs for limits", func() error { return s.offeredToPods(6) })
 	if !s.sharesKept() {
-		t.Skip("this API server drops consumable capacity (Kubernetes 1.36)")
+		t.Skip(droppedCapacity)
 	}
 	s.manifest(shareOfFirst("share", "10Gi"))
 	s.running(soon, 1, 0)

@@ -3,19 +3,27 @@
 package e2e
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
+	"io"
+	"io/fs"
+	"maps"
+	"os"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"testing"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/yaml"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
@@ -23,11 +31,14 @@ import (
 )
 
 const (
-	// soon is for what takes seconds; patient for what waits for kubelet's retry of a Prepare (60 to 90 s).
-	soon      = time.Minute
-	patient   = 150 * time.Second
+	// soon is for what takes seconds; patient for what waits for kubelet's retry of a Prepare (60 to 90 s). Both count from the last
+	// change of what a condition says, and a busy machine needs more than a quiet one: no story depends on how fast something is.
+	soon      = 2 * time.Minute
+	patient   = 4 * time.Minute
 	lookAgain = 100 * time.Millisecond
-	gpusANode = 8
+	// mostPatience is how many times as long await waits in all, where a condition says something else each time.
+	mostPatience = 4
+	gpusANode    = 8
 )
 
 // story is one test in a namespace of its own.
@@ -35,15 +46,21 @@ type story struct {
 	*testing.T
 	ctx       context.Context
 	namespace string
-	// offered is how many devices the node's slices offer while all is free.
+	// limits and offered are how many devices the node offers to limits and by its slices while all is free. offered is negative where
+	// that depends on the version of Kubernetes.
+	limits  int64
 	offered int
+	// daemonsStay says that MPS daemons run meanwhile.
+	daemonsStay bool
 }
 
-// begin makes a namespace, and at the end removes it and waits until all GPUs are free again and nothing has two owners.
+// begin installs what the story's group says, and makes a namespace. At the end it removes the namespace and waits until all GPUs are free
+// again and nothing has two owners.
 func begin(t *testing.T) *story {
 	t.Helper()
 	ctx, cancel := context.WithCancel(theContext)
-	s := &story{T: t, ctx: ctx, offered: gpusANode, namespace: strings.ToLower(strings.ReplaceAll(t.Name(), "/", "-"))}
+	s := &story{T: t, ctx: ctx, namespace: strings.ToLower(strings.ReplaceAll(t.Name(), "/", "-"))}
+	s.has(groupOf(t.Name()))
 	_, err := theClient.CoreV1().Namespaces().Create(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: s.namespace}}, metav1.CreateOptions{})
 	if err != nil {
 		t.Fatalf("create namespace: %v", err)
@@ -58,6 +75,9 @@ func begin(t *testing.T) *story {
 			if t.Failed() && !failed {
 				s.explain()
 			}
+			if t.Failed() {
+				theGroup = nil // the story may have left another installation
+			}
 		}()
 		s.end()
 	})
@@ -66,6 +86,13 @@ func begin(t *testing.T) *story {
 }
 
 func (s *story) end() {
+	s.Helper()
+	s.gone()
+	s.allFree()
+}
+
+// gone removes the story's namespace with all that is in it.
+func (s *story) gone() {
 	s.Helper()
 	now := int64(0)
 	err := theClient.CoreV1().Namespaces().Delete(s.ctx, s.namespace, metav1.DeleteOptions{GracePeriodSeconds: &now})
@@ -79,7 +106,6 @@ func (s *story) end() {
 		}
 		return errors.Join(errors.New("it is there"), err)
 	})
-	s.allFree()
 }
 
 // explain logs what a reader of a failure asks first.
@@ -99,10 +125,15 @@ func (s *story) explain() {
 	}
 }
 
-// await looks until the condition holds; what it returns last is in the failure.
+// never is what a condition returns that can hold no more.
+type never struct{ error }
+
+// await looks until the condition holds; what it returns last is in the failure. It gives up after so much time in which the condition has
+// always said the same.
 func (s *story) await(patience time.Duration, what string, condition func() error) {
 	s.Helper()
-	deadline := time.Now().Add(patience)
+	began := time.Now()
+	changed, said := began, ""
 	ticker := time.NewTicker(lookAgain)
 	defer ticker.Stop()
 	for {
@@ -110,8 +141,12 @@ func (s *story) await(patience time.Duration, what string, condition func() erro
 		if err == nil {
 			return
 		}
-		if time.Now().After(deadline) {
-			s.Fatalf("waited %s for %s: %v", patience, what, err)
+		if now := err.Error(); now != said {
+			changed, said = time.Now(), now
+		}
+		var hopeless never
+		if errors.As(err, &hopeless) || time.Since(changed) > patience || time.Since(began) > mostPatience*patience {
+			s.Fatalf("waited %s for %s: %v", time.Since(began).Round(time.Second), what, err)
 		}
 		select {
 		case <-s.ctx.Done():
@@ -136,15 +171,40 @@ func (s *story) example(name string) {
 	s.kubectl("apply", "-n", s.namespace, "-f", filepath.Join("..", "..", "examples", name))
 }
 
-// manifest applies text, for what no user would copy.
+// manifest applies text, for what no user would copy. It does without a kubectl, whose start takes longer than the request.
 func (s *story) manifest(text string) {
 	s.Helper()
-	if err := s.apply(text); err != nil {
-		s.Fatal(err)
+	decoder := yaml.NewYAMLOrJSONDecoder(strings.NewReader(text), 4096)
+	for {
+		object := &unstructured.Unstructured{}
+		err := decoder.Decode(&object.Object)
+		if errors.Is(err, io.EOF) {
+			return
+		}
+		if err != nil {
+			s.Fatalf("read manifest: %v\n%s", err, text)
+		}
+		if len(object.Object) == 0 {
+			continue
+		}
+		kind := object.GroupVersionKind()
+		mapping, err := theMapper.RESTMapping(kind.GroupKind(), kind.Version)
+		if err != nil {
+			s.Fatal(err)
+		}
+		namespace := ""
+		if mapping.Scope.Name() == meta.RESTScopeNameNamespace {
+			namespace = cmp.Or(object.GetNamespace(), s.namespace)
+		}
+		_, err = theDynamic.Resource(mapping.Resource).Namespace(namespace).Apply(s.ctx, object.GetName(), object,
+			metav1.ApplyOptions{FieldManager: "e2e", Force: true})
+		if err != nil {
+			s.Fatalf("apply %s %s: %v", kind.Kind, object.GetName(), err)
+		}
 	}
 }
 
-// apply is manifest for what may be denied.
+// apply does with kubectl what may be denied.
 func (s *story) apply(text string, flags ...string) error {
 	s.Helper()
 	cmd, err := theCluster.Command(s.ctx, "kubectl", append([]string{"apply", "-n", s.namespace, "-f", "-"}, flags...)...)
@@ -178,52 +238,101 @@ func (s *story) pod(name string) *corev1.Pod {
 	return pod
 }
 
-// running waits until n pods run and, unless it is negative, others are Pending.
+// log is what the only container of a pod has logged.
+func (s *story) log(pod string) (string, error) {
+	text, err := theClient.CoreV1().Pods(s.namespace).GetLogs(pod, &corev1.PodLogOptions{}).DoRaw(s.ctx)
+	return string(text), err
+}
+
+// running waits until n pods run and, unless it is negative, others are Pending. It does not wait for pods that no component replaces.
 func (s *story) running(patience time.Duration, n, pending int) {
 	s.Helper()
 	s.await(patience, fmt.Sprintf("%d pods to run, %d to be pending", n, pending), func() error {
 		counts := map[corev1.PodPhase]int{}
 		var states []string
+		replaced, imageless := false, false
 		for _, pod := range s.pods() {
 			if pod.DeletionTimestamp != nil {
 				continue
 			}
 			counts[pod.Status.Phase]++
 			states = append(states, pod.Name+"="+string(pod.Status.Phase)+pod.Status.Reason)
+			replaced = replaced || metav1.GetControllerOf(&pod) != nil
+			imageless = imageless || slices.ContainsFunc(pod.Status.ContainerStatuses, func(c corev1.ContainerStatus) bool {
+				return c.State.Waiting != nil && c.State.Waiting.Reason == "ErrImageNeverPull"
+			})
 		}
 		if counts[corev1.PodRunning] == n && (pending < 0 || counts[corev1.PodPending] == pending) {
 			return nil
 		}
-		return errors.New(strings.Join(states, " "))
+		err := errors.New(strings.Join(states, " "))
+		if imageless || !replaced && counts[corev1.PodFailed] > 0 && counts[corev1.PodRunning]+counts[corev1.PodPending] < n {
+			return never{err}
+		}
+		return err
 	})
 }
 
-// gpus are the minors of the GPUs that a container sees, read from inside it.
+// remove deletes pods of the story, without names all, and waits until they are gone.
+func (s *story) remove(names ...string) {
+	s.Helper()
+	var going []types.UID
+	for _, pod := range s.pods() {
+		if len(names) > 0 && !slices.Contains(names, pod.Name) {
+			continue
+		}
+		going = append(going, pod.UID)
+		if err := theClient.CoreV1().Pods(s.namespace).Delete(s.ctx, pod.Name, metav1.DeleteOptions{}); err != nil && !apierrors.IsNotFound(err) {
+			s.Fatal(err)
+		}
+	}
+	if len(going) < len(names) {
+		s.Fatalf("%d of pods %v are there", len(going), names)
+	}
+	s.await(patient, fmt.Sprintf("pods %v to be gone", names), func() error {
+		var left []string
+		for _, pod := range s.pods() {
+			if slices.Contains(going, pod.UID) {
+				left = append(left, pod.Name)
+			}
+		}
+		if len(left) > 0 {
+			return fmt.Errorf("there are %v", left)
+		}
+		return nil
+	})
+}
+
+// gpus are the minors of the GPUs that a container sees by the device nodes in its file system. Without a name it is the pod's first.
 func (s *story) gpus(pod, container string) []int {
 	s.Helper()
-	args := []string{"exec", "-n", s.namespace, pod}
-	if container != "" {
-		args = append(args, "-c", container)
-	}
-	args = append(args, "--", "sh", "-c", "for d in /dev/nvidia[0-9]*; do [ -c $d ] && stat -c '%t %T' $d; done; true")
-	var out string
-	// A kubelet that has just started does not know its pods yet.
-	s.await(soon, "kubelet to run a command in "+pod, func() (err error) {
-		out, err = theCluster.Kubectl(s.ctx, args...)
-		return err
-	})
-	var minors []int
-	for line := range strings.Lines(out) {
-		majorText, minorText, _ := strings.Cut(strings.TrimSpace(line), " ")
-		major, majorErr := strconv.ParseInt(majorText, 16, 32)
-		minor, minorErr := strconv.ParseInt(minorText, 16, 32)
-		if majorErr != nil || minorErr != nil || major != 195 {
-			s.Fatalf("device node of %s: %q", pod, line)
+	container = cmp.Or(container, s.pod(pod).Spec.Containers[0].Name)
+	return s.sees(map[string]string{pod: container})[pod]
+}
+
+// sees are the minors of the GPUs that containers see, by their pods. A pod's container is the one that runs now.
+func (s *story) sees(containers map[string]string) map[string][]int {
+	s.Helper()
+	var seen map[string][]int
+	s.await(soon, fmt.Sprintf("processes of %v", containers), func() error {
+		seen = map[string][]int{}
+		for _, c := range s.picture().Containers {
+			if name, wanted := containers[c.Pod]; c.Namespace != s.namespace || !wanted || c.Name != name {
+				continue
+			}
+			minors := []int{}
+			for _, d := range c.Devices {
+				minors = append(minors, d.Minor())
+			}
+			slices.Sort(minors)
+			seen[c.Pod] = slices.Compact(minors)
 		}
-		minors = append(minors, int(minor))
-	}
-	slices.Sort(minors)
-	return minors
+		if len(seen) != len(containers) {
+			return fmt.Errorf("there are some of %v", slices.Sorted(maps.Keys(seen)))
+		}
+		return nil
+	})
+	return seen
 }
 
 // node is the node of most stories.
@@ -244,8 +353,22 @@ func (s *story) on(n *cluster.Node, command string, args ...string) string {
 }
 
 // holds are the names of the ledger's records on a node.
-func (s *story) holds(n *cluster.Node) []string {
-	return strings.Fields(s.on(n, "ls", "/run/tandem/holds"))
+func (s *story) holds(n *cluster.Node) (names []string) {
+	s.Helper()
+	root, err := n.Root()
+	if err != nil {
+		s.Fatal(err)
+	}
+	entries, err := os.ReadDir(filepath.Join(root, "run/tandem/holds"))
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		s.Fatal(err)
+	}
+	for _, entry := range entries {
+		if !strings.HasPrefix(entry.Name(), ".") {
+			names = append(names, entry.Name())
+		}
+	}
+	return names
 }
 
 // records are the contents of the ledger's records on a node, for readers.
@@ -269,9 +392,22 @@ func (s *story) noDoubleOwners() {
 // is left of what claims' containers shared.
 func (s *story) allFree() {
 	s.Helper()
-	s.await(patient, "all GPUs to be free", func() error {
-		return errors.Join(s.offeredToPods(gpusANode), s.offeredToClaims(s.offered), s.empty(), s.nothingShared())
-	})
+	s.await(patient, "all GPUs to be free", s.free)
+}
+
+func (s *story) free() error {
+	if err := errors.Join(s.offeredToPods(s.limits), s.offeredToClaims(s.offered), s.empty()); err != nil {
+		return err
+	}
+	return s.nothingLeft()
+}
+
+// nothingLeft is nothingShared, unless the values share GPUs whether or not a pod has one.
+func (s *story) nothingLeft() error {
+	if s.daemonsStay {
+		return nil
+	}
+	return s.nothingShared()
 }
 
 func (s *story) empty() error {
@@ -292,10 +428,10 @@ func (s *story) offeredToPods(want int64) error {
 	return nil
 }
 
-// offeredToClaims wants so many claimable devices.
+// offeredToClaims wants so many claimable devices, or any number if that is negative.
 func (s *story) offeredToClaims(want int) error {
 	offered, err := s.claimable()
-	if err == nil && offered != want {
+	if err == nil && want >= 0 && offered != want {
 		err = fmt.Errorf("slices offer %d devices, not %d", offered, want)
 	}
 	return err

@@ -3,37 +3,17 @@
 package e2e
 
 import (
-	"context"
 	"errors"
 	"fmt"
-	"slices"
-	"strconv"
-	"strings"
 	"testing"
 
 	"k8s.io/apimachinery/pkg/api/meta"
-
-	"github.com/tandem-gpu/tandem/hack/install"
 )
 
 // TestStrict: with the option a pod is bound only when its node has reserved the GPU. A claim that was allocated on a GPU of a
 // pod is allocated again before its pod is bound: nothing is evicted, and the pod stays the same.
 func TestStrict(t *testing.T) {
 	s := begin(t)
-	version, err := theClient.Discovery().ServerVersion()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if minor, err := strconv.Atoi(strings.TrimRight(version.Minor, "+")); err != nil || minor < 36 {
-		t.Skipf("Kubernetes %s drops binding conditions, which Strict needs (1.36)", version.GitVersion)
-	}
-	s.undo(func() error {
-		return install.Tandem(context.WithoutCancel(s.ctx), theCluster, install.Options{Values: installValues})
-	})
-	if err := install.Tandem(s.ctx, theCluster, install.Options{Values: append(slices.Clone(installValues), "strict=true")}); err != nil {
-		t.Fatal(err)
-	}
-
 	s.example("claim-template.yaml")
 	s.took("a pod with a claim to run", func() { s.running(patient, 1, 0) })
 	if claim := s.claims()[0]; len(claim.Status.Devices) != 1 ||
