@@ -169,7 +169,7 @@ var expected = regexp.MustCompile(strings.Join([]string{
 	`make kubelet-model runs it`,
 	`Kubernetes v?1\.\d`, // the version lacks what the test is about
 	`no cgroup of version 1`, `no cgroups here`,
-	`/dev/kmsg`, `/dev/fuse`,
+	`/dev/kmsg`, `/dev/fuse`, `FUSE`,
 }, "|"))
 
 // Surprises are skips without a known reason, and packages of which no test ran.
