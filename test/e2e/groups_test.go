@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"path/filepath"
 	"reflect"
 	"runtime"
@@ -16,6 +17,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	corev1apply "k8s.io/client-go/applyconfigurations/core/v1"
 
 	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/internal/podstatus"
@@ -266,10 +268,22 @@ func (s *story) configure(text string) {
 	if err != nil {
 		s.Fatal(err)
 	}
-	before := configMap.Data["config.yaml"]
+	const key = "config.yaml"
+	before := configMap.Data[key]
+	helm := slices.IndexFunc(configMap.ManagedFields, func(f metav1.ManagedFieldsEntry) bool {
+		return f.Operation == metav1.ManagedFieldsOperationApply
+	})
+	if helm < 0 {
+		s.Fatal("Helm has not applied the ConfigMap")
+	}
+	// As Helm: the next upgrade would be refused a field that another manager has.
+	options := metav1.ApplyOptions{FieldManager: configMap.ManagedFields[helm].Manager, Force: true}
 	set := func(text string) error {
-		patch := fmt.Appendf(nil, `{"data": {"config.yaml": %q}}`, text)
-		_, err := theClient.CoreV1().ConfigMaps(install.Namespace).Patch(context.WithoutCancel(s.ctx), install.Release, types.MergePatchType, patch, metav1.PatchOptions{})
+		data := maps.Clone(configMap.Data)
+		data[key] = text
+		applied := corev1apply.ConfigMap(configMap.Name, configMap.Namespace).WithData(data).
+			WithLabels(configMap.Labels).WithAnnotations(configMap.Annotations)
+		_, err := theClient.CoreV1().ConfigMaps(configMap.Namespace).Apply(context.WithoutCancel(s.ctx), applied, options)
 		return err
 	}
 	s.undo(func() error {

@@ -263,7 +263,7 @@ func (row published) text(t *testing.T) string {
 	return string(text)
 }
 
-// clear ends what a manifest has made.
+// clear ends what a manifest has made, and does not wait for that.
 func (s *story) clear() {
 	s.Helper()
 	background, now, all := metav1.DeletePropagationBackground, int64(1), metav1.ListOptions{}
@@ -272,12 +272,11 @@ func (s *story) clear() {
 		theClient.AppsV1().Deployments(s.namespace).DeleteCollection(s.ctx, owners, all),
 		theClient.BatchV1().Jobs(s.namespace).DeleteCollection(s.ctx, owners, all),
 		theClient.CoreV1().Pods(s.namespace).DeleteCollection(s.ctx, metav1.DeleteOptions{GracePeriodSeconds: &now}, all),
-		theClient.ResourceV1().ResourceClaims(s.namespace).DeleteCollection(s.ctx, metav1.DeleteOptions{}, all),
+		theClient.CoreV1().Namespaces().Delete(s.ctx, s.namespace, metav1.DeleteOptions{}),
 	)
 	if err != nil {
 		s.Fatal(err)
 	}
-	s.noPods()
 }
 
 // becomes waits until the pods of the manifest are as NVIDIA's test expects them, and looks at their devices.

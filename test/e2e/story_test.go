@@ -96,7 +96,8 @@ func (s *story) gone() {
 	s.Helper()
 	now := int64(0)
 	err := theClient.CoreV1().Namespaces().Delete(s.ctx, s.namespace, metav1.DeleteOptions{GracePeriodSeconds: &now})
-	if err != nil && !apierrors.IsNotFound(err) {
+	// A conflict says that it is being deleted already.
+	if err != nil && !apierrors.IsNotFound(err) && !apierrors.IsConflict(err) {
 		s.Errorf("delete namespace: %v", err)
 	}
 	s.await(patient, "the namespace to be gone", func() error {
