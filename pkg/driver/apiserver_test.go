@@ -54,6 +54,9 @@ type fakeAPI struct {
 	failPool string
 	// writes counts stored creates, updates and deletes of slices by the driver.
 	writes int
+	// early is what writes was at the first watch of slices, if they are watched.
+	early   int
+	watched bool
 	// failUpdate refuses updates.
 	failUpdate error
 	// updated counts updates of the status of claims.
@@ -190,6 +193,16 @@ func (f *fakeAPI) writeCount() int {
 	return f.writes
 }
 
+// earlyWrites returns the number of writes before the slice controller began to watch slices.
+func (f *fakeAPI) earlyWrites() int {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if !f.watched {
+		return f.writes
+	}
+	return f.early
+}
+
 func (f *fakeAPI) set(change func()) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -273,6 +286,9 @@ func (f *fakeAPI) watch(w http.ResponseWriter, r *http.Request, resource string,
 	events := make(chan fakeEvent, 10000)
 	f.mu.Lock()
 	f.watchers[events] = resource
+	if resource == "resourceslices" && !f.watched {
+		f.early, f.watched = f.writes, true
+	}
 	var initial []fakeEvent
 	if r.URL.Query().Get("sendInitialEvents") == "true" {
 		for _, object := range f.objects[resource] {

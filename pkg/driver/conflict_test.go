@@ -28,6 +28,7 @@ func (r *rig) ask(ctx context.Context, claims ...*resourceapi.ResourceClaim) err
 }
 
 func TestOutcomesOfAConflict(t *testing.T) {
+	t.Parallel()
 	secret := &ledger.Pod{UID: "p", Namespace: "team-b", Name: "secret"}
 	tests := []struct {
 		name    string
@@ -43,12 +44,13 @@ func TestOutcomesOfAConflict(t *testing.T) {
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
+			t.Parallel()
 			r := newRig(t, machine(8))
 			r.pods.movable.Store(test.movable)
 			r.takeByPod(1, secret)
 			r.podstate.set(uuidOf(1), test.holder)
 			c := newClaim("a", "gpu-0", "gpu-1")
-			ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
+			ctx, cancel := context.WithTimeout(t.Context(), shortCall)
 			defer cancel()
 			err := r.ask(ctx, c)
 			if err == nil || !strings.Contains(err.Error(), "gpu-1 ("+uuidOf(1)+") is held by a pod in another namespace") || !strings.Contains(err.Error(), test.says) {
@@ -77,6 +79,7 @@ func TestOutcomesOfAConflict(t *testing.T) {
 
 // A kubelet that restarts, and sockets that are made anew, end the calls that wait.
 func TestAnInterruptedClaimHasNotLost(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, machine(8))
 	r.pods.movable.Store(true)
 	r.takeByPod(0, &ledger.Pod{UID: "p"})
@@ -93,6 +96,7 @@ func TestAnInterruptedClaimHasNotLost(t *testing.T) {
 }
 
 func TestPendingEvictionIsExplained(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, machine(8))
 	r.pods.movable.Store(true)
 	r.takeByPod(0, nil)
@@ -132,6 +136,7 @@ func (b bound) PendingPods() []ledger.PendingPods {
 }
 
 func TestPrepareLetsLimitsGoFirst(t *testing.T) {
+	t.Parallel()
 	waiting := make(bound)
 	r := newRig(t, machine(8))
 	book, err := ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", PodStates: r.podstate, Queue: waiting})
@@ -161,6 +166,7 @@ func TestPrepareLetsLimitsGoFirst(t *testing.T) {
 
 // Kubelet may hear of pods before we do: a claim takes nothing before its own pod is known, and with it those bound before.
 func TestPrepareWaitsForItsPod(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, machine(8))
 	r.pods.met = make(chan struct{})
 	answer := make(chan error, 1)

@@ -85,6 +85,7 @@ func listenSilently(t *testing.T, path string) (stop func()) {
 }
 
 func TestConflictingDriverIsAwaited(t *testing.T) {
+	t.Parallel()
 	for name, start := range map[string]func(t *testing.T, dir string) (socket string, stop func()){
 		"registration under our file name": func(t *testing.T, dir string) (string, func()) {
 			return kubeletSocket(dir), serveOther(t, kubeletSocket(dir), registerapi.DRAPlugin, "gpu.nvidia.com")
@@ -107,6 +108,7 @@ func TestConflictingDriverIsAwaited(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			r := newRig(t, machine(2))
 			socket, stop := start(t, r.dir)
 			r.run()
@@ -174,11 +176,12 @@ func TestNextDriverTakesOver(t *testing.T) {
 
 // What a conflicting driver gave away is adopted only if it is still gone a while later.
 func TestConflictingDriverComesBack(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, machine(1))
 	stop := serveOther(t, kubeletSocket(r.dir), registerapi.DRAPlugin, "gpu.nvidia.com")
 	r.driver.FindConflicting(t.Context())
 	stop()
-	r.driver.takeOver = 200 * time.Millisecond
+	r.driver.takeOver = 2 * time.Second
 	done := make(chan struct{})
 	go func() { defer close(done); r.driver.FindConflicting(t.Context()) }()
 	time.Sleep(r.driver.takeOver / 4)
@@ -191,12 +194,14 @@ func TestConflictingDriverComesBack(t *testing.T) {
 
 // A conflicting driver that does not answer in time is not gone.
 func TestSlowConflictingDriver(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, machine(1))
 	path := filepath.Join(r.dir, "plugins_registry", "other-reg.sock")
 	stop := serveOther(t, path, registerapi.DRAPlugin, "gpu.nvidia.com")
 	r.driver.FindConflicting(t.Context())
 	stop()
 	stop = listenSilently(t, path)
+	r.driver.socketTimeout = 100 * time.Millisecond
 	for range 2 {
 		r.driver.FindConflicting(t.Context())
 	}
@@ -214,6 +219,7 @@ func TestSlowConflictingDriver(t *testing.T) {
 
 // While the ledger withholds devices, all devices are tainted, a claim of before is prepared again, and a new one waits.
 func TestWithheldDevices(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, machine(2))
 	r.run()
 	kubelet := r.ready()
@@ -249,6 +255,7 @@ func TestWithheldDevices(t *testing.T) {
 }
 
 func TestOldSocketsAndOtherDriversDoNotConflict(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, machine(2))
 	for _, path := range []string{kubeletSocket(r.dir), filepath.Join(r.dir, "plugins", "gpu.nvidia.com", "dra.sock")} {
 		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
@@ -265,6 +272,7 @@ func TestOldSocketsAndOtherDriversDoNotConflict(t *testing.T) {
 	serveOther(t, filepath.Join(registry, "csi.sock"), registerapi.CSIPlugin, "gpu.nvidia.com")
 	serveOther(t, filepath.Join(registry, "compute-domain.sock"), registerapi.DRAPlugin, "compute-domain.nvidia.com")
 	listenSilently(t, filepath.Join(registry, "slow.sock"))
+	r.driver.socketTimeout = time.Second
 	if err := os.WriteFile(filepath.Join(registry, "note.txt"), []byte("gpu.nvidia.com"), 0o644); err != nil {
 		t.Fatal(err)
 	}
@@ -279,6 +287,7 @@ func TestOldSocketsAndOtherDriversDoNotConflict(t *testing.T) {
 
 // A registration socket of another driver is asked once for each file: some plugins log every call.
 func TestOtherDriversAreAskedOnce(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, machine(2), func(c *Config) { c.CheckInterval = 20 * time.Millisecond })
 	path := filepath.Join(r.dir, "plugins_registry", "csi.sock")
 	var first, second atomic.Int32
@@ -313,6 +322,7 @@ func askedOnly(t *testing.T, r *rig, asked *atomic.Int32, want int32) {
 
 // NVIDIA's driver, installed later, removes our registration socket and listens in its place.
 func TestConflictingDriverThatComesLater(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, machine(2)).run()
 	r.ready()
 	stop := serveOther(t, kubeletSocket(r.dir), registerapi.DRAPlugin, "gpu.nvidia.com")
@@ -335,6 +345,7 @@ func TestConflictingDriverThatComesLater(t *testing.T) {
 
 // A call that waits for the driver of NVIDIA ends late. Limits get nothing meanwhile.
 func TestConflictingDriverDuringACall(t *testing.T) {
+	t.Parallel()
 	entered, leave := make(chan struct{}), make(chan struct{})
 	r := newRig(t, machine(2), func(c *Config) {
 		c.HandOver = func(context.Context, string) error {
@@ -360,8 +371,10 @@ func TestConflictingDriverDuringACall(t *testing.T) {
 }
 
 func TestRemovedSocketsComeBack(t *testing.T) {
+	t.Parallel()
 	for name, path := range map[string]string{"registration": "plugins_registry/gpu.nvidia.com-reg.sock", "service": "plugins/gpu.nvidia.com/dra.sock"} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			r := newRig(t, machine(2)).run()
 			r.ready()
 			if err := os.Remove(filepath.Join(r.dir, path)); err != nil {

@@ -25,8 +25,10 @@ import (
 func cdi(minor int) string { return "k8s.gpu.nvidia.com/gpu=" + uuidOf(minor) }
 
 func TestPrepareTwiceAndUnprepareTwice(t *testing.T) {
+	t.Parallel()
 	for _, version := range []string{"v1", "v1beta1"} {
 		t.Run(version, func(t *testing.T) {
+			t.Parallel()
 			r := newRig(t, machine(8)).run()
 			k := r.ready()
 			if !slices.Contains(k.services, version+".DRAPlugin") {
@@ -65,6 +67,7 @@ func TestPrepareTwiceAndUnprepareTwice(t *testing.T) {
 }
 
 func TestPrepareRequests(t *testing.T) {
+	t.Parallel()
 	admin := func(c *resourceapi.ResourceClaim) {
 		for i := range c.Status.Allocation.Devices.Results {
 			c.Status.Allocation.Devices.Results[i].AdminAccess = ptr.To(true)
@@ -166,6 +169,7 @@ func parameters(source resourceapi.AllocationConfigSource, raw string, requests 
 }
 
 func TestPrepareRefusals(t *testing.T) {
+	t.Parallel()
 	tests := map[string]struct {
 		claim *resourceapi.ResourceClaim
 		adapt func(*resourceapi.ResourceClaim)
@@ -233,12 +237,14 @@ func TestPrepareRefusals(t *testing.T) {
 // A claim whose GPU broke or vanished between allocation and Prepare heals as one whose GPU has another holder: after a moment, because
 // the inventory of an agent that has just started may lack a GPU. A pod without an owner waits, and the event says what to do.
 func TestUnusableDevice(t *testing.T) {
+	t.Parallel()
 	broken := machine(2)
 	broken.GPUs[1].Health = device.Health{Reason: device.ReasonLost, Message: "gone"}
 	inMIGMode := machine(2)
 	inMIGMode.GPUs[1].MIGEnabled = true
 	for name, inv := range map[string]device.Inventory{"broken": broken, "vanished": machine(1), "in MIG mode": inMIGMode} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			r := newRig(t, inv)
 			r.pods.movable.Store(true)
 			c := newClaim("a", "gpu-1")
@@ -296,6 +302,7 @@ func TestUnusableDevice(t *testing.T) {
 
 // What a claim's owner is told must not name what lives in another namespace.
 func TestPrepareConflict(t *testing.T) {
+	t.Parallel()
 	tests := map[string]struct {
 		pod    *ledger.Pod
 		want   string
@@ -307,6 +314,7 @@ func TestPrepareConflict(t *testing.T) {
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			r := newRig(t, machine(8)).run()
 			k := r.ready()
 			r.takeByPod(1, test.pod)
@@ -352,6 +360,7 @@ func TestDescribeHolderOfClaims(t *testing.T) {
 
 // A pod starts with all of its claims or not at all.
 func TestPrepareAllClaimsOfACallOrNone(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, machine(8)).run()
 	k := r.ready()
 	r.takeByPod(5, nil)
@@ -390,6 +399,7 @@ func TestPrepareAllClaimsOfACallOrNone(t *testing.T) {
 
 // What a call took and another pod was told meanwhile that it has is not given back when that call fails.
 func TestAFailedCallLeavesASharedClaimToTheOtherPod(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, machine(8)).run()
 	k := r.ready()
 	r.takeByPod(5, nil)
@@ -424,6 +434,7 @@ func TestAFailedCallLeavesASharedClaimToTheOtherPod(t *testing.T) {
 }
 
 func TestPrepareGivesBackWithoutSpecs(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, machine(8)).run()
 	k := r.ready()
 	old, fresh := r.claim("old", "gpu-0"), r.claim("new", "gpu-1")
@@ -441,6 +452,7 @@ func TestPrepareGivesBackWithoutSpecs(t *testing.T) {
 }
 
 func TestPrepareWaitsForAHolderThatGoes(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, machine(8)).run()
 	k := r.ready()
 	r.podstate.set("uid-old", ledger.Running)
@@ -484,11 +496,12 @@ func TestPrepareWaitsForAHolderThatGoes(t *testing.T) {
 
 // kubelet must hear the reason, not run into its own deadline.
 func TestPrepareAnswersBeforeTheDeadline(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, machine(8)).run()
 	k := r.ready()
 	r.takeByPod(0, nil)
 	r.podstate.set(uuidOf(0), ledger.Terminating)
-	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), shortCall)
 	defer cancel()
 	_, errs, err := k.prepareWith(ctx, "v1", r.claim("a", "gpu-0"))
 	if err != nil || !strings.Contains(fmt.Sprint(errs["uid-a"]), "is held by") {
@@ -497,6 +510,7 @@ func TestPrepareAnswersBeforeTheDeadline(t *testing.T) {
 }
 
 func TestUnprepareAbortsAWaitingPrepare(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, machine(8)).run()
 	k := r.ready()
 	r.takeByPod(0, nil)
@@ -523,6 +537,7 @@ func TestUnprepareAbortsAWaitingPrepare(t *testing.T) {
 }
 
 func TestPrepareConcurrently(t *testing.T) {
+	t.Parallel()
 	const gpus, contenders = 8, 64
 	r := newRig(t, machine(gpus)).run()
 	k := r.ready()
@@ -563,6 +578,7 @@ func TestPrepareConcurrently(t *testing.T) {
 }
 
 func TestMalformedRequests(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, machine(2)).run()
 	k := r.ready()
 	replaced := newClaim("replaced", "gpu-0")
@@ -647,10 +663,10 @@ func TestStopFinishesWaitingCallsAndLeavesNothing(t *testing.T) {
 	}
 }
 
-// Stopping waits until answers are on the socket, and not much longer.
+// Stopping waits until answers are on the socket, and not much longer. On a busy machine not each stop is that quick.
 func TestStopDoesNotSleep(t *testing.T) {
 	shortest := time.Hour
-	for range 3 {
+	for deadline := time.Now().Add(patience); shortest > 100*time.Millisecond && time.Now().Before(deadline); {
 		r := newRig(t, machine(2)).run()
 		k := r.ready()
 		if _, errs, err := k.prepare("v1", r.claim("a", "gpu-0")); err != nil || len(errs) > 0 {

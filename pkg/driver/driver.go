@@ -181,6 +181,8 @@ type Driver struct {
 	withholds bool
 	// takeOver is how long a conflicting driver must be gone before Tandem takes over from it.
 	takeOver time.Duration
+	// socketTimeout bounds one request to a socket. kubelet allows a second for GetInfo.
+	socketTimeout time.Duration
 	// publishAgain wakes the publisher, which acts on the two flags.
 	publishAgain                   broadcast.Signal
 	kubeletRegistered, dropsFields atomic.Bool
@@ -203,7 +205,7 @@ func New(c Config) (*Driver, error) {
 	}
 	return &Driver{
 		Config: c, metrics: newMetrics(c.Registerer), statuses: make(chan claimStatus, 1000), probeAgain: 10 * time.Minute,
-		unusable: map[types.UID]unusable{}, takeOver: time.Second,
+		unusable: map[types.UID]unusable{}, takeOver: time.Second, socketTimeout: time.Second,
 		// An earlier Driver of this process may have withheld devices: this one continues.
 		withholds: c.Ledger.Withholds(sourceConflicting),
 		slices:    fmt.Errorf("ResourceSlices of node %s are not published yet", c.NodeName),

@@ -16,6 +16,7 @@ import (
 
 // A claim is prepared only when its GPUs are clean. kubelet tries again.
 func TestPrepareHandsGPUsOver(t *testing.T) {
+	t.Parallel()
 	unclean := errors.New("used by process 4242 (python3)")
 	var asked []string
 	r := newRig(t, machine(4), func(c *Config) {
@@ -42,6 +43,7 @@ func TestPrepareHandsGPUsOver(t *testing.T) {
 
 // A claim that has its GPU is prepared again although no new holder could get it: its containers may have to start again.
 func TestPrepareAgainWhatNoOtherGets(t *testing.T) {
+	t.Parallel()
 	for _, reason := range []string{device.ReasonNotClean, device.ReasonNotInjectable, device.ReasonNotRecordable} {
 		r := newRig(t, machine(2))
 		before := r.claim("before", "gpu-0")

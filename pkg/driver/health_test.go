@@ -94,6 +94,7 @@ func TestHealthTaintsInGPUPools(t *testing.T) {
 
 // kubelet of 1.36 watches by v1alpha1, later ones by v1.
 func TestWatchHealthStatus(t *testing.T) {
+	t.Parallel()
 	inv := machine(2)
 	inv.GPUs[1].Health = device.Health{Reason: device.ReasonNotClean, Message: "used by process 7"} // its holder can use it
 	r := newRig(t, inv).run()

@@ -59,8 +59,8 @@ func (k *fakeKubelet) register(driverName string) error {
 }
 
 func (k *fakeKubelet) registerAt(path, driverName string) error {
-	// kubelet's deadlines: 1 s for GetInfo, 5 s for the notification.
-	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+	// kubelet's deadlines are 1 s for GetInfo and 5 s for the notification, which a busy machine may miss.
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	conn, err := grpc.NewClient("unix://"+path, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	if err != nil {
@@ -93,6 +93,9 @@ type prepared struct {
 
 // callTimeout is kubelet's.
 const callTimeout = 45 * time.Second
+
+// shortCall is the deadline of calls that are to run into it. Half of it is left for the answer (callContext).
+const shortCall = 4 * time.Second
 
 // prepare calls NodePrepareResources with the given API version ("v1" or "v1beta1") and returns devices or error by claim UID.
 func (k *fakeKubelet) prepare(version string, claims ...*resourceapi.ResourceClaim) (map[string][]prepared, map[string]error, error) {
@@ -198,10 +201,13 @@ func (k *fakeKubelet) unprepare(version string, claims ...*resourceapi.ResourceC
 	return errs, nil
 }
 
+// patience bounds every wait. A test that needs it has failed.
+const patience = time.Minute
+
 // eventually waits until a condition holds.
 func eventually(t testing.TB, what string, check func() error) {
 	t.Helper()
-	deadline := time.Now().Add(10 * time.Second)
+	deadline := time.Now().Add(patience)
 	for {
 		err := check()
 		if err == nil {

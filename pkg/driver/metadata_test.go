@@ -22,8 +22,10 @@ import (
 
 // A container finds the attributes of its devices in a file (KEP-5304).
 func TestDeviceMetadata(t *testing.T) {
+	t.Parallel()
 	for _, on := range []bool{true, false} {
 		t.Run(map[bool]string{true: "on", false: "off"}[on], func(t *testing.T) {
+			t.Parallel()
 			dir := t.TempDir()
 			r := newRig(t, machine(8), func(c *Config) {
 				if on {
@@ -106,6 +108,7 @@ func readMetadata(t *testing.T, path string) []metadata.Device {
 
 // A slice lacks the UUID of a partition on demand, because it has another one each time.
 func TestMetadataOfAPartitionOnDemand(t *testing.T) {
+	t.Parallel()
 	made := &fakePartitions{known: map[device.Ref]device.Partition{}}
 	dir := t.TempDir()
 	r := newRig(t, dynamicMachine(2), func(c *Config) { c.Partitions, c.MetadataDir = made, dir }).run()

@@ -22,6 +22,7 @@ import (
 
 // Only GPUs for claims are published. A claim that has another GPU from before is still prepared.
 func TestOnlyOfferedGPUsArePublished(t *testing.T) {
+	t.Parallel()
 	forClaims := func(gpu device.GPU) bool { return gpu.Minor >= 2 }
 	r := newRig(t, machine(4), func(c *Config) {
 		c.OfferedToClaims = forClaims
@@ -46,11 +47,13 @@ func TestOnlyOfferedGPUsArePublished(t *testing.T) {
 
 // PublishNothing removes existing slices and serves claims that were allocated from them.
 func TestPublishNothing(t *testing.T) {
+	t.Parallel()
 	for name, gpus := range map[string]func() device.Inventory{
 		"whole GPUs": func() device.Inventory { return machine(3) },
 		"on demand":  threeGPUs,
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			r := newRig(t, gpus()).run()
 			r.ready()
 			if err := r.stop(); err != nil {
@@ -76,6 +79,7 @@ func TestPublishNothing(t *testing.T) {
 
 // An API server without claims is reported once, and waited for.
 func TestServerWithoutClaims(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, machine(4))
 	r.api.serve("resourceslices", false)
 	r.run()
@@ -94,6 +98,7 @@ func TestServerWithoutClaims(t *testing.T) {
 
 // An agent that starts while the API server is away unprepares claims, and publishes once the API server is back.
 func TestServesWithoutAPIServer(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, machine(1))
 	claim := r.claim("a", "gpu-0")
 	r.api.set(func() { r.api.failAll = apierrors.NewServiceUnavailable("away") })
@@ -112,6 +117,7 @@ func TestServesWithoutAPIServer(t *testing.T) {
 
 // TestHeldOnly: claims are unprepared, and what earlier agents published stays as it is, also once the API server answers.
 func TestHeldOnly(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, machine(2), func(c *Config) { c.HeldOnly = errors.New("too early") })
 	r.api.put("resourceslices", &resourceapi.ResourceSlice{
 		ObjectMeta: metav1.ObjectMeta{Name: "before"},

@@ -89,6 +89,7 @@ func newDynamicRig(t *testing.T) (*rig, *fakePartitions) {
 }
 
 func TestPrepareMakesPartitions(t *testing.T) {
+	t.Parallel()
 	r, made := newDynamicRig(t)
 	k := r.ready()
 	c := r.demanding("a", "gpu-0-mig-1g10gb-19-1", "gpu-0-mig-3g40gb-9-4")
@@ -124,6 +125,7 @@ func TestPrepareMakesPartitions(t *testing.T) {
 }
 
 func TestPrepareWholeDynamicGPU(t *testing.T) {
+	t.Parallel()
 	r, made := newDynamicRig(t)
 	k := r.ready()
 	got, errs, err := k.prepare("v1", r.demanding("a", "gpu-0"))
@@ -140,6 +142,7 @@ func TestPrepareWholeDynamicGPU(t *testing.T) {
 
 // A partition that cannot be made leaves no hold behind, and the next attempt gets it.
 func TestPartitionCannotBeMade(t *testing.T) {
+	t.Parallel()
 	r, made := newDynamicRig(t)
 	k := r.ready()
 	c := r.demanding("a", "gpu-0-mig-1g10gb-19-1")
@@ -164,6 +167,7 @@ func TestPartitionCannotBeMade(t *testing.T) {
 
 // A claim that finds an unmanaged partition in its place has a conflict, as with any other holder, and is moved.
 func TestUnmanagedPartition(t *testing.T) {
+	t.Parallel()
 	r, made := newDynamicRig(t)
 	k := r.ready()
 	r.pods.movable.Store(true)
@@ -179,6 +183,7 @@ func TestUnmanagedPartition(t *testing.T) {
 
 // Who only looks makes nothing.
 func TestAdminAccessToPartitions(t *testing.T) {
+	t.Parallel()
 	r, made := newDynamicRig(t)
 	k := r.ready()
 	if _, errs, err := k.prepare("v1", r.demanding("a", "gpu-0-mig-1g10gb-19-0")); err != nil || len(errs) > 0 {
@@ -211,6 +216,7 @@ func TestAdminAccessToPartitions(t *testing.T) {
 
 // A GPU that an administrator has put into MIG mode since it was allocated is no whole GPU.
 func TestWholeGPUInMIGMode(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, machine(2)).run()
 	k := r.ready()
 	inv := machine(2)
@@ -229,6 +235,7 @@ func TestWholeGPUInMIGMode(t *testing.T) {
 
 // A claim that is unprepared after its partition was recorded gets no partition.
 func TestUnpreparedBeforeCreate(t *testing.T) {
+	t.Parallel()
 	r, made := newDynamicRig(t)
 	k := r.ready()
 	c := r.demanding("a", "gpu-0-mig-1g10gb-19-1")

@@ -9,7 +9,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/google/go-cmp/cmp"
 	resourceapi "k8s.io/api/resource/v1"
@@ -98,6 +97,7 @@ func (r *rig) partsClaim(name, memory string, devices, requests []string) *resou
 // A claim that has a part of a GPU is a client of that GPU's daemon, and its status says who limits it; one that has all of it has it
 // without the daemon.
 func TestPrepareByPolicy(t *testing.T) {
+	t.Parallel()
 	r, shared, policy := newPolicyRig(t, 1, 1)
 	k := r.ready()
 	for name, test := range map[string]struct {
@@ -164,6 +164,7 @@ func TestPrepareByPolicy(t *testing.T) {
 
 // A claim with a share may request the settings that the node's policy has for the GPU, and no others.
 func TestSettingsOfThePolicy(t *testing.T) {
+	t.Parallel()
 	const sliced = `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"TimeSlicing"}}`
 	r, _, _ := newPolicyRig(t, 1, 1)
 	k := r.ready()
@@ -199,6 +200,7 @@ func TestSettingsOfThePolicy(t *testing.T) {
 // A claim that was prepared with the settings of the policy keeps its share when kubelet prepares it again after a change of the policy. A new
 // claim with the same settings is refused.
 func TestSettingsOfAnEarlierPolicy(t *testing.T) {
+	t.Parallel()
 	const sliced = `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"TimeSlicing"}}`
 	r, _, _ := newPolicyRig(t, 0, 1)
 	k := r.ready()
@@ -225,6 +227,7 @@ func TestSettingsOfAnEarlierPolicy(t *testing.T) {
 
 // A client of a daemon sees that daemon's GPU only.
 func TestPartsOfSeveralGPUsByMPS(t *testing.T) {
+	t.Parallel()
 	r, _, _ := newPolicyRig(t, 2, 2)
 	k := r.ready()
 	for name, test := range map[string]struct {
@@ -272,6 +275,7 @@ func (u *unprepares) Join(ctx context.Context, claim sharing.Claim, d device.Dev
 }
 
 func TestUnpreparedWhileJoining(t *testing.T) {
+	t.Parallel()
 	inv := sharedMachine(1)
 	inv.GPUs[0].Sharing.Strategy = device.MPS
 	policy := &unprepares{fakePolicy: &fakePolicy{daemons: map[string]bool{inv.GPUs[0].UUID: true}}}
@@ -290,6 +294,7 @@ func TestUnpreparedWhileJoining(t *testing.T) {
 
 // What cannot be joined in time is given back: nothing that was begun needs it.
 func TestPolicyDaemonNotReady(t *testing.T) {
+	t.Parallel()
 	r, _, policy := newPolicyRig(t, 1, 0)
 	k := r.ready()
 	for reason, change := range map[string]func(){
@@ -298,7 +303,7 @@ func TestPolicyDaemonNotReady(t *testing.T) {
 	} {
 		policy.set(change)
 		c := r.partsClaim("late", "1Gi", []string{"gpu-0"}, []string{"one"})
-		ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
+		ctx, cancel := context.WithTimeout(t.Context(), shortCall)
 		_, errs, err := k.prepareWith(ctx, "v1", c)
 		cancel()
 		if err != nil || errs["uid-late"] == nil {

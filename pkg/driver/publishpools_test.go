@@ -43,6 +43,7 @@ func threeGPUs() device.Inventory {
 }
 
 func TestPublishPools(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, threeGPUs())
 	r.run().ready()
 	all := func(first, second int) map[string]string {
@@ -73,6 +74,7 @@ func TestPublishPools(t *testing.T) {
 // With the option, a partition that was created for a claim has its UUID in the slices while it exists. That is one write in place: a pool of
 // another generation would be incomplete for a moment.
 func TestUUIDOfAMadePartition(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, threeGPUs(), func(c *Config) { c.PartitionUUIDs = true })
 	r.run().ready()
 	uuids := func() (found []string) {
@@ -125,6 +127,7 @@ func TestMadePartitionsWriteNoSlice(t *testing.T) {
 
 // Allocated devices stay published, whether the ledger or the controller reports them.
 func TestAllocatedDevicesStayPublished(t *testing.T) {
+	t.Parallel()
 	allocations := &fakeAllocations{changed: make(chan struct{})}
 	inv := threeGPUs()
 	inv.GPUs[2].Health = device.Health{Reason: device.ReasonLost}
@@ -140,8 +143,10 @@ func TestAllocatedDevicesStayPublished(t *testing.T) {
 
 // Without counters the scheduler could not tell that partitions exclude each other: none are published, and an event reports that.
 func TestServersThatDropCounters(t *testing.T) {
+	t.Parallel()
 	onlyWhole := map[string]string{"": "gpu-0 gpu-1 gpu-2"}
 	t.Run("from the beginning", func(t *testing.T) {
+		t.Parallel()
 		r := newRig(t, threeGPUs())
 		r.api.dropTaints = true
 		r.run().ready()
@@ -160,6 +165,7 @@ func TestServersThatDropCounters(t *testing.T) {
 		}
 	})
 	t.Run("later, and no more", func(t *testing.T) {
+		t.Parallel()
 		r := newRig(t, threeGPUs())
 		// Long enough to publish in between for a server that drops fields.
 		r.driver.probeAgain = time.Second
@@ -173,6 +179,7 @@ func TestServersThatDropCounters(t *testing.T) {
 
 // The slices follow partitions that an administrator creates and removes.
 func TestPublishFollowsPartitions(t *testing.T) {
+	t.Parallel()
 	inv := machine(1, ampere)
 	r := newRig(t, inv)
 	r.run().ready()
@@ -197,6 +204,7 @@ func TestPublishFollowsPartitions(t *testing.T) {
 
 // A starting kubelet removes all slices of its node; all of them are written again at once.
 func TestManyPoolsAreBackSoon(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, machine(8, dynamic)).run()
 	r.ready()
 	want := map[string]string{"": ""}
@@ -226,6 +234,7 @@ func TestRepairsOfOnePoolDoNotDelayOthers(t *testing.T) {
 
 // Ready reports a node as published once all of its pools are.
 func TestReadyWhenAllPoolsArePublished(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, threeGPUs())
 	r.api.failPool = testNode + "/gpu-01"
 	r.run()
@@ -243,6 +252,7 @@ func TestReadyWhenAllPoolsArePublished(t *testing.T) {
 
 // A restarted agent keeps GPUs in the pools in which it finds them, and writes nothing.
 func TestPoolsOutliveAnAgent(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, threeGPUs())
 	r.run().ready()
 	want := map[string]string{"": "gpu-0", "/gpu-01": "8 slices 26 devices", "/gpu-02": "8 slices 26 devices"}
@@ -267,6 +277,7 @@ func TestPoolsOutliveAnAgent(t *testing.T) {
 
 // A GPU stays in the pool in which an earlier agent published it until the allocations are known.
 func TestPoolsStayUntilClaimsAreKnown(t *testing.T) {
+	t.Parallel()
 	allocations := &fakeAllocations{changed: make(chan struct{})}
 	r := newRig(t, threeGPUs(), func(c *Config) { c.Allocations = allocations })
 	r.run().ready()

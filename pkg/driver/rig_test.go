@@ -95,6 +95,7 @@ func newRig(t testing.TB, inv device.Inventory, adapt ...func(*Config)) *rig {
 		t.Fatal(err)
 	}
 	r.driver.takeOver = time.Millisecond // nothing is lost by being quicker
+	r.driver.socketTimeout = time.Minute // a busy machine may take longer than kubelet allows
 	return r
 }
 
@@ -114,7 +115,7 @@ func (r *rig) run() *rig {
 		select {
 		case err := <-done:
 			return err
-		case <-time.After(20 * time.Second):
+		case <-time.After(patience):
 			return fmt.Errorf("Run did not return")
 		}
 	})

@@ -301,9 +301,6 @@ func (e *ConflictingDriverError) Error() string {
 	return fmt.Sprintf("another process serves DRA driver %s on this node at %s: uninstall it (NVIDIA's DRA driver?), or give one of the two another driver name", e.DriverName, e.Socket)
 }
 
-// socketTimeout bounds one request to a socket. kubelet allows a second for GetInfo.
-const socketTimeout = time.Second
-
 // waitUntilAlone returns once no other process serves our driver name, or ctx is done.
 func (d *Driver) waitUntilAlone(ctx context.Context) {
 	alone := func(conflicting error) bool {
@@ -330,7 +327,7 @@ func (d *Driver) findConflicting(ctx context.Context, ours []*ownSocket, asked m
 	// The helper library names the socket dra.sock, and for rolling updates dra-<pod UID>.sock. Any listener there conflicts.
 	services, _ := filepath.Glob(filepath.Join(d.pluginDir(), "dra*.sock")) // the pattern is valid
 	for _, path := range append(services, d.registrationSocket()) {
-		if !isOurs(path) && listening(ctx, path) {
+		if !isOurs(path) && d.listening(ctx, path) {
 			return &ConflictingDriverError{DriverName: d.DriverName, Socket: path}
 		}
 	}
@@ -343,9 +340,9 @@ func (d *Driver) findConflicting(ctx context.Context, ours []*ownSocket, asked m
 		if err != nil || asked[path] != nil && sameSocket(asked[path], file) {
 			return nil
 		}
-		info, err := pluginInfo(ctx, path)
+		info, err := d.pluginInfo(ctx, path)
 		switch {
-		case err != nil && d.conflicted(path) && listening(ctx, path):
+		case err != nil && d.conflicted(path) && d.listening(ctx, path):
 			return &ConflictingDriverError{DriverName: d.DriverName, Socket: path}
 		case err != nil:
 			return nil
@@ -362,8 +359,8 @@ func (d *Driver) findConflicting(ctx context.Context, ours []*ownSocket, asked m
 func sameSocket(a, b fs.FileInfo) bool { return os.SameFile(a, b) && a.ModTime().Equal(b.ModTime()) }
 
 // listening reports whether a process listens on the socket.
-func listening(ctx context.Context, path string) bool {
-	dialer := net.Dialer{Timeout: socketTimeout}
+func (d *Driver) listening(ctx context.Context, path string) bool {
+	dialer := net.Dialer{Timeout: d.socketTimeout}
 	conn, err := dialer.DialContext(ctx, "unix", path)
 	if err != nil {
 		// A full backlog belongs to a live process that does not accept.
@@ -375,8 +372,8 @@ func listening(ctx context.Context, path string) bool {
 }
 
 // pluginInfo asks a registration socket for its driver, as kubelet does.
-func pluginInfo(ctx context.Context, path string) (*registerapi.PluginInfo, error) {
-	ctx, cancel := context.WithTimeout(ctx, socketTimeout)
+func (d *Driver) pluginInfo(ctx context.Context, path string) (*registerapi.PluginInfo, error) {
+	ctx, cancel := context.WithTimeout(ctx, d.socketTimeout)
 	defer cancel()
 	conn, err := grpc.NewClient("unix://"+path, grpc.WithTransportCredentials(insecure.NewCredentials()))
 	if err != nil {

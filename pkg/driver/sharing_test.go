@@ -169,6 +169,7 @@ func (r *rig) awaitFree(t *testing.T) {
 
 // What containers share is set once the devices are reserved, entry by entry, and what they need is in the answer.
 func TestPrepareSharedDevices(t *testing.T) {
+	t.Parallel()
 	limited := `{"defaultPinnedDeviceMemoryLimit":"10Gi","defaultPerDevicePinnedMemoryLimit":{"1":"2Gi"}}`
 	for name, test := range map[string]struct {
 		devices []string
@@ -225,6 +226,7 @@ func TestPrepareSharedDevices(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			r, f := newSharingRig(t, dynamicMachine(3), func(c *Config) { c.Partitions = &fakePartitions{known: map[device.Ref]device.Partition{}} })
 			k := r.ready()
 			c := r.sharedClaim("a", test.devices, test.entries...)
@@ -266,6 +268,7 @@ func TestPrepareSharedDevices(t *testing.T) {
 
 // What cannot be had with these devices is refused before anything is taken.
 func TestSharingRefusals(t *testing.T) {
+	t.Parallel()
 	inv := machine(2, func(g *device.GPU) { g.ComputeCapability, g.ProductName = "6.1", "Tesla P40" })
 	for name, test := range map[string]struct {
 		settings string
@@ -281,6 +284,7 @@ func TestSharingRefusals(t *testing.T) {
 		}},
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			r, f := newSharingRig(t, inv)
 			k := r.ready()
 			c := r.sharedClaim("a", []string{"gpu-0"}, parameters(claimSource, fmt.Sprintf(gpuMPS, test.settings)))
@@ -307,6 +311,7 @@ func TestSharingRefusals(t *testing.T) {
 
 // Hardware that refuses leaves no hold behind, and the next attempt gets it.
 func TestSharingFails(t *testing.T) {
+	t.Parallel()
 	r, f := newSharingRig(t, machine(1))
 	k := r.ready()
 	c := r.sharedClaim("a", []string{"gpu-0"}, parameters(claimSource, gpuSliced))
@@ -335,6 +340,7 @@ func TestSharingFails(t *testing.T) {
 
 // What the GPU turns out not to support is the author's to correct.
 func TestSharingUnsupported(t *testing.T) {
+	t.Parallel()
 	r, f := newSharingRig(t, machine(1))
 	k := r.ready()
 	f.set(func() { f.err = fmt.Errorf("share gpu-0: %w", device.ErrUnsupported) })
@@ -359,13 +365,14 @@ func TestSharingUnsupported(t *testing.T) {
 
 // A slow daemon delays no other claim. A claim whose wait ends too early keeps its device, and its next call finds the daemon ready.
 func TestSlowDaemon(t *testing.T) {
+	t.Parallel()
 	r, f := newSharingRig(t, machine(3))
 	k := r.ready()
 	goOn := make(chan struct{})
 	f.set(func() { f.wait = goOn })
 	slow := r.sharedClaim("slow", []string{"gpu-0"}, parameters(claimSource, fmt.Sprintf(gpuMPS, "{}")))
 	beside := r.sharedClaim("beside", []string{"gpu-2"})
-	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), shortCall)
 	defer cancel()
 	_, errs, err := k.prepareWith(ctx, "v1", slow, beside)
 	if err != nil {
@@ -416,30 +423,35 @@ func TestSlowDaemon(t *testing.T) {
 
 // What was begun for one entry of a claim's parameters is kept, whatever has become of another, in whichever order.
 func TestSlowDaemonBesideAFailure(t *testing.T) {
+	t.Parallel()
 	for _, first := range []string{"gpu-0", "gpu-1"} {
-		r, f := newSharingRig(t, machine(2))
-		k := r.ready()
-		f.set(func() { f.err, f.wait = errors.New("nvidia-smi fails"), make(chan struct{}) })
-		sliced := parameters(claimSource, gpuSliced, "for-gpu-0")
-		daemon := parameters(claimSource, fmt.Sprintf(gpuMPS, "{}"), "for-gpu-1")
-		devices := []string{"gpu-0", "gpu-1"}
-		if first == "gpu-1" {
-			slices.Reverse(devices)
-		}
-		ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
-		defer cancel()
-		_, errs, err := k.prepareWith(ctx, "v1", r.sharedClaim("a", devices, sliced, daemon))
-		if err != nil || errs["uid-a"] == nil {
-			t.Fatal(err, errs)
-		}
-		if got, want := r.holders(), "gpu-0: claim uid-a held, gpu-1: claim uid-a held"; got != want {
-			t.Errorf("%s first: held %q, want %q (%v)", first, got, want, errs)
-		}
+		t.Run(first+" first", func(t *testing.T) {
+			t.Parallel()
+			r, f := newSharingRig(t, machine(2))
+			k := r.ready()
+			f.set(func() { f.err, f.wait = errors.New("nvidia-smi fails"), make(chan struct{}) })
+			sliced := parameters(claimSource, gpuSliced, "for-gpu-0")
+			daemon := parameters(claimSource, fmt.Sprintf(gpuMPS, "{}"), "for-gpu-1")
+			devices := []string{"gpu-0", "gpu-1"}
+			if first == "gpu-1" {
+				slices.Reverse(devices)
+			}
+			ctx, cancel := context.WithTimeout(t.Context(), shortCall)
+			defer cancel()
+			_, errs, err := k.prepareWith(ctx, "v1", r.sharedClaim("a", devices, sliced, daemon))
+			if err != nil || errs["uid-a"] == nil {
+				t.Fatal(err, errs)
+			}
+			if got, want := r.holders(), "gpu-0: claim uid-a held, gpu-1: claim uid-a held"; got != want {
+				t.Errorf("held %q, want %q (%v)", got, want, errs)
+			}
+		})
 	}
 }
 
 // An API server that does not take what is said of a claim is asked again, or not, and no pod waits for it.
 func TestClaimStatusCannotBeWritten(t *testing.T) {
+	t.Parallel()
 	r, _ := newSharingRig(t, machine(2))
 	k := r.ready()
 	r.api.set(func() { r.api.failUpdate = apierrors.NewServiceUnavailable("not today") })
@@ -483,12 +495,14 @@ func TestClaimStatusCannotBeWritten(t *testing.T) {
 
 // Conditions are written whatever the encoding of the claim's parameters, and entries of other drivers stay.
 func TestClaimStatusBesideOddParameters(t *testing.T) {
+	t.Parallel()
 	for name, raw := range map[string]string{
 		"order":   `{"kind":"GpuConfig","apiVersion":"resource.nvidia.com/v1beta1","sharing":{"strategy":"TimeSlicing"}}`,
 		"spaces":  `{"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": {"strategy": "TimeSlicing"}}`,
 		"escapes": `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","sharing":{"strategy":"TimeSl\u0069cing"}}`,
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			r, _ := newSharingRig(t, machine(1))
 			k := r.ready()
 			c := r.sharedClaim("a", []string{"gpu-0"}, parameters(claimSource, raw))
@@ -533,6 +547,7 @@ func TestClaimStatusBesideOddParameters(t *testing.T) {
 
 // A claim of the same name that came after it is none of its business.
 func TestClaimStatusOfAnotherClaim(t *testing.T) {
+	t.Parallel()
 	r := newRig(t, machine(1))
 	c := r.sharedClaim("a", []string{"gpu-0"}, parameters(claimSource, gpuSliced))
 	s := claimStatus{uid: "uid-before", namespace: c.Namespace, name: c.Name, devices: []resourceapi.AllocatedDeviceStatus{{
@@ -545,6 +560,7 @@ func TestClaimStatusOfAnotherClaim(t *testing.T) {
 
 // A claim that is unprepared after its settings were planned gets no settings.
 func TestUnpreparedBeforeApply(t *testing.T) {
+	t.Parallel()
 	r, f := newSharingRig(t, machine(1))
 	k := r.ready()
 	c := r.sharedClaim("a", []string{"gpu-0"}, parameters(claimSource, gpuSliced))

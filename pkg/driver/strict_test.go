@@ -165,6 +165,7 @@ func TestStrictReservesBeforeThePodIsBound(t *testing.T) {
 
 // Admin access holds no device, but its pod waits for the conditions, too.
 func TestStrictAnswersAdminAccess(t *testing.T) {
+	t.Parallel()
 	a := unbound("a", "gpu-0")
 	a.Status.Allocation.Devices.Results[0].AdminAccess = ptr.To(true)
 	r, allocations, client := strictRig(t, a)
@@ -174,6 +175,7 @@ func TestStrictAnswersAdminAccess(t *testing.T) {
 }
 
 func TestStrictCancelsWhenNoPodIsBound(t *testing.T) {
+	t.Parallel()
 	a := unbound("a", "gpu-0")
 	r, allocations, client := strictRig(t, a)
 	allocations.set(a)
@@ -185,6 +187,7 @@ func TestStrictCancelsWhenNoPodIsBound(t *testing.T) {
 // TestStrictAnswersAnotherAllocation: the scheduler takes an allocation back and allocates the same devices again, and the agent learns of
 // both at once. The API server has dropped the conditions of the first allocation.
 func TestStrictAnswersAnotherAllocation(t *testing.T) {
+	t.Parallel()
 	a := unbound("a", "gpu-0")
 	a.Status.Allocation.AllocationTimestamp = &metav1.Time{Time: time.Unix(1, 0)}
 	r, allocations, client := strictRig(t, a)
@@ -207,6 +210,7 @@ func TestStrictAnswersAnotherAllocation(t *testing.T) {
 }
 
 func TestStrictKeepsPreparedClaims(t *testing.T) {
+	t.Parallel()
 	a, b := unbound("a", "gpu-0"), unbound("b", "gpu-1")
 	r, allocations, client := strictRig(t, a, b)
 	allocations.set(a, b)
@@ -220,6 +224,7 @@ func TestStrictKeepsPreparedClaims(t *testing.T) {
 }
 
 func TestStrictRefusesDevicesOfPods(t *testing.T) {
+	t.Parallel()
 	a := unbound("a", "gpu-0")
 	r, allocations, client := strictRig(t, a)
 	r.takeByPod(0, &ledger.Pod{UID: "p", Namespace: "team-b", Name: "secret"})
@@ -239,6 +244,7 @@ func TestStrictRefusesDevicesOfPods(t *testing.T) {
 
 // The scheduler tries another node instead of a device that Prepare would refuse.
 func TestStrictRefusesUnhealthyDevices(t *testing.T) {
+	t.Parallel()
 	unhealthy, missing := unbound("unhealthy", "gpu-0"), unbound("missing", "gpu-7")
 	r, allocations, client := strictRig(t, unhealthy, missing)
 	r.inventory.set(machine(2, func(g *device.GPU) { g.Health = device.Health{Reason: device.ReasonLost} }))
@@ -250,6 +256,7 @@ func TestStrictRefusesUnhealthyDevices(t *testing.T) {
 
 // Partitions of dynamic GPUs are reserved before the pod is bound, and created by Prepare.
 func TestStrictReservesPartitions(t *testing.T) {
+	t.Parallel()
 	a, b := unbound("a", "gpu-1-mig-3g40gb-9-4"), unbound("b", "gpu-1-mig-1g10gb-19-6")
 	for _, c := range []*resourceapi.ResourceClaim{a, b} {
 		c.Status.Allocation.Devices.Results[0].Pool = testNode + "/gpu-01"
@@ -269,6 +276,7 @@ func TestStrictReservesPartitions(t *testing.T) {
 
 // A claim waits for a draining device, and delays no other claim.
 func TestStrictWaitsForOneAndAnswersTheOther(t *testing.T) {
+	t.Parallel()
 	a, b := unbound("a", "gpu-0"), unbound("b", "gpu-1")
 	r, allocations, client := strictRig(t, a, b)
 	if _, err := r.ledger.ReserveClaim(t.Context(), ledger.ClaimRequest{UID: "uid-old", Devices: []device.Ref{{GPU: uuidOf(0)}}}); err != nil {
@@ -288,6 +296,7 @@ func TestStrictWaitsForOneAndAnswersTheOther(t *testing.T) {
 }
 
 func TestStrictRetriesFailedWrites(t *testing.T) {
+	t.Parallel()
 	a := unbound("a", "gpu-0")
 	failures := 2
 	r, allocations, client := strictRig(t, a)
@@ -303,6 +312,7 @@ func TestStrictRetriesFailedWrites(t *testing.T) {
 
 // Claims for which the scheduler does not wait get no conditions: those allocated before strict, and those answered before a restart.
 func TestStrictLeavesOthersToPrepare(t *testing.T) {
+	t.Parallel()
 	before, answered, bad, sentinel := newClaim("before", "gpu-0"), unbound("answered", "gpu-0"), unbound("bad", "gpu-0"), unbound("sentinel", "gpu-1")
 	bad.Status.Allocation.Devices.Config = []resourceapi.DeviceAllocationConfiguration{parameters(resourceapi.AllocationConfigSourceClaim, `{"nonsense":true}`)}
 	answered.Status.Devices = []resourceapi.AllocatedDeviceStatus{{

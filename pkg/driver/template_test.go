@@ -20,6 +20,7 @@ func sharedByMemory() device.Inventory {
 
 // The template is what a driver publishes for the same GPUs, whatever the state of those from which it is made.
 func TestTemplateIsWhatIsPublished(t *testing.T) {
+	t.Parallel()
 	partitioned := func() device.Inventory {
 		inv := machine(2)
 		dynamic(&inv.GPUs[1])
@@ -32,6 +33,7 @@ func TestTemplateIsWhatIsPublished(t *testing.T) {
 	} {
 		for _, strict := range []bool{false, true} {
 			t.Run(fmt.Sprintf("%s, strict %t", name, strict), func(t *testing.T) {
+				t.Parallel()
 				offered := func(g device.GPU) bool { return g.Minor != 0 }
 				r := newRig(t, build(), func(c *Config) { c.OfferedToClaims, c.Strict = offered, strict })
 				r.run().ready()
