@@ -18,6 +18,7 @@ import (
 // TestConcurrentCalls lets claims, limits, faults and lists run into each other. Whatever Allocate says yes to must be
 // held by that limit, and when all is over kubelet must see what is true.
 func TestConcurrentCalls(t *testing.T) {
+	t.Parallel()
 	f, client := serving(t, nil)
 	ctx := context.Background()
 	var work sync.WaitGroup

@@ -62,9 +62,11 @@ func (f *fixture) noNewHolder(words ...string) {
 
 // A plugin is found by what kubelet registered for our resource, whatever its device IDs look like, before and after we register.
 func TestForeignPluginOfUnknownDevices(t *testing.T) {
+	t.Parallel()
 	eachRelease(t, func(t *testing.T, release kubeletRelease) {
 		for _, ids := range [][]string{{"nvidia0", "nvidia1"}, {"card-a"}, {uuid(0) + "-3"}} {
 			t.Run("first "+ids[0], func(t *testing.T) {
+				t.Parallel()
 				f := newFixture(t, release)
 				f.startKubelet()
 				_, stopOther := f.startOther("other.sock", ids...)
@@ -87,6 +89,7 @@ func TestForeignPluginOfUnknownDevices(t *testing.T) {
 				}
 			})
 			t.Run("later "+ids[0], func(t *testing.T) {
+				t.Parallel()
 				f := newFixture(t, release)
 				f.startKubelet()
 				f.ledger.claim("c1", 3)
@@ -110,6 +113,7 @@ func TestForeignPluginOfUnknownDevices(t *testing.T) {
 
 // A plugin that was made while another withheld devices takes over from the conflicting one, which is gone by then.
 func TestNextPluginTakesOver(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	f.startKubelet()
 	adoptions := 0
@@ -128,6 +132,7 @@ func TestNextPluginTakesOver(t *testing.T) {
 
 // A plugin whose devices are unhealthy now is still there.
 func TestForeignPluginWithoutHealthyDevices(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	f.startKubelet()
 	_, stopOther := f.startOther("other.sock", "card-a")
@@ -148,6 +153,7 @@ func TestForeignPluginWithoutHealthyDevices(t *testing.T) {
 
 // kubelet's checkpoint keeps the IDs of a plugin that is gone. kubelet itself knows better, and while it is silent the file counts.
 func TestStaleCheckpoint(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	registered := map[string][]string{kubeletGPU: {"nvidia0"}, "example.com/nic": {"nic-0"}}
 	data, err := json.Marshal(map[string]any{"Data": map[string]any{"RegisteredDevices": registered}})
@@ -177,6 +183,7 @@ func TestStaleCheckpoint(t *testing.T) {
 
 // What the other plugin gave away is adopted before anything is served again, also if that fails at first.
 func TestAdoptionComesFirst(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	f.startKubelet()
 	var adoptions atomic.Int32
@@ -211,6 +218,7 @@ func TestAdoptionComesFirst(t *testing.T) {
 
 // While devices are withheld for another reason, kubelet is offered only what pods hold.
 func TestWithheldDevicesAreWithdrawn(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	f.startKubelet()
 	if err := f.ledger.ReservePod([]ledger.PodRequest{{ID: uuid(1), Resource: kubeletGPU, Device: device.Ref{GPU: uuid(1)}}}); err != nil {
@@ -239,6 +247,7 @@ func TestWithheldDevicesAreWithdrawn(t *testing.T) {
 
 // In a mode without limits another plugin keeps claims from being served, unless its GPUs are excluded from both APIs.
 func TestWatchConflicting(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	f.startKubelet()
 	f.config.Offered = func(device.GPU) bool { return false }
@@ -247,7 +256,7 @@ func TestWatchConflicting(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p.times.pluginProbe, p.times.pluginInterval, p.times.takeOver = 50*time.Millisecond, 20*time.Millisecond, time.Millisecond
+	p.times.pluginInterval, p.times.takeOver = 20*time.Millisecond, time.Millisecond
 	p.FindConflicting(t.Context())
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
@@ -277,6 +286,7 @@ func TestWatchConflicting(t *testing.T) {
 
 // A plugin that comes while the one before is taken over from has its socket in the directory when ours is made.
 func TestPluginThatComesDuringTheAdoption(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	f.startKubelet()
 	_, stopFirst := f.startOther("first.sock", uuid(0))
@@ -298,6 +308,7 @@ func TestPluginThatComesDuringTheAdoption(t *testing.T) {
 
 // A socket may exist before its process listens on it: it is dead when Tandem looks before it registers.
 func TestPluginThatListensLate(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	f.startKubelet()
 	socket, err := syscall.Socket(syscall.AF_UNIX, syscall.SOCK_STREAM, 0)

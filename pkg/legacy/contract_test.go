@@ -45,6 +45,7 @@ func allocation(containers ...[]string) *pluginapi.AllocateRequest {
 }
 
 func TestOptions(t *testing.T) {
+	t.Parallel()
 	f, client := serving(t, nil)
 	for range 2 {
 		got, err := client.GetDevicePluginOptions(context.Background(), &pluginapi.Empty{})
@@ -62,6 +63,7 @@ func TestOptions(t *testing.T) {
 }
 
 func TestAllocateAnswers(t *testing.T) {
+	t.Parallel()
 	root := t.TempDir()
 	for _, node := range []string{"nvidiactl", "nvidia-uvm", "nvidia3", "nvidia-caps-imex-channels/channel0"} {
 		if err := os.MkdirAll(filepath.Dir(filepath.Join(root, "dev", node)), 0o755); err != nil {
@@ -151,6 +153,7 @@ func TestAllocateAnswers(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			f, client := serving(t, test.change)
 			for range 2 { // init containers and containers share devices by asking again
 				got, err := client.Allocate(context.Background(), allocation([]string{uuid(3), uuid(1)}))
@@ -173,6 +176,7 @@ func TestAllocateAnswers(t *testing.T) {
 }
 
 func TestAllocateSeveralContainers(t *testing.T) {
+	t.Parallel()
 	f, client := serving(t, nil)
 	got, err := client.Allocate(context.Background(), allocation([]string{uuid(2)}, []string{uuid(7), uuid(6)}))
 	if err != nil {
@@ -191,6 +195,7 @@ func TestAllocateSeveralContainers(t *testing.T) {
 }
 
 func TestRefusals(t *testing.T) {
+	t.Parallel()
 	f, client := serving(t, nil)
 	f.inventory.setHealth(uuid(5), device.Health{Reason: device.ReasonLost, Message: "GPU is lost"})
 	f.await("one unhealthy", healthyCount(7))
@@ -235,6 +240,7 @@ func TestRefusals(t *testing.T) {
 // While no container can be given a device, kubelet hears that no free device is healthy. What a pod holds stays so, and an Allocate of a
 // kubelet that has not heard of it yet succeeds: its container waits until the files are back, and a refusal would fail the pod for good.
 func TestSpecsThatCannotBeRestored(t *testing.T) {
+	t.Parallel()
 	f, client := serving(t, nil)
 	if _, err := client.Allocate(context.Background(), allocation([]string{uuid(4)})); err != nil {
 		t.Fatal(err)
@@ -258,6 +264,7 @@ func TestSpecsThatCannotBeRestored(t *testing.T) {
 }
 
 func TestConflicts(t *testing.T) {
+	t.Parallel()
 	f, client := serving(t, nil)
 	if _, err := client.Allocate(context.Background(), allocation([]string{uuid(4)})); err != nil {
 		t.Fatal(err)
@@ -293,6 +300,7 @@ func TestConflicts(t *testing.T) {
 }
 
 func TestPreferredAllocation(t *testing.T) {
+	t.Parallel()
 	f, client := serving(t, nil)
 	all := []string{}
 	for i := range 8 {

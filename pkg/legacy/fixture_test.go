@@ -230,8 +230,7 @@ func (f *fixture) start(shorten ...func(*times)) (p *Plugin, stop func()) {
 		f.Fatal(err)
 	}
 	// Nothing is lost by being quicker than in production.
-	p.times.pluginProbe, p.times.pluginInterval = 300*time.Millisecond, 300*time.Millisecond
-	p.times.confirmPoll, p.times.takeOver = 50*time.Millisecond, time.Millisecond
+	p.times.pluginInterval, p.times.confirmPoll, p.times.takeOver = 300*time.Millisecond, 50*time.Millisecond, time.Millisecond
 	for _, s := range shorten {
 		s(&p.times)
 	}
@@ -250,7 +249,7 @@ func (f *fixture) start(shorten ...func(*times)) (p *Plugin, stop func()) {
 }
 
 // patience bounds every wait; a test that needs it has failed.
-const patience = 20 * time.Second
+const patience = time.Minute
 
 // await waits for a state of kubelet.
 func (f *fixture) await(what string, condition func(kubeletState) bool) kubeletState {

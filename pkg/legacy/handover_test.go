@@ -17,6 +17,7 @@ import (
 
 // kubelet starts no container before its GPUs are handed over.
 func TestHandOverBeforeAContainerStarts(t *testing.T) {
+	t.Parallel()
 	var mu sync.Mutex
 	var asked []string
 	unclean := errors.New("used by process 4242 (python3)")

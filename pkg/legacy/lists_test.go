@@ -244,6 +244,7 @@ func TestPendingClaimsAreDebounced(t *testing.T) {
 
 // What a limit has stays listed though the inventory does not have it, also when it was never listed by this process.
 func TestWhatALimitHasIsListed(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	f.config.Resources.Strategy = device.MIGStrategyMixed
 	f.inventory.cut(2, false, part(2, 0, "1g.10gb"))
@@ -294,6 +295,7 @@ func TestWhatALimitHasIsListed(t *testing.T) {
 
 // A pod that was adopted has its device under the ID of another plugin. It stays healthy while its GPU is.
 func TestAdoptedIDIsListedAsItsGPU(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	if err := f.ledger.ReservePod([]ledger.PodRequest{{ID: "nvidia5", Resource: whole.GPU, Device: device.Ref{GPU: uuid(5)}}}); err != nil {
 		t.Fatal(err)
@@ -328,6 +330,7 @@ func TestAdoptedIDIsListedAsItsGPU(t *testing.T) {
 
 // Partitions that are on their way out do not keep whole GPUs from being chosen by their links.
 func TestPlannerBesideWhatLeaves(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	f.config.Resources.Strategy = device.MIGStrategySingle
 	f.inventory.set(func(device.Inventory) device.Inventory { return islands(4, 2, 6) })

@@ -37,6 +37,7 @@ func (m maintenance) put(gpus ...int) {
 // A GPU under maintenance is not offered, stays with the pod that holds it, and goes to no other pod: also not where kubelet has an older
 // list, and preferably not at all.
 func TestMaintenance(t *testing.T) {
+	t.Parallel()
 	m := maintenance{newObservable[map[string]bool](nil)}
 	f, client := serving(t, func(c *Config) { c.Allocations = m })
 	f.await("all devices", healthyCount(8))
@@ -66,6 +67,7 @@ func TestMaintenance(t *testing.T) {
 
 // The replicas of a GPU follow it. Those that pods hold stay.
 func TestMaintenanceOfReplicas(t *testing.T) {
+	t.Parallel()
 	f, p := sharingNode(t, shared(2, 2, device.Replicas{Count: 4}))
 	m := maintenance{newObservable(map[string]bool{uuid(0): true})}
 	p.config.Allocations = m

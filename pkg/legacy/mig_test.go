@@ -107,6 +107,7 @@ func (f *fixture) claimRef(uid string, ref device.Ref) {
 
 // Each strategy against kubelet, with what it leaves out.
 func TestStrategies(t *testing.T) {
+	t.Parallel()
 	for _, tt := range []struct {
 		strategy device.MIGStrategy
 		want     []string
@@ -117,6 +118,7 @@ func TestStrategies(t *testing.T) {
 		{device.MIGStrategySingle, []string{"gpu=0,1"}, "all devices on the node must be configured with the same migEnabled value"},
 	} {
 		t.Run(string(tt.strategy), func(t *testing.T) {
+			t.Parallel()
 			f := partitioned(t, tt.strategy, nil)
 			p, _ := f.start()
 			f.lists(tt.want...)
@@ -136,6 +138,7 @@ func TestStrategies(t *testing.T) {
 
 // A partition that is unlike the others is left out and told of, and the others are served.
 func TestBadPartitionIsLeftOut(t *testing.T) {
+	t.Parallel()
 	f := partitioned(t, device.MIGStrategySingle, func(f *fixture) {
 		for gpu := range 4 {
 			f.inventory.cut(gpu, false, part(gpu, 0, "1g.10gb"), part(gpu, 1, "1g.10gb"))
@@ -156,6 +159,7 @@ func TestBadPartitionIsLeftOut(t *testing.T) {
 }
 
 func TestAllocatePartitions(t *testing.T) {
+	t.Parallel()
 	root := t.TempDir()
 	if err := os.MkdirAll(filepath.Join(root, "dev"), 0o755); err != nil {
 		t.Fatal(err)
@@ -189,6 +193,7 @@ func TestAllocatePartitions(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			f := partitioned(t, device.MIGStrategyMixed, func(f *fixture) {
 				if test.change != nil {
 					test.change(&f.config)
@@ -228,6 +233,7 @@ func TestAllocatePartitions(t *testing.T) {
 
 // Partitions come and go while the agent runs, and with them resources.
 func TestPartitionsComeAndGo(t *testing.T) {
+	t.Parallel()
 	eachRelease(t, func(t *testing.T, release kubeletRelease) {
 		f := newFixture(t, release)
 		f.inventory.set(func(device.Inventory) device.Inventory { return islands(4, 2, 0) })
@@ -264,6 +270,7 @@ func TestPartitionsComeAndGo(t *testing.T) {
 // A device that no pod holds and that no longer exists leaves the list after a while, and a resource without devices is not
 // served.
 func TestRetirement(t *testing.T) {
+	t.Parallel()
 	f := partitioned(t, device.MIGStrategyMixed, nil)
 	_, stop := f.start(func(times *times) { times.retireAfter = 300 * time.Millisecond })
 	f.lists("gpu=0,1", "mig-1g.10gb=2-0,2-1,3-0,3-6", "mig-3g.40gb=2-4")
@@ -289,8 +296,10 @@ func TestRetirement(t *testing.T) {
 
 // A device is withdrawn while another holder has hardware that overlaps it.
 func TestOverlap(t *testing.T) {
+	t.Parallel()
 	whole := func(gpu int) device.Ref { return device.Ref{GPU: uuid(gpu)} }
 	t.Run("claims of partitions against limits of GPUs", func(t *testing.T) {
+		t.Parallel()
 		f := partitioned(t, device.MIGStrategyNone, nil)
 		f.start()
 		f.lists("gpu=0,1,2,3")
@@ -311,6 +320,7 @@ func TestOverlap(t *testing.T) {
 		f.lists("gpu=0,1,2,3")
 	})
 	t.Run("claims of GPUs and partitions against limits of partitions", func(t *testing.T) {
+		t.Parallel()
 		claims := allocations{newObservable[[]device.Ref](nil)}
 		f := partitioned(t, device.MIGStrategyMixed, func(f *fixture) { f.config.Allocations = claims })
 		f.start()
@@ -328,6 +338,7 @@ func TestOverlap(t *testing.T) {
 		f.lists("gpu=0,1", "mig-1g.10gb=2-0,2-1,3-0", "mig-3g.40gb=")
 	})
 	t.Run("a dynamic GPU", func(t *testing.T) {
+		t.Parallel()
 		f := partitioned(t, device.MIGStrategyMixed, func(f *fixture) {
 			f.inventory.cut(2, true)
 			f.inventory.cut(3, true)
@@ -363,6 +374,7 @@ func canceled() context.Context {
 
 // Devices that pods hold by a resource that is no longer served stay in kubelet's account of that resource, and in no other.
 func TestChangeOfStrategy(t *testing.T) {
+	t.Parallel()
 	f := partitioned(t, device.MIGStrategySingle, func(f *fixture) {
 		for gpu := range 4 {
 			f.inventory.cut(gpu, false, part(gpu, 0, "1g.10gb"))
@@ -383,6 +395,7 @@ func TestChangeOfStrategy(t *testing.T) {
 }
 
 func TestPreferredPartitions(t *testing.T) {
+	t.Parallel()
 	for packed, tests := range map[bool]map[int32]string{
 		false: {1: "3-6", 2: "3-6 2-1", 3: "3-6 2-1 3-0", 9: "3-6 2-1 3-0 2-0"},
 		true:  {1: "2-1", 2: "2-1 2-0", 3: "2-1 2-0 3-6"},
@@ -414,6 +427,7 @@ func TestPreferredPartitions(t *testing.T) {
 
 // A GPU or partition is offered once the runtime can be told of it. What a limit has already does not wait.
 func TestPartitionsWithoutACDIEntry(t *testing.T) {
+	t.Parallel()
 	for strategy, want := range map[Strategy][]string{
 		StrategyCDI:    {"gpu=1", "mig-1g.10gb=2-1,3-0,3-6"},
 		StrategyEnvVar: {"gpu=0,1", "mig-1g.10gb=2-0,2-1,3-0,3-6"},
@@ -434,6 +448,7 @@ func TestPartitionsWithoutACDIEntry(t *testing.T) {
 
 // Another plugin that serves partitions of our GPUs stands in the way, whatever its strategy.
 func TestForeignPartitions(t *testing.T) {
+	t.Parallel()
 	f := partitioned(t, device.MIGStrategyNone, nil)
 	p, _ := f.start()
 	f.lists("gpu=0,1,2,3")

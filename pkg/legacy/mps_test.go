@@ -73,6 +73,7 @@ func replicaOf(gpu, n int) string { return device.ReplicaID(uuid(gpu), n) }
 
 // A device that is not available now is not offered, replicas and whole GPUs alike, but stays with the pod that holds it.
 func TestUnreadyIsNotOffered(t *testing.T) {
+	t.Parallel()
 	for name, test := range map[string]struct {
 		unready []int
 		held    string
@@ -85,6 +86,7 @@ func TestUnreadyIsNotOffered(t *testing.T) {
 		"a limit has a GPU":      {[]int{1, 2}, uuid(2), []string{replicaOf(1, 0), replicaOf(1, 1)}},
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			f := newFixture(t, release137)
 			f.inventory.set(func(device.Inventory) device.Inventory { return byMPS(3, 2, 2) })
 			daemons := newFakeSharing()
@@ -135,6 +137,7 @@ func TestUnreadyIsNotOffered(t *testing.T) {
 
 // kubelet gets a new list when daemons start and stop, although nothing else changes. No GPU counts as unhealthy meanwhile.
 func TestListFollowsDaemons(t *testing.T) {
+	t.Parallel()
 	daemons := newFakeSharing()
 	f, _ := serving(t, func(c *Config) {
 		c.Inventory.(fakeInventory).set(func(device.Inventory) device.Inventory { return byMPS(3, 2, 4) })
@@ -154,6 +157,7 @@ func TestListFollowsDaemons(t *testing.T) {
 
 // A new list costs one question for each device, however many replicas it has.
 func TestDaemonsAreAskedForOnce(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	f.inventory.set(func(device.Inventory) device.Inventory { return byMPS(8, 8, 48) })
 	daemons := newFakeSharing()
@@ -168,6 +172,7 @@ func TestDaemonsAreAskedForOnce(t *testing.T) {
 }
 
 func TestAllocateOfDaemons(t *testing.T) {
+	t.Parallel()
 	id := replicaOf(0, 3)
 	cdi := []*pluginapi.CDIDevice{{Name: "k8s.gpu.nvidia.com/gpu=" + uuid(0)}}
 	mounts := []*pluginapi.Mount{
@@ -199,6 +204,7 @@ func TestAllocateOfDaemons(t *testing.T) {
 		}},
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			f, client := serving(t, func(c *Config) {
 				c.Inventory.(fakeInventory).set(func(device.Inventory) device.Inventory { return byMPS(2, 1, 4) })
 				c.Sharing, c.Strategies = newFakeSharing(), test.strategies
@@ -233,6 +239,7 @@ func TestAllocateOfDaemons(t *testing.T) {
 }
 
 func TestRefusalsOfDaemons(t *testing.T) {
+	t.Parallel()
 	daemons := newFakeSharing()
 	var hooked *aroundReserving
 	f, client := serving(t, func(c *Config) {
@@ -297,6 +304,7 @@ func (a *aroundReserving) ReservePod(requests []ledger.PodRequest) error {
 
 // A daemon that ends after it was looked at refuses the container. What was reserved by then is the reconciler's.
 func TestDaemonEndsWhileAllocating(t *testing.T) {
+	t.Parallel()
 	daemons := newFakeSharing()
 	var hooked *aroundReserving
 	f, client := serving(t, func(c *Config) {
@@ -317,6 +325,7 @@ func TestDaemonEndsWhileAllocating(t *testing.T) {
 
 // GPUs that only claims share by MPS are not for limits, whatever the MIG strategy, and the event says so.
 func TestGPUsThatClaimsShareByMPS(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	f.inventory.set(func(device.Inventory) device.Inventory {
 		inv := byMPS(2, 1, 4)

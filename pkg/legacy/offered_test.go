@@ -96,6 +96,7 @@ func TestPreferredStartsWhereClaimsEnd(t *testing.T) {
 
 // TestHeldOnly: what a pod has is healthy, so that its containers restart, and nothing is given to another pod.
 func TestHeldOnly(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	f.startKubelet()
 	if err := f.ledger.ReservePod([]ledger.PodRequest{{ID: uuid(1), Resource: kubeletGPU, Device: device.Ref{GPU: uuid(1)}}}); err != nil {
@@ -127,6 +128,7 @@ func TestHeldOnly(t *testing.T) {
 
 // TestRunAgain: the plugin of a node that serves limits no more runs each time a pod has a device.
 func TestRunAgain(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	f.startKubelet()
 	p, err := New(f.config)
@@ -149,6 +151,7 @@ func TestRunAgain(t *testing.T) {
 
 // An agent that stops answers an Allocate in flight, which may wait for the watch of pods: an error would fail the pod.
 func TestStopAnswersASlowAllocate(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	f.startKubelet()
 	_, stop := f.start()
@@ -189,6 +192,7 @@ func (s slowAnswers) HandleRPC(_ context.Context, event stats.RPCStats) {
 
 // A call counts until gRPC has queued its answer, not only until its handler returns.
 func TestACallCountsUntilItsAnswerIsQueued(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	p, err := New(f.config)
 	if err != nil {

@@ -68,6 +68,7 @@ func (idle) Busy(ledger.Hold) bool { return false }
 
 // The list and Allocate with the real policy: a daemon starts, dies, starts again, and ends when its GPU has no holder.
 func TestWithThePolicy(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	node := func(strategy device.SharingStrategy) {
 		f.inventory.set(func(device.Inventory) device.Inventory {

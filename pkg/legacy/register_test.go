@@ -28,8 +28,12 @@ import (
 
 // eachRelease runs a test against the behaviour of each kubelet.
 func eachRelease(t *testing.T, test func(*testing.T, kubeletRelease)) {
-	t.Run("1.37", func(t *testing.T) { test(t, release137) })
-	t.Run("1.36", func(t *testing.T) { test(t, release136) })
+	for name, release := range map[string]kubeletRelease{"1.37": release137, "1.36": release136} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			test(t, release)
+		})
+	}
 }
 
 // checkFresh says whether every registration used a name of its own, and only the current socket is left.
@@ -50,6 +54,7 @@ func (f *fixture) checkFresh() {
 }
 
 func TestRegisters(t *testing.T) {
+	t.Parallel()
 	eachRelease(t, func(t *testing.T, release kubeletRelease) {
 		f := newFixture(t, release)
 		f.startKubelet()
@@ -82,6 +87,7 @@ func TestRegisters(t *testing.T) {
 }
 
 func TestSendsOnlyChanges(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	f.startKubelet()
 	f.start()
@@ -103,6 +109,7 @@ func TestSendsOnlyChanges(t *testing.T) {
 }
 
 func TestKeepsEveryID(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	f.startKubelet()
 	f.start()
@@ -122,6 +129,7 @@ func TestKeepsEveryID(t *testing.T) {
 }
 
 func TestRegistersAgain(t *testing.T) {
+	t.Parallel()
 	removeOwn := func(f *fixture, _ *Plugin) {
 		for _, path := range f.mySockets() {
 			if err := os.Remove(path); err != nil {
@@ -144,6 +152,7 @@ func TestRegistersAgain(t *testing.T) {
 		"stream ends":       {func(f *fixture, _ *Plugin) { f.kubelet.DropStreams() }, "stream_ended"},
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			eachRelease(t, func(t *testing.T, release kubeletRelease) {
 				f := newFixture(t, release)
 				f.startKubelet()
@@ -169,6 +178,7 @@ func TestRegistersAgain(t *testing.T) {
 }
 
 func TestKubeletTurnsUpLate(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	p, _ := f.start()
 	f.awaitReady(p, "wait for kubelet: lstat "+filepath.Join(f.dir, "kubelet.sock"))
@@ -178,6 +188,7 @@ func TestKubeletTurnsUpLate(t *testing.T) {
 }
 
 func TestKubeletRefuses(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	f.kubelet.Set(kubeletFaults{RefuseRegister: true})
 	f.startKubelet()
@@ -191,10 +202,11 @@ func TestKubeletRefuses(t *testing.T) {
 }
 
 func TestKubeletNeverListens(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	f.kubelet.Set(kubeletFaults{NoStream: true})
 	f.startKubelet()
-	p, _ := f.start(func(t *times) { t.streamWait = 50 * time.Millisecond })
+	p, _ := f.start(func(t *times) { t.streamWait = 500 * time.Millisecond })
 	f.awaitReady(p, "did not list devices")
 	f.kubelet.Set(kubeletFaults{})
 	f.await("the list", healthyCount(8))
@@ -207,6 +219,7 @@ func TestKubeletNeverListens(t *testing.T) {
 
 // TestKubeletDeaf is kubelet 1.37 after a path registered twice: the stream stands and nothing that is sent is believed.
 func TestKubeletDeaf(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	f.kubelet.Set(kubeletFaults{Deaf: true})
 	f.startKubelet()
@@ -224,6 +237,7 @@ func TestKubeletDeaf(t *testing.T) {
 
 // TestIdleIsSilent counts what kubelet is asked once it has confirmed the list.
 func TestIdleIsSilent(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	view := &countingView{KubeletView: f.kubelet, asked: newObservable(0)}
 	f.config.Kubelet = view
@@ -253,6 +267,7 @@ func (v *countingView) Allocatable(ctx context.Context) (map[string][]string, er
 // TestKubeletFrozen restarts the agent while kubelet sleeps (R A4): it wakes up to an ended stream and a new Register at
 // once, and must come to know the new agent.
 func TestKubeletFrozen(t *testing.T) {
+	t.Parallel()
 	eachRelease(t, func(t *testing.T, release kubeletRelease) {
 		f := newFixture(t, release)
 		f.startKubelet()
@@ -276,7 +291,9 @@ func TestKubeletFrozen(t *testing.T) {
 }
 
 func TestDirectory(t *testing.T) {
+	t.Parallel()
 	t.Run("missing", func(t *testing.T) {
+		t.Parallel()
 		f := newFixture(t, release137)
 		f.config.Directory = filepath.Join(f.dir, "no")
 		p, err := New(f.config)
@@ -288,6 +305,7 @@ func TestDirectory(t *testing.T) {
 		}
 	})
 	t.Run("removed", func(t *testing.T) {
+		t.Parallel()
 		f := newFixture(t, release137)
 		p, err := New(f.config)
 		if err != nil {
@@ -304,6 +322,7 @@ func TestDirectory(t *testing.T) {
 		}
 	})
 	t.Run("stale sockets", func(t *testing.T) {
+		t.Parallel()
 		f := newFixture(t, release137)
 		stale, others := []string{"tandem-gpu-ABCDEFGHIJKL.sock", "tandem-mig-1g.10gb-ABCDEFGHIJKL.sock"}, []string{"nvidia-gpu.sock", "tandem-ABCDEFGHIJKL.sock", "tandem-gpu-x.sock"}
 		for _, name := range slices.Concat(others, stale) {
@@ -381,6 +400,7 @@ func (f *fixture) serveOther(listener net.Listener, ids ...string) (asked func()
 }
 
 func TestForeignPlugin(t *testing.T) {
+	t.Parallel()
 	for name, test := range map[string]struct {
 		ids         []string
 		conflicting bool
@@ -395,6 +415,7 @@ func TestForeignPlugin(t *testing.T) {
 		"none":                {nil, false},
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			f := newFixture(t, release137)
 			f.startKubelet()
 			asked, stopOther := f.startOther("nvidia-gpu.sock", test.ids...)
@@ -425,6 +446,7 @@ func TestForeignPlugin(t *testing.T) {
 }
 
 func TestForeignPluginTurnsUpLater(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	f.startKubelet()
 	p, _ := f.start()
@@ -445,6 +467,7 @@ func TestForeignPluginTurnsUpLater(t *testing.T) {
 
 // TestForeignPluginAnswersLate has one that is alive but says nothing when it is first asked.
 func TestForeignPluginAnswersLate(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	f.startKubelet()
 	path := filepath.Join(f.dir, "nvidia-gpu.sock")
@@ -452,7 +475,7 @@ func TestForeignPluginAnswersLate(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p, _ := f.start(func(t *times) { t.pluginProbe = 300 * time.Millisecond })
+	p, _ := f.start()
 	f.awaitReady(p, "")
 	server := grpc.NewServer()
 	pluginapi.RegisterDevicePluginServer(server, &otherPlugin{ids: []string{uuid(0)}, asked: newObservable(0)})
@@ -466,6 +489,7 @@ func TestForeignPluginAnswersLate(t *testing.T) {
 
 // However many resources are served, another plugin is asked once.
 func TestForeignPluginIsAskedOnce(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	asked, _ := f.startOther("nvidia-gpu.sock", "nic-0")
 	p, err := New(f.config)
@@ -488,6 +512,7 @@ func TestForeignPluginIsAskedOnce(t *testing.T) {
 }
 
 func TestForeignWhileNoGPUIsKnown(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t, release137)
 	f.inventory.set(func(device.Inventory) device.Inventory { return device.Inventory{} })
 	f.startKubelet()
@@ -529,18 +554,17 @@ func TestWithoutNotifications(t *testing.T) {
 
 // TestStopDoesNotWaitForKubelet: no registration follows a stop, so a kubelet that keeps its connection must not delay it.
 func TestStopDoesNotWaitForKubelet(t *testing.T) {
+	t.Parallel()
 	eachRelease(t, func(t *testing.T, release kubeletRelease) {
 		f := newFixture(t, release)
 		f.startKubelet()
-		_, stop := f.start()
+		_, stop := f.start(func(t *times) { t.callDrain, t.drain = 2*patience, 2*patience })
 		f.await("the list", healthyCount(8))
 		f.kubelet.Freeze()
 		defer f.kubelet.Thaw()
 		began := time.Now()
 		stop()
-		took := time.Since(began)
-		t.Logf("stopped after %s", took)
-		if took > 250*time.Millisecond {
+		if took := time.Since(began); took > patience {
 			t.Errorf("stop took %s", took)
 		}
 	})

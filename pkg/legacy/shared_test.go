@@ -53,6 +53,7 @@ func health(list *pluginapi.ListAndWatchResponse) map[string]string {
 }
 
 func TestReplicas(t *testing.T) {
+	t.Parallel()
 	for name, c := range map[string]struct {
 		replicas device.Replicas
 		want     map[string]int
@@ -61,6 +62,7 @@ func TestReplicas(t *testing.T) {
 		"under a name of their": {device.Replicas{Count: 3, Renamed: true}, map[string]int{"nvidia.com/gpu": 1, "nvidia.com/gpu.shared": 6}},
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			_, p := sharingNode(t, shared(3, 2, c.replicas))
 			lists, _ := p.Refresh(time.Now())
 			got := map[string]int{}
@@ -84,6 +86,7 @@ var uuid2 = uuid(2)
 
 // Whatever claims have or are allocated, limits can have all that is offered to them at once, and no more than that.
 func TestWhatIsOfferedOfSharedDevicesCanBeHad(t *testing.T) {
+	t.Parallel()
 	for seed := range uint64(40) {
 		random := rand.New(rand.NewPCG(seed, 5))
 		f, p := sharingNode(t, shared(3, 2, device.Replicas{Count: 4}))
@@ -140,6 +143,7 @@ func TestWhatIsOfferedOfSharedDevicesCanBeHad(t *testing.T) {
 
 // A claim that is allocated a share takes replicas off the list before it is prepared, and no more of them than it has to.
 func TestPromisedShares(t *testing.T) {
+	t.Parallel()
 	f, p := sharingNode(t, shared(1, 1, device.Replicas{Count: 4}))
 	gpu := f.inventory.get().GPUs[0]
 	allocated := allocatedShares{newObservable[[]ledger.Hold](nil)}
@@ -190,6 +194,7 @@ func (p allocatedShares) Maintenance() map[string]bool { return nil }
 
 // Replicas of one GPU are one device to the container.
 func TestAllocateReplicas(t *testing.T) {
+	t.Parallel()
 	f, p := sharingNode(t, shared(2, 2, device.Replicas{Count: 4}))
 	p.config.Strategies = []Strategy{StrategyCDI, StrategyEnvVar}
 	p.Refresh(time.Now())
@@ -225,6 +230,7 @@ func TestAllocateReplicas(t *testing.T) {
 }
 
 func TestPreferredReplicas(t *testing.T) {
+	t.Parallel()
 	for packed, want := range map[bool]string{
 		false: "1::3 0::3",
 		true:  "0::3 0::2",
@@ -250,6 +256,7 @@ func TestPreferredReplicas(t *testing.T) {
 
 // Several are taken where one container can have several: with a replica by MPS it can have nothing else.
 func TestPreferredAmongMPS(t *testing.T) {
+	t.Parallel()
 	inv := shared(2, 2, device.Replicas{Count: 2})
 	inv.GPUs[1].Sharing.Strategy = device.MPS
 	_, p := sharingNode(t, inv)
@@ -267,6 +274,7 @@ func TestPreferredAmongMPS(t *testing.T) {
 
 // A claim that waits for a GPU of which limits have replicas gets it when these end: no others are given out.
 func TestWaitedForAsAWhole(t *testing.T) {
+	t.Parallel()
 	f, p := sharingNode(t, shared(1, 1, device.Replicas{Count: 4}))
 	gpu := f.inventory.get().GPUs[0]
 	p.config.Allocations = allocatedShares{newObservable([]ledger.Hold{{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "a"}, Device: gpu.Ref()}})}
@@ -286,6 +294,7 @@ func TestWaitedForAsAWhole(t *testing.T) {
 
 // What is preferred can be had together, also where kubelet's list is older than what claims have.
 func TestPreferredReplicasFit(t *testing.T) {
+	t.Parallel()
 	for _, packed := range []bool{true, false} {
 		f, p := sharingNode(t, shared(2, 2, device.Replicas{Count: 4}))
 		p.config.Packed = packed
