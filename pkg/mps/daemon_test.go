@@ -21,6 +21,12 @@ import (
 	"github.com/tandem-gpu/tandem/simulated/simdriver"
 )
 
+// patience bounds every wait. A test that needs it has failed.
+const patience = time.Minute
+
+// shortGrace is for tests in which a daemon does not answer or end.
+const shortGrace = 2 * time.Second
+
 // rig is a driver root with the simulated programs, and a daemon's directory.
 type rig struct{ daemon Daemon }
 
@@ -37,7 +43,7 @@ func newRig(t *testing.T) rig {
 			Devices: []string{"GPU-a", "GPU-b"}, ActiveThreadPercentage: &percent, PinnedMemoryMiB: []int64{0, 512}, DriverRoot: "/run/nvidia/driver",
 		},
 		Dir: directory(t), Root: root, PipeDir: ClientPipeDir, LogDir: ClientLogDir, Mounts: root, Volumes: "/pods/uid", Pod: "uid",
-		Grace: time.Second,
+		Grace: patience / 3,
 	}}
 }
 
@@ -59,7 +65,7 @@ func (r rig) run(t *testing.T) (ended <-chan error, stop func() error) {
 
 func (r rig) await(t *testing.T) Ready {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
 	defer cancel()
 	ready, err := Await(ctx, r.daemon.Dir, r.daemon.Settings.Hash())
 	if err != nil {
@@ -118,14 +124,21 @@ func (r rig) checkDown(t *testing.T) {
 	if _, is := alive(t, r.daemon.Dir); is {
 		t.Error("the daemon is called ready")
 	}
-	if held, err := Held(r.daemon.Dir); err != nil || held {
-		t.Errorf("the directory is held: %t, %v", held, err)
+	// A process that another test is about to start has all open files for a moment, and with them the lock.
+	for deadline := time.Now().Add(patience); ; time.Sleep(time.Millisecond) {
+		held, err := Held(r.daemon.Dir)
+		if err == nil && !held {
+			return
+		}
+		if err != nil || time.Now().After(deadline) {
+			t.Fatalf("the directory is held: %t, %v", held, err)
+		}
 	}
 }
 
 func gone(t *testing.T, pid int) {
 	t.Helper()
-	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(patience); ; time.Sleep(time.Millisecond) {
 		// A process that is dead and was not waited for still has a number, but no program.
 		if _, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", pid)); err != nil {
 			return
@@ -137,6 +150,7 @@ func gone(t *testing.T, pid int) {
 }
 
 func TestADaemonIsReadyWithItsSettings(t *testing.T) {
+	t.Parallel()
 	r := newRig(t)
 	_, stop := r.run(t)
 	if ready := r.await(t); ready.Pod != "uid" {
@@ -176,12 +190,14 @@ func TestADaemonIsReadyWithItsSettings(t *testing.T) {
 
 // Clients of before come as soon as a daemon listens that was started anew, and may come before it was told anything.
 func TestNoClientBeforeTheSettings(t *testing.T) {
+	t.Parallel()
 	r := newRig(t)
+	r.daemon.Grace = shortGrace
 	r.fault(t, "mute")
 	_, _ = r.run(t)
 	var out []byte
 	err := errors.New("no daemon")
-	for deadline := time.Now().Add(10 * time.Second); err != nil && time.Now().Before(deadline); time.Sleep(time.Millisecond) {
+	for deadline := time.Now().Add(patience); err != nil && time.Now().Before(deadline); time.Sleep(time.Millisecond) {
 		out, err = r.client().CombinedOutput()
 	}
 	if want := "Active threads: 40.0 %\nGPU-a: no limit\nGPU-b: limited to 512 MiB by the daemon\n"; err != nil || !strings.HasSuffix(string(out), want) {
@@ -198,7 +214,7 @@ func (r rig) tell(t *testing.T, line string) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p.timeout = 10 * time.Second
+	p.timeout = patience
 	text, err := p.tell(t.Context(), line)
 	if err != nil {
 		t.Fatal(err)
@@ -207,6 +223,7 @@ func (r rig) tell(t *testing.T, line string) string {
 }
 
 func TestADaemonThatDiesIsAnError(t *testing.T) {
+	t.Parallel()
 	r := newRig(t)
 	ended, _ := r.run(t)
 	r.await(t)
@@ -224,6 +241,7 @@ func TestADaemonThatDiesIsAnError(t *testing.T) {
 
 // TestADaemonDiesWithItsSupervisor kills the supervisor: nothing of the daemon is left, and it does not count as ready.
 func TestADaemonDiesWithItsSupervisor(t *testing.T) {
+	t.Parallel()
 	r := newRig(t)
 	supervisor := exec.Command(os.Args[0])
 	text, err := json.Marshal(r.daemon)
@@ -263,6 +281,7 @@ func supervise(text string) error {
 }
 
 func TestTheAgentStopsADaemonAndStartsItAgain(t *testing.T) {
+	t.Parallel()
 	r := newRig(t)
 	ended, _ := r.run(t)
 	r.await(t)
@@ -290,6 +309,7 @@ func TestTheAgentStopsADaemonAndStartsItAgain(t *testing.T) {
 }
 
 func TestAnotherSupervisorWaits(t *testing.T) {
+	t.Parallel()
 	r := newRig(t)
 	_, stop := r.run(t)
 	r.await(t)
@@ -308,14 +328,16 @@ func TestAnotherSupervisorWaits(t *testing.T) {
 }
 
 func TestADaemonThatDoesNotStart(t *testing.T) {
+	t.Parallel()
 	for word, want := range map[string]string{
 		simdriver.Fail + " cannot open /dev/nvidiactl": "ended by itself: exit status 1: cannot open /dev/nvidiactl",
 		simdriver.Hang: "Cannot find MPS control daemon process",
-		simdriver.Mute: `send the MPS daemon "get_default_active_thread_percentage": no answer after 1s`,
+		simdriver.Mute: `send the MPS daemon "get_default_active_thread_percentage": no answer after 2s`,
 	} {
 		t.Run(strings.Fields(word)[0], func(t *testing.T) {
+			t.Parallel()
 			r := newRig(t)
-			r.daemon.Grace = time.Second
+			r.daemon.Grace = shortGrace
 			r.fault(t, word)
 			ended, _ := r.run(t)
 			if err := <-ended; err == nil || !strings.Contains(err.Error(), want) {
@@ -325,6 +347,7 @@ func TestADaemonThatDoesNotStart(t *testing.T) {
 		})
 	}
 	t.Run("no driver", func(t *testing.T) {
+		t.Parallel()
 		r := newRig(t)
 		r.daemon.Root = t.TempDir()
 		ended, _ := r.run(t)
@@ -333,6 +356,7 @@ func TestADaemonThatDoesNotStart(t *testing.T) {
 		}
 	})
 	t.Run("no settings", func(t *testing.T) {
+		t.Parallel()
 		r := newRig(t)
 		r.daemon.Settings.Devices = nil
 		if err := r.daemon.Run(t.Context()); err == nil || !strings.Contains(err.Error(), "no devices") {
@@ -343,6 +367,7 @@ func TestADaemonThatDoesNotStart(t *testing.T) {
 
 // quit returns only when the last client is gone, so a daemon with a client ends by SIGTERM.
 func TestADaemonWithAClientEnds(t *testing.T) {
+	t.Parallel()
 	r := newRig(t)
 	r.daemon.Grace = 3 * time.Second // a busy machine may need a part of it to look
 	_, stop := r.run(t)
@@ -375,10 +400,12 @@ func TestADaemonWithAClientEnds(t *testing.T) {
 }
 
 func TestADaemonThatWillNotEndIsKilled(t *testing.T) {
+	t.Parallel()
 	for _, word := range []string{simdriver.Stubborn, simdriver.Mute} {
 		t.Run(word, func(t *testing.T) {
+			t.Parallel()
 			r := newRig(t)
-			r.daemon.Grace = time.Second
+			r.daemon.Grace = shortGrace
 			_, stop := r.run(t)
 			r.await(t)
 			held := r.hold(t)

@@ -38,6 +38,7 @@ func TestALinkThatIsADirectory(t *testing.T) {
 
 // A client fills the volumes that it shares with its daemon: the daemon's probe says so, and the next start has room again.
 func TestAFullVolumeHeals(t *testing.T) {
+	t.Parallel()
 	r := newRig(t)
 	pipe := filepath.Join(r.daemon.Root, ClientPipeDir)
 	shm := filepath.Join(r.daemon.Root, shmDir)
@@ -101,6 +102,7 @@ func fill(t *testing.T, dir string) {
 
 // A client leaves links under the names of the daemon's files, and what else keeps a daemon from starting.
 func TestWhatClientsPlant(t *testing.T) {
+	t.Parallel()
 	r := newRig(t)
 	pipe, victim := filepath.Join(r.daemon.Root, ClientPipeDir), filepath.Join(r.daemon.Root, "etc/victim")
 	names := []string{"nvidia-cuda-mps-control.pid", "control", "control_lock", "log"}
@@ -126,6 +128,7 @@ func TestWhatClientsPlant(t *testing.T) {
 
 // A client goes on planting links while its daemon starts, as a loop of a shell would. It sees when the directory is emptied.
 func TestWhatClientsPlantDuringTheStart(t *testing.T) {
+	t.Parallel()
 	r := newRig(t)
 	pipe, victim := filepath.Join(r.daemon.Root, ClientPipeDir), filepath.Join(r.daemon.Root, "etc/victim")
 	for _, err := range []error{os.MkdirAll(filepath.Dir(victim), 0o755), os.WriteFile(victim, []byte("driver"), 0o600)} {
@@ -134,6 +137,7 @@ func TestWhatClientsPlantDuringTheStart(t *testing.T) {
 		}
 	}
 	small(t, pipe)
+	r.daemon.Grace = shortGrace // a link may keep the daemon from its start
 	stop := make(chan struct{})
 	var planter sync.WaitGroup
 	planter.Go(func() {

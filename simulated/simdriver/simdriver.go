@@ -9,6 +9,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"sync"
+	"syscall"
 	"testing"
 
 	"github.com/tandem-gpu/tandem/simulated/programs"
@@ -65,6 +66,9 @@ func Install(t testing.TB, root string) {
 	for _, dir := range []string{programs.Dir, "tmp", "dev/shm", filepath.Dir(programs.FaultFile(programs.MPSControl))} {
 		err = errors.Join(err, os.MkdirAll(filepath.Join(root, dir), 0o755))
 	}
+	// A program does not run while a process has it open for writing: one that a test beside this one is about to start would have it.
+	syscall.ForkLock.RLock()
+	defer syscall.ForkLock.RUnlock()
 	for _, name := range []string{programs.MPSControl, programs.MPSServer} {
 		err = errors.Join(err, os.WriteFile(filepath.Join(root, programs.Dir, name), content, 0o755))
 	}
