@@ -32,6 +32,7 @@ func (f *fixture) awaitEvent(want string) {
 // A GPU that an administrator takes out of service is told to the front-ends, in the status, in one event and in a metric, also over a
 // restart of the agent.
 func TestMaintenance(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t)
 	o, stop := f.start()
 	f.awaitStatus("a status", free(2))
@@ -70,6 +71,7 @@ func TestMaintenance(t *testing.T) {
 
 // A start waits for the spec while it may have entries, and for no longer.
 func TestAwaitSpec(t *testing.T) {
+	t.Parallel()
 	for name, c := range map[string]struct {
 		set  func(*fakeAPI)
 		want bool
@@ -80,6 +82,7 @@ func TestAwaitSpec(t *testing.T) {
 		"server has broken": {func(f *fakeAPI) { f.broken = true }, false},
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			f := newFixture(t)
 			f.api.set(func() { c.set(f.api) })
 			o, _ := f.start()

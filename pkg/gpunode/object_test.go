@@ -172,7 +172,7 @@ func (f *fixture) start(shorten ...func(*times)) (o *Object, stop func()) {
 }
 
 // patience bounds every wait; a test that needs it has failed.
-const patience = 20 * time.Second
+const patience = time.Minute
 
 func (f *fixture) await(what string, condition func() bool) {
 	f.Helper()
@@ -251,6 +251,7 @@ func (f *fixture) quiet() {
 }
 
 func TestCreatesAndReports(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t)
 	object, _ := f.start()
 	o := f.awaitStatus("a status with two free GPUs", free(2))
@@ -289,6 +290,7 @@ func TestCreatesAndReports(t *testing.T) {
 // TestAdoptsWhatIsThere: an agent that starts after one that was killed writes nothing when nothing has changed.
 // The daemons that are wanted are told as soon as they are, and what the controller says of them is known.
 func TestDaemons(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t)
 	object, _ := f.start()
 	f.awaitStatus("a status", free(2))
@@ -322,6 +324,7 @@ func TestDaemons(t *testing.T) {
 }
 
 func TestAdoptsWhatIsThere(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t)
 	_, stop := f.start()
 	f.awaitStatus("a status", free(2))
@@ -339,6 +342,7 @@ func TestAdoptsWhatIsThere(t *testing.T) {
 
 // TestPruned: what an API server with an older definition of the resource drops is not sent again and again.
 func TestPruned(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t)
 	f.api.prune = func(s *v1alpha1.GPUNodeStatus) {
 		for i := range s.Devices {
@@ -372,6 +376,7 @@ func TestPruned(t *testing.T) {
 
 // TestLeaves: an agent that ends says that limits are served no more, and leaves what else it knew.
 func TestLeaves(t *testing.T) {
+	t.Parallel()
 	for name, meanwhile := range map[string]func(*fixture){
 		"alone": func(*fixture) {},
 		"while another client writes": func(f *fixture) {
@@ -383,6 +388,7 @@ func TestLeaves(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			f := newFixture(t)
 			o, stop := f.start()
 			f.awaitStatus("a status", free(2))
@@ -405,6 +411,7 @@ func TestLeaves(t *testing.T) {
 
 // TestLeavesWithoutAnObject: there is nothing to write without an object.
 func TestLeavesWithoutAnObject(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t)
 	f.api.set(func() { f.api.absent = true })
 	_, stop := f.start()
@@ -421,6 +428,7 @@ func TestLeavesWithoutAnObject(t *testing.T) {
 
 // TestUrgent: what limits can have no more is written though the pace has been used up, and well before what else changes.
 func TestUrgent(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t)
 	o, _ := f.start(func(s *times) { s.interval = time.Hour })
 	f.awaitStatus("a status", free(2))
@@ -491,6 +499,7 @@ func TestOneWriteAnInterval(t *testing.T) {
 }
 
 func TestSpec(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t)
 	o, _ := f.start()
 	f.awaitStatus("a status", free(2))
@@ -519,6 +528,7 @@ func TestSpec(t *testing.T) {
 
 // TestVerify: while the controller is down, claims of the spec that were released are found, and only those.
 func TestVerify(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t)
 	o, _ := f.start(func(s *times) { s.verify = 20 * time.Millisecond })
 	f.awaitStatus("a status", free(2))
@@ -569,6 +579,7 @@ func TestVerify(t *testing.T) {
 
 // TestConflict: another client writes at the same time.
 func TestConflict(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t)
 	f.start()
 	f.awaitStatus("a status", free(2))
@@ -590,6 +601,7 @@ func TestConflict(t *testing.T) {
 }
 
 func TestDeletedByHand(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t)
 	f.start()
 	before := f.awaitStatus("a status", free(2))
@@ -615,6 +627,7 @@ func TestAnswerAfterDeletion(t *testing.T) {
 
 // TestDeletedWhileAway: the watch never says that it is another object.
 func TestDeletedWhileAway(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t)
 	f.start()
 	f.awaitStatus("a status", free(2))
@@ -635,8 +648,10 @@ func TestDeletedWhileAway(t *testing.T) {
 }
 
 func TestNodeReplaced(t *testing.T) {
+	t.Parallel()
 	for _, finalizers := range []bool{false, true} {
 		t.Run(fmt.Sprintf("finalizers=%t", finalizers), func(t *testing.T) {
+			t.Parallel()
 			f := newFixture(t)
 			f.api.finalizers = finalizers
 			f.start()
@@ -661,11 +676,13 @@ func TestNodeReplaced(t *testing.T) {
 
 // TestWithoutTheResource: neither the resource nor the right to it needs to be there, before or after.
 func TestWithoutTheResource(t *testing.T) {
+	t.Parallel()
 	for name, reason := range map[string]func(*fakeAPI) *bool{
 		"absent":  func(f *fakeAPI) *bool { return &f.absent },
 		"refused": func(f *fakeAPI) *bool { return &f.refused },
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			f := newFixture(t)
 			f.api.set(func() { *reason(f.api) = true })
 			o, _ := f.start()
@@ -691,6 +708,7 @@ func TestWithoutTheResource(t *testing.T) {
 
 // TestServerRestarts: whatever fails meanwhile is made up for afterwards, and the log has it once.
 func TestServerRestarts(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t)
 	f.start()
 	f.awaitStatus("a status", free(2))

@@ -36,6 +36,7 @@ func (f *fixture) wait(boot string, w Waiting) (stop func()) {
 
 // After a reboot without a driver, the GPUs and holders of yesterday are not shown.
 func TestWaiting(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t)
 	f.daemons.set([]sharing.Daemon{{Name: "daemon", Settings: mps.Settings{Devices: []string{"GPU-0"}, DriverRoot: "/"}}})
 	f.hold("c1", "GPU-0")
@@ -65,6 +66,7 @@ func TestWaiting(t *testing.T) {
 
 // While the agent scans, a status of this boot stays: its holders are still true. A node without a GPU gets no object.
 func TestWaitingLeavesWhatMayBeTrue(t *testing.T) {
+	t.Parallel()
 	f := newFixture(t)
 	w := Waiting{Reason: func() string { return "reads GPUs" }, Changed: f.node.Changed, OnlyEarlierBoots: true}
 	gone := w
