@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
@@ -442,62 +443,64 @@ func hang(t *testing.T, m machine, gpu, call string) {
 
 // Neither other GPUs nor scans wait for a slow one, and who waits for it can stop.
 func TestSlowGPU(t *testing.T) {
-	m := newMachine(t, "a30x4")
-	for i := range m.profile.GPUs {
-		m.profile.GPUs[i].MIGEnabled, m.profile.GPUs[i].Partitions = true, nil
-	}
-	m.materialize(t)
-	node := m.open(t)
-	inv := node.Inventory()
-	slow, other := inv.GPUs[1], inv.GPUs[2]
-	// The other GPU, too: its call is refused while the slow one's waits.
-	hang(t, m, "1", "GpuInstance.CreateComputeInstance")
-	ref, profile := place(t, slow, "2g.12gb", 0)
-	ctx, stop := context.WithCancelCause(t.Context())
-	failed := make(chan error)
-	go func() {
-		_, err := node.Create(ctx, ref, profile)
-		failed <- err
-	}()
-	d := gpu(t, m.administrator(t), 1)
-	for {
-		if _, ret := d.GetGpuInstanceById(1); ret == gonvml.SUCCESS {
-			break
+	synctest.Test(t, func(t *testing.T) {
+		m := newMachine(t, "a30x4")
+		for i := range m.profile.GPUs {
+			m.profile.GPUs[i].MIGEnabled, m.profile.GPUs[i].Partitions = true, nil
 		}
-		if t.Context().Err() != nil {
-			t.Fatal("never begun")
+		m.materialize(t)
+		node := m.open(t)
+		inv := node.Inventory()
+		slow, other := inv.GPUs[1], inv.GPUs[2]
+		// The other GPU, too: its call is refused while the slow one's waits.
+		hang(t, m, "1", "GpuInstance.CreateComputeInstance")
+		ref, profile := place(t, slow, "2g.12gb", 0)
+		ctx, stop := context.WithCancelCause(t.Context())
+		failed := make(chan error)
+		go func() {
+			_, err := node.Create(ctx, ref, profile)
+			failed <- err
+		}()
+		d := gpu(t, m.administrator(t), 1)
+		for {
+			if _, ret := d.GetGpuInstanceById(1); ret == gonvml.SUCCESS {
+				break
+			}
+			if t.Context().Err() != nil {
+				t.Fatal("never begun")
+			}
 		}
-	}
-	began := time.Now()
-	create(t, node, other, "2g.12gb", 0)
-	got := scan(t, node)
-	if took := time.Since(began); took > 5*time.Second {
-		t.Errorf("the other GPU and a scan took %s", took)
-	}
-	if diff := cmp.Diff(slow, got.GPUs[1]); diff != "" {
-		t.Errorf("the slow GPU (-before +meanwhile):\n%s", diff)
-	}
+		began := time.Now()
+		create(t, node, other, "2g.12gb", 0)
+		got := scan(t, node)
+		if took := time.Since(began); took > 5*time.Second {
+			t.Errorf("the other GPU and a scan took %s", took)
+		}
+		if diff := cmp.Diff(slow, got.GPUs[1]); diff != "" {
+			t.Errorf("the slow GPU (-before +meanwhile):\n%s", diff)
+		}
 
-	impatient := errors.New("enough")
-	late, cancel := context.WithCancelCause(t.Context())
-	cancel(impatient)
-	if _, err := node.Partitions(late, slow.UUID); !errors.Is(err, impatient) {
-		t.Errorf("another waiting caller: %v", err)
-	}
-	stop(impatient)
-	if err := <-failed; !errors.Is(err, impatient) {
-		t.Errorf("who waits: %v", err)
-	}
-	m.fault(t) // which also ends the call
-	// The caller gave the partition up, and a caller that requests another one at its placement waits until it is gone.
-	again := create(t, node, slow, profile.Name, ref.Placement.Start)
-	if err := node.Destroy(t.Context(), again.Ref); err != nil {
-		t.Error(err)
-	}
-	if left := partitions(t, node, slow.UUID); len(left) > 0 {
-		t.Errorf("left %v", describe(left))
-	}
-	if diff := cmp.Diff(slow, node.Inventory().GPUs[1]); diff != "" {
-		t.Errorf("the slow GPU (-before +after):\n%s", diff)
-	}
+		impatient := errors.New("enough")
+		late, cancel := context.WithCancelCause(t.Context())
+		cancel(impatient)
+		if _, err := node.Partitions(late, slow.UUID); !errors.Is(err, impatient) {
+			t.Errorf("another waiting caller: %v", err)
+		}
+		stop(impatient)
+		if err := <-failed; !errors.Is(err, impatient) {
+			t.Errorf("who waits: %v", err)
+		}
+		m.fault(t) // which also ends the call
+		// The caller gave the partition up, and a caller that requests another one at its placement waits until it is gone.
+		again := create(t, node, slow, profile.Name, ref.Placement.Start)
+		if err := node.Destroy(t.Context(), again.Ref); err != nil {
+			t.Error(err)
+		}
+		if left := partitions(t, node, slow.UUID); len(left) > 0 {
+			t.Errorf("left %v", describe(left))
+		}
+		if diff := cmp.Diff(slow, node.Inventory().GPUs[1]); diff != "" {
+			t.Errorf("the slow GPU (-before +after):\n%s", diff)
+		}
+	})
 }

@@ -6,12 +6,32 @@ import (
 	"context"
 	"testing"
 	"time"
+
+	"github.com/tandem-gpu/tandem/pkg/cdi"
 )
 
 // Open is New followed by a Scan that has to succeed.
 func Open(ctx context.Context, options Options) (*Node, error) {
 	n := New(options)
 	return n, n.Scan(ctx)
+}
+
+func mustOpen(t *testing.T, options Options) *Node {
+	t.Helper()
+	n, err := Open(t.Context(), options)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return n
+}
+
+func mustEdit(t *testing.T, n *Node) cdi.Edits {
+	t.Helper()
+	edits, err := n.ContainerEdits(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return edits
 }
 
 // Unidentified returns the number of GPUs that do not say who they are.
@@ -25,9 +45,5 @@ func (n *Node) Unidentified() int {
 func OpenImpatient(t *testing.T, options Options, patience time.Duration) *Node {
 	t.Helper()
 	options.patience = patience
-	node, err := Open(t.Context(), options)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return node
+	return mustOpen(t, options)
 }

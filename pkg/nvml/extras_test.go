@@ -85,10 +85,7 @@ func TestExtras(t *testing.T) {
 			_, plain := contentsOf(t, options)
 			options.Extras = test.options
 			if test.err != "" {
-				node, err := Open(t.Context(), options)
-				if err != nil {
-					t.Fatal(err)
-				}
+				node := mustOpen(t, options)
 				if _, err := node.ContainerEdits(t.Context()); err == nil || !strings.Contains(err.Error(), test.err) {
 					t.Errorf("error %v, want %q", err, test.err)
 				}
@@ -115,14 +112,8 @@ var emptyIsNil = cmp.Transformer("list", func(list []string) []string { return a
 // contentsOf returns the paths in containers of the common nodes and mounts. The host's paths must be those of the host.
 func contentsOf(t *testing.T, options Options) (spec []byte, all [2][]string) {
 	t.Helper()
-	node, err := Open(t.Context(), options)
-	if err != nil {
-		t.Fatal(err)
-	}
-	edits, err := node.ContainerEdits(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	node := mustOpen(t, options)
+	edits := mustEdit(t, node)
 	if spec = encodeSpec(t, edits.Common, edits.Devices); strings.Contains(string(spec), options.HostRoot) {
 		t.Errorf("the agent's view of the host's root is in the spec:\n%s", spec)
 	}
@@ -141,10 +132,7 @@ func contentsOf(t *testing.T, options Options) (spec []byte, all [2][]string) {
 func TestExtrasThatComeLater(t *testing.T) {
 	options := fixture(t, "host-rhel")
 	options.Extras = Extras{GDRCopy: true, MOFED: true}
-	node, err := Open(t.Context(), options)
-	if err != nil {
-		t.Fatal(err)
-	}
+	node := mustOpen(t, options)
 	changed := node.Changed()
 	makeNode(t, options.HostRoot, "/dev/infiniband/uverbs0", 231, 192)
 	if err := node.Scan(t.Context()); err != nil {

@@ -7,6 +7,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
@@ -72,16 +73,19 @@ type hangNode struct {
 func newHangNode(t *testing.T) *hangNode {
 	t.Helper()
 	options := fixture(t, "host-rhel")
-	profile, err := simulated.Load("l4x4")
-	if err != nil {
-		t.Fatal(err)
-	}
+	profile := load(t, "l4x4")
 	profile.GPUs = profile.GPUs[:2]
 	n := &hangNode{t: t, faults: t.TempDir()}
 	n.library = &hangingLibrary{Library: simulated.New(profile, simulated.WithDir(n.faults))}
 	options.patience = 200 * time.Millisecond
 	options.OpenLibrary = func() (gonvml.Interface, error) { return n.library, nil }
 	n.Node = New(options)
+	t.Cleanup(func() {
+		n.library.shutdown.open()
+		n.library.byUUID.open()
+		n.faultBoth(simulated.GPUFaults{}, simulated.GPUFaults{})
+		time.Sleep(2 * lookAgain) // in which calls that hang end: a bubble must be left by all
+	})
 	return n
 }
 
@@ -105,9 +109,13 @@ func (n *hangNode) find() {
 	}
 }
 
+// lookAgain is when a call that hangs has looked for its fault again. A scan that waits for nothing takes no time in a bubble of synctest.
+const lookAgain = 10 * time.Millisecond
+
 // scan fails the test if a scan takes far longer than one call may.
 func (n *hangNode) scan() error {
 	n.t.Helper()
+	time.Sleep(lookAgain)
 	ended := make(chan error, 1)
 	go func() { ended <- n.Scan(n.t.Context()) }()
 	select {
@@ -150,40 +158,42 @@ func TestScanEndsWhicheverCallHangs(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			n := newHangNode(t)
-			if !test.topology {
-				n.find()
-			}
-			test.begin(n)
-			defer test.end(n)
-			for range 3 {
-				if err := n.scan(); err != nil && !test.silent {
-					t.Fatal(err)
+			synctest.Test(t, func(t *testing.T) {
+				n := newHangNode(t)
+				if !test.topology {
+					n.find()
 				}
-			}
-			gpus := n.Inventory().GPUs
-			if len(gpus) != 2 {
-				t.Fatalf("%d GPUs, want 2", len(gpus))
-			}
-			for _, g := range gpus {
-				if g.Index != 1 && !test.silent && !g.Health.Healthy() {
-					t.Errorf("%s is unhealthy: %+v", g.Name(), g.Health)
+				test.begin(n)
+				defer test.end(n)
+				for range 3 {
+					if err := n.scan(); err != nil && !test.silent {
+						t.Fatal(err)
+					}
 				}
-			}
-			if !test.silent {
-				limited, cancel := context.WithTimeout(t.Context(), 20*n.options.patience)
-				defer cancel()
-				if _, err := n.ComputeMode(limited, gpus[0].UUID); err != nil {
-					t.Errorf("an operation on another GPU: %v", err)
+				gpus := n.Inventory().GPUs
+				if len(gpus) != 2 {
+					t.Fatalf("%d GPUs, want 2", len(gpus))
 				}
-			}
-			test.end(n)
-			for !n.recovered() {
-				_ = n.scan()
-				if t.Context().Err() != nil {
-					t.Fatalf("never recovered: %+v", n.Inventory())
+				for _, g := range gpus {
+					if g.Index != 1 && !test.silent && !g.Health.Healthy() {
+						t.Errorf("%s is unhealthy: %+v", g.Name(), g.Health)
+					}
 				}
-			}
+				if !test.silent {
+					limited, cancel := context.WithTimeout(t.Context(), 20*n.options.patience)
+					defer cancel()
+					if _, err := n.ComputeMode(limited, gpus[0].UUID); err != nil {
+						t.Errorf("an operation on another GPU: %v", err)
+					}
+				}
+				test.end(n)
+				for !n.recovered() {
+					_ = n.scan()
+					if t.Context().Err() != nil {
+						t.Fatalf("never recovered: %+v", n.Inventory())
+					}
+				}
+			})
 		})
 	}
 }
@@ -240,19 +250,21 @@ func (l *lastShutdownHangs) Shutdown() gonvml.Return {
 
 // An inspection ends also while the driver does not let go of its session.
 func TestInspectEndsWhileShutdownHangs(t *testing.T) {
-	n := newHangNode(t)
-	library := &lastShutdownHangs{openSessions: openSessions{n.library, &atomic.Int32{}}}
-	n.options.OpenLibrary = func() (gonvml.Interface, error) { return library, nil }
-	library.last.close()
-	defer library.last.open()
-	ended := make(chan Report, 1)
-	go func() { ended <- Inspect(t.Context(), n.options) }()
-	select {
-	case r := <-ended:
-		if len(r.inventory.GPUs) != 2 {
-			t.Errorf("%d GPUs, want 2", len(r.inventory.GPUs))
+	synctest.Test(t, func(t *testing.T) {
+		n := newHangNode(t)
+		library := &lastShutdownHangs{openSessions: openSessions{n.library, &atomic.Int32{}}}
+		n.options.OpenLibrary = func() (gonvml.Interface, error) { return library, nil }
+		library.last.close()
+		defer library.last.open()
+		ended := make(chan Report, 1)
+		go func() { ended <- Inspect(t.Context(), n.options) }()
+		select {
+		case r := <-ended:
+			if len(r.inventory.GPUs) != 2 {
+				t.Errorf("%d GPUs, want 2", len(r.inventory.GPUs))
+			}
+		case <-time.After(100 * n.options.patience):
+			t.Error("Inspect does not end")
 		}
-	case <-time.After(100 * n.options.patience):
-		t.Error("Inspect does not end")
-	}
+	})
 }

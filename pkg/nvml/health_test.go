@@ -7,6 +7,7 @@ import (
 	"errors"
 	"io"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
@@ -177,40 +178,49 @@ func TestWatchXIDs(t *testing.T) {
 
 // A GPU that hangs keeps its state at first, and delays no news of the others.
 func TestHangingGPUDelaysNoFault(t *testing.T) {
-	m := newMachine(t, "h100x8")
-	node := m.open(t)
-	m.fault(t, simulated.GPUFaults{GPU: "0", Calls: map[string]simulated.CallFault{"GetMemoryInfo": {Delay: simulated.Duration(time.Hour)}}},
-		simulated.GPUFaults{GPU: "1", Condition: simulated.Condition{RecoveryAction: "reset"}})
-	before := time.Now()
-	scan(t, node)
-	if took := time.Since(before); took > 5*time.Second {
-		t.Errorf("the scan took %v", took)
-	}
-	gpus := node.Inventory().GPUs
-	if !gpus[0].Health.Healthy() || len(gpus[1].Faults) != 1 {
-		t.Errorf("GPU 0 is %+v, the faults of GPU 1 are %+v", gpus[0].Health, gpus[1].Faults)
-	}
+	synctest.Test(t, func(t *testing.T) {
+		m := newMachine(t, "h100x8")
+		node := m.open(t)
+		t.Cleanup(func() {
+			m.fault(t)
+			time.Sleep(time.Second) // in which the call that hangs ends: a bubble must be left by all
+		})
+		m.fault(t, simulated.GPUFaults{GPU: "0", Calls: map[string]simulated.CallFault{"GetMemoryInfo": {Delay: simulated.Duration(time.Hour)}}},
+			simulated.GPUFaults{GPU: "1", Condition: simulated.Condition{RecoveryAction: "reset"}})
+		before := time.Now()
+		scan(t, node)
+		if took := time.Since(before); took > 5*time.Second {
+			t.Errorf("the scan took %v", took)
+		}
+		gpus := node.Inventory().GPUs
+		if !gpus[0].Health.Healthy() || len(gpus[1].Faults) != 1 {
+			t.Errorf("GPU 0 is %+v, the faults of GPU 1 are %+v", gpus[0].Health, gpus[1].Faults)
+		}
+	})
 }
 
 // What is known to have been read is in the inventory, also while the same scan still waits for another GPU.
 func TestLastReadIsInTheInventory(t *testing.T) {
-	m := newMachine(t, "h100x8")
-	node := m.open(t)
-	uuid := node.Inventory().GPUs[0].UUID
-	before := node.LastRead(uuid)
-	m.fault(t, simulated.GPUFaults{GPU: "0", Condition: simulated.Condition{RecoveryAction: "reset"}},
-		simulated.GPUFaults{GPU: "7", Calls: map[string]simulated.CallFault{"GetMemoryInfo": {Delay: simulated.Duration(500 * time.Millisecond)}}})
-	done := make(chan error, 1)
-	go func() { done <- node.Scan(t.Context()) }()
-	for node.LastRead(uuid).Equal(before) {
-		time.Sleep(time.Millisecond)
-	}
-	if g := node.Inventory().GPUs[0]; len(g.Faults) != 1 {
-		t.Errorf("the GPU was read at %v, and its faults are %+v", node.LastRead(uuid), g.Faults)
-	}
-	if err := <-done; err != nil {
-		t.Error(err)
-	}
+	synctest.Test(t, func(t *testing.T) {
+		m := newMachine(t, "h100x8")
+		node := m.open(t)
+		uuid := node.Inventory().GPUs[0].UUID
+		before := node.LastRead(uuid)
+		time.Sleep(time.Second) // so that the next reading has another time
+		m.fault(t, simulated.GPUFaults{GPU: "0", Condition: simulated.Condition{RecoveryAction: "reset"}},
+			simulated.GPUFaults{GPU: "7", Calls: map[string]simulated.CallFault{"GetMemoryInfo": {Delay: simulated.Duration(500 * time.Millisecond)}}})
+		done := make(chan error, 1)
+		go func() { done <- node.Scan(t.Context()) }()
+		for node.LastRead(uuid).Equal(before) {
+			time.Sleep(time.Millisecond)
+		}
+		if g := node.Inventory().GPUs[0]; len(g.Faults) != 1 {
+			t.Errorf("the GPU was read at %v, and its faults are %+v", node.LastRead(uuid), g.Faults)
+		}
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
 }
 
 // An XID has the GPUs read well before the next scan, not only at the next interval.

@@ -8,7 +8,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
-	"time"
+	"testing/synctest"
 
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
 
@@ -125,38 +125,26 @@ func TestInspectWithoutDriver(t *testing.T) {
 
 // A call that never returns is in the report, and so are the GPUs that answer.
 func TestInspectNamesTheCallThatHangs(t *testing.T) {
-	options := fixture(t, "host-rhel")
-	profile, err := simulated.Load("l4x4")
-	if err != nil {
-		t.Fatal(err)
-	}
-	profile.GPUs = profile.GPUs[:2]
-	dir := t.TempDir()
-	hang := map[string]simulated.CallFault{"GetMemoryInfo": {Delay: simulated.Duration(time.Hour)}}
-	if err := simulated.WriteFaults(dir, simulated.Faults{GPUs: []simulated.GPUFaults{{GPU: "1", Calls: hang}}}); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = simulated.WriteFaults(dir, simulated.Faults{}) })
-	options.patience = 300 * time.Millisecond
-	options.OpenLibrary = func() (gonvml.Interface, error) {
-		return simulated.New(profile, simulated.WithDir(dir)), nil
-	}
-	r := Inspect(t.Context(), options)
-	var hung []Call
-	for _, c := range r.Calls {
-		if c.Code == NoAnswer {
-			hung = append(hung, c)
+	synctest.Test(t, func(t *testing.T) {
+		n := newHangNode(t)
+		n.fault(hangs("GetMemoryInfo"))
+		r := Inspect(t.Context(), n.options)
+		var hung []Call
+		for _, c := range r.Calls {
+			if c.Code == NoAnswer {
+				hung = append(hung, c)
+			}
 		}
-	}
-	if len(hung) != 1 || hung[0].On != "gpu1" || hung[0].Method != "GetMemoryInfo" || hung[0].Slowest < options.patience/2 {
-		t.Errorf("calls without an answer: %+v, want GetMemoryInfo on gpu1", hung)
-	}
-	if g := r.inventory.GPUs; len(g) != 1 || !g[0].Health.Healthy() {
-		t.Errorf("GPUs %+v, want one that is healthy", g)
-	}
-	if text := string(textOf(t, r)); !strings.Contains(text, "NO_ANSWER") {
-		t.Errorf("the text does not name the call:\n%s", text)
-	}
+		if len(hung) != 1 || hung[0].On != "gpu1" || hung[0].Method != "GetMemoryInfo" || hung[0].Slowest < n.options.patience/2 {
+			t.Errorf("calls without an answer: %+v, want GetMemoryInfo on gpu1", hung)
+		}
+		if g := r.inventory.GPUs; len(g) != 1 || !g[0].Health.Healthy() {
+			t.Errorf("GPUs %+v, want one that is healthy", g)
+		}
+		if text := string(textOf(t, r)); !strings.Contains(text, "NO_ANSWER") {
+			t.Errorf("the text does not name the call:\n%s", text)
+		}
+	})
 }
 
 // All calls of this package, go-nvlib and nvcdi are recorded, and the session is closed.

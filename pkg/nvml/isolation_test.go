@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
@@ -38,29 +39,31 @@ func (n *hangNode) faultBoth(first, second simulated.GPUFaults) {
 
 // A scan beside a reset that takes longer than a call may leaves all as it was.
 func TestScansBesideALongReset(t *testing.T) {
-	n := newHangNode(t)
-	n.options.patience = 100 * time.Millisecond
-	n.find()
-	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
-	defer cancel()
-	resets := make(chan struct{})
-	go func() {
-		defer close(resets)
+	synctest.Test(t, func(t *testing.T) {
+		n := newHangNode(t)
+		n.options.patience = 100 * time.Millisecond
+		n.find()
+		ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
+		defer cancel()
+		resets := make(chan struct{})
+		go func() {
+			defer close(resets)
+			for ctx.Err() == nil {
+				_ = n.session.suspend(time.Second, func() error { time.Sleep(250 * time.Millisecond); return nil })
+				time.Sleep(20 * time.Millisecond)
+			}
+		}()
 		for ctx.Err() == nil {
-			_ = n.session.suspend(time.Second, func() error { time.Sleep(250 * time.Millisecond); return nil })
-			time.Sleep(20 * time.Millisecond)
+			if err := n.scan(); err != nil {
+				t.Errorf("a scan: %v", err)
+			}
+			if !n.all("") {
+				t.Errorf("a GPU is unhealthy during a reset: %+v", n.Inventory().GPUs)
+				cancel()
+			}
 		}
-	}()
-	for ctx.Err() == nil {
-		if err := n.Scan(t.Context()); err != nil {
-			t.Errorf("a scan: %v", err)
-		}
-		if !n.all("") {
-			t.Errorf("a GPU is unhealthy during a reset: %+v", n.Inventory().GPUs)
-			cancel()
-		}
-	}
-	<-resets
+		<-resets
+	})
 }
 
 // A GPU that hangs keeps its state for some time and delays no scan for long, whatever is wrong with another one.
@@ -74,80 +77,86 @@ func TestHangBesideABrokenGPU(t *testing.T) {
 		"healthy":          {},
 	} {
 		t.Run(name, func(t *testing.T) {
-			n := newHangNode(t)
-			n.options.patience = 4 * time.Second
-			n.faultBoth(simulated.GPUFaults{}, test.first)
-			if err := n.Scan(t.Context()); err != nil {
-				t.Fatal(err)
-			}
-			n.faultBoth(simulated.GPUFaults{}, test.then)
-			if err := n.Scan(t.Context()); err != nil {
-				t.Fatal(err)
-			}
-			n.faultBoth(hangs("GetMemoryInfo"), test.then)
-			began := time.Now()
-			if err := n.Scan(t.Context()); err != nil {
-				t.Fatal(err)
-			}
-			if took := time.Since(began); took > 3*time.Second {
-				t.Errorf("the scan took %v", took)
-			}
-			if g := n.Inventory().GPUs[0]; !g.Health.Healthy() {
-				t.Errorf("the GPU that hangs is unhealthy at once: %+v", g.Health)
-			}
+			synctest.Test(t, func(t *testing.T) {
+				n := newHangNode(t)
+				n.options.patience = 4 * time.Second
+				n.faultBoth(simulated.GPUFaults{}, test.first)
+				if err := n.Scan(t.Context()); err != nil {
+					t.Fatal(err)
+				}
+				n.faultBoth(simulated.GPUFaults{}, test.then)
+				if err := n.Scan(t.Context()); err != nil {
+					t.Fatal(err)
+				}
+				n.faultBoth(hangs("GetMemoryInfo"), test.then)
+				began := time.Now()
+				if err := n.Scan(t.Context()); err != nil {
+					t.Fatal(err)
+				}
+				if took := time.Since(began); took > 3*time.Second {
+					t.Errorf("the scan took %v", took)
+				}
+				if g := n.Inventory().GPUs[0]; !g.Health.Healthy() {
+					t.Errorf("the GPU that hangs is unhealthy at once: %+v", g.Health)
+				}
+			})
 		})
 	}
 }
 
 // The number of GPUs changes while one hangs: that one keeps its state all the same.
 func TestGPUVanishesWhileAnotherHangs(t *testing.T) {
-	n := newHangNode(t)
-	n.options.patience = time.Second
-	n.find()
-	n.faultBoth(hangs("GetMemoryInfo"), simulated.GPUFaults{Absent: true})
-	for range 2 {
-		if err := n.Scan(t.Context()); err != nil {
-			t.Fatal(err)
+	synctest.Test(t, func(t *testing.T) {
+		n := newHangNode(t)
+		n.options.patience = time.Second
+		n.find()
+		n.faultBoth(hangs("GetMemoryInfo"), simulated.GPUFaults{Absent: true})
+		for range 2 {
+			if err := n.Scan(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			if g := n.Inventory().GPUs[0]; !g.Health.Healthy() {
+				t.Errorf("the GPU that hangs is unhealthy at once: %+v", g.Health)
+			}
 		}
-		if g := n.Inventory().GPUs[0]; !g.Health.Healthy() {
-			t.Errorf("the GPU that hangs is unhealthy at once: %+v", g.Health)
-		}
-	}
+	})
 }
 
 // Container edits of a GPU make no call that another GPU can delay, and scans go on beside them.
 func TestEditsDelayNoScan(t *testing.T) {
-	n := newHangNode(t)
-	n.options.patience = 5 * time.Second
-	if err := n.Scan(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	n.library.byUUID.close() // it initialises all GPUs, of which one hangs
-	edits, err := n.ContainerEdits(t.Context())
-	if err != nil || len(edits.Devices) != 2 {
-		t.Errorf("%d devices with edits (%v; %v), want 2", len(edits.Devices), err, edits.Failed)
-	}
-	n.library.byUUID.open()
-
-	n.fault(hangs("GetIndex")) // which a scan does not call
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		edits, err := n.ContainerEdits(t.Context())
-		if err != nil || len(edits.Devices) != 1 || !errors.Is(edits.Failed[n.Inventory().GPUs[1].UUID], errNoAnswer) {
-			t.Errorf("%d devices with edits (%v; %v), want 1", len(edits.Devices), err, edits.Failed)
+	synctest.Test(t, func(t *testing.T) {
+		n := newHangNode(t)
+		n.options.patience = 5 * time.Second
+		if err := n.Scan(t.Context()); err != nil {
+			t.Fatal(err)
 		}
-	}()
-	time.Sleep(50 * time.Millisecond)
-	began := time.Now()
-	if err := n.Scan(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if took := time.Since(began); took > 900*time.Millisecond {
-		t.Errorf("a scan beside container edits took %v", took)
-	}
-	<-done
-	n.fault(simulated.GPUFaults{})
+		n.library.byUUID.close() // it initialises all GPUs, of which one hangs
+		edits, err := n.ContainerEdits(t.Context())
+		if err != nil || len(edits.Devices) != 2 {
+			t.Errorf("%d devices with edits (%v; %v), want 2", len(edits.Devices), err, edits.Failed)
+		}
+		n.library.byUUID.open()
+
+		n.fault(hangs("GetIndex")) // which a scan does not call
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			edits, err := n.ContainerEdits(t.Context())
+			if err != nil || len(edits.Devices) != 1 || !errors.Is(edits.Failed[n.Inventory().GPUs[1].UUID], errNoAnswer) {
+				t.Errorf("%d devices with edits (%v; %v), want 1", len(edits.Devices), err, edits.Failed)
+			}
+		}()
+		time.Sleep(50 * time.Millisecond)
+		began := time.Now()
+		if err := n.Scan(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if took := time.Since(began); took > 900*time.Millisecond {
+			t.Errorf("a scan beside container edits took %v", took)
+		}
+		<-done
+		n.fault(simulated.GPUFaults{})
+	})
 }
 
 // registrations counts RegisterEvents, by GPU.
@@ -276,116 +285,126 @@ func (n *eventsNode) end() {
 func TestEventsBesideAHang(t *testing.T) {
 	for _, call := range []string{"DeviceGetHandleByPciBusId", "RegisterEvents", "by UUID"} {
 		t.Run(call, func(t *testing.T) {
-			var second simulated.GPUFaults
-			if call != "by UUID" {
-				second = hangs(call)
-			}
-			n := newEventsNode(t, simulated.GPUFaults{}, second)
-			if call == "by UUID" {
-				n.library.byUUID.close()
-				defer n.library.byUUID.open()
-			}
-			defer n.faultBoth(simulated.GPUFaults{}, simulated.GPUFaults{})
-			defer n.end()
-			if !n.registered(0, 1) {
-				t.Fatal("no events of the other GPU")
-			}
-			n.raise("0", 79)
-			if xid := n.await(10 * time.Second); xid != 79 {
-				t.Errorf("XID %d, want 79", xid)
-			}
+			synctest.Test(t, func(t *testing.T) {
+				var second simulated.GPUFaults
+				if call != "by UUID" {
+					second = hangs(call)
+				}
+				n := newEventsNode(t, simulated.GPUFaults{}, second)
+				if call == "by UUID" {
+					n.library.byUUID.close()
+					defer n.library.byUUID.open()
+				}
+				defer n.faultBoth(simulated.GPUFaults{}, simulated.GPUFaults{})
+				defer n.end()
+				if !n.registered(0, 1) {
+					t.Fatal("no events of the other GPU")
+				}
+				n.raise("0", 79)
+				if xid := n.await(10 * time.Second); xid != 79 {
+					t.Errorf("XID %d, want 79", xid)
+				}
+			})
 		})
 	}
 }
 
 // A GPU that could not be registered is registered later.
 func TestEventsAreRegisteredLater(t *testing.T) {
-	n := newEventsNode(t, simulated.GPUFaults{}, simulated.GPUFaults{
-		Calls: map[string]simulated.CallFault{"RegisterEvents": {Return: "ERROR_UNKNOWN"}},
+	synctest.Test(t, func(t *testing.T) {
+		n := newEventsNode(t, simulated.GPUFaults{}, simulated.GPUFaults{
+			Calls: map[string]simulated.CallFault{"RegisterEvents": {Return: "ERROR_UNKNOWN"}},
+		})
+		defer n.end()
+		if !n.registered(0, 1) {
+			t.Fatal("no events of the other GPU")
+		}
+		n.faultBoth(simulated.GPUFaults{}, simulated.GPUFaults{})
+		if !n.registered(1, 1) {
+			t.Error("the GPU was not registered again")
+		}
 	})
-	defer n.end()
-	if !n.registered(0, 1) {
-		t.Fatal("no events of the other GPU")
-	}
-	n.faultBoth(simulated.GPUFaults{}, simulated.GPUFaults{})
-	if !n.registered(1, 1) {
-		t.Error("the GPU was not registered again")
-	}
 }
 
 // A GPU stays registered when another one is lost, and a lost one is registered as soon as it is back.
 func TestEventsOfOneGPUAreNotThoseOfAnother(t *testing.T) {
-	n := newEventsNode(t, simulated.GPUFaults{}, simulated.GPUFaults{})
-	defer n.end()
-	if !n.registered(0, 1) || !n.registered(1, 1) {
-		t.Fatal("not registered")
-	}
-	for _, faults := range []simulated.GPUFaults{{Lost: true}, {}} {
-		n.fault(faults)
-		if err := n.Scan(t.Context()); err != nil {
-			t.Fatal(err)
+	synctest.Test(t, func(t *testing.T) {
+		n := newEventsNode(t, simulated.GPUFaults{}, simulated.GPUFaults{})
+		defer n.end()
+		if !n.registered(0, 1) || !n.registered(1, 1) {
+			t.Fatal("not registered")
 		}
-		time.Sleep(2 * eventWait)
-	}
-	if !n.registered(1, 2) {
-		t.Error("the GPU that came back was not registered")
-	}
-	if times := n.library.of(n.Inventory().GPUs[0].UUID); times != 1 {
-		t.Errorf("the GPU that works was registered %d times", times)
-	}
+		for _, faults := range []simulated.GPUFaults{{Lost: true}, {}} {
+			n.fault(faults)
+			if err := n.Scan(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(2 * eventWait)
+		}
+		if !n.registered(1, 2) {
+			t.Error("the GPU that came back was not registered")
+		}
+		if times := n.library.of(n.Inventory().GPUs[0].UUID); times != 1 {
+			t.Errorf("the GPU that works was registered %d times", times)
+		}
+	})
 }
 
 // A reset waits for the events, and they continue after it without a pause.
 func TestEventsAfterAReset(t *testing.T) {
-	n := newEventsNode(t, simulated.GPUFaults{}, simulated.GPUFaults{})
-	defer n.end()
-	if !n.registered(0, 1) || !n.registered(1, 1) {
-		t.Fatal("not registered")
-	}
-	if err := n.session.suspend(5*time.Second, func() error { return nil }); err != nil {
-		t.Fatal(err)
-	}
-	began := time.Now()
-	if !n.registered(0, 2) || !n.registered(1, 2) {
-		t.Fatal("not registered again")
-	}
-	if took := time.Since(began); took > sourceRetry/2 {
-		t.Errorf("registered %v after the reset: XIDs in that time are lost", took)
-	}
+	synctest.Test(t, func(t *testing.T) {
+		n := newEventsNode(t, simulated.GPUFaults{}, simulated.GPUFaults{})
+		defer n.end()
+		if !n.registered(0, 1) || !n.registered(1, 1) {
+			t.Fatal("not registered")
+		}
+		if err := n.session.suspend(5*time.Second, func() error { return nil }); err != nil {
+			t.Fatal(err)
+		}
+		began := time.Now()
+		if !n.registered(0, 2) || !n.registered(1, 2) {
+			t.Fatal("not registered again")
+		}
+		if took := time.Since(began); took > sourceRetry/2 {
+			t.Errorf("registered %v after the reset: XIDs in that time are lost", took)
+		}
+	})
 }
 
 // XIDs end when the driver is loaded again, also during a pause, in which no scan notices it.
 func TestDriverLoadedAgainDuringAPause(t *testing.T) {
-	n := newHangNode(t)
-	sysfs := t.TempDir()
-	n.options.SysfsRoot = sysfs
-	module := filepath.Join(sysfs, "module/nvidia")
-	if err := os.MkdirAll(module, 0o755); err != nil {
-		t.Fatal(err)
-	}
-	events := watchEvents(n, simulated.GPUFaults{}, simulated.GPUFaults{})
-	defer events.end()
-	if !events.registered(0, 1) {
-		t.Fatal("not registered")
-	}
-	if err := n.Pause(t.Context(), "test"); err != nil {
-		t.Fatal(err)
-	}
-	// The former directory stays until the next one exists, so that both have numbers of their own, as in sysfs.
-	if err := errors.Join(os.Mkdir(module+"-new", 0o755), os.Remove(module), os.Rename(module+"-new", module)); err != nil {
-		t.Fatal(err)
-	}
-	if err := n.Resume(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	select {
-	case e := <-events.endings:
-		if e.PCI != "" {
-			t.Errorf("the XIDs of %s have ended, not those of all GPUs", e.PCI)
+	synctest.Test(t, func(t *testing.T) {
+		n := newHangNode(t)
+		sysfs := t.TempDir()
+		n.options.SysfsRoot = sysfs
+		module := filepath.Join(sysfs, "module/nvidia")
+		if err := os.MkdirAll(module, 0o755); err != nil {
+			t.Fatal(err)
 		}
-	case <-time.After(10 * time.Second):
-		t.Error("no XID has ended")
-	}
+		events := watchEvents(n, simulated.GPUFaults{}, simulated.GPUFaults{})
+		defer events.end()
+		if !events.registered(0, 1) {
+			t.Fatal("not registered")
+		}
+		if err := n.Pause(t.Context(), "test"); err != nil {
+			t.Fatal(err)
+		}
+		// The former directory stays until the next one exists, so that both have numbers of their own, as in sysfs.
+		if err := errors.Join(os.Mkdir(module+"-new", 0o755), os.Remove(module), os.Rename(module+"-new", module)); err != nil {
+			t.Fatal(err)
+		}
+		if err := n.Resume(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		select {
+		case e := <-events.endings:
+			if e.PCI != "" {
+				t.Errorf("the XIDs of %s have ended, not those of all GPUs", e.PCI)
+			}
+		case <-time.After(10 * time.Second):
+			t.Error("no XID has ended")
+		}
+	})
 }
 
 // An XID during a scan causes another scan, although that one may have read its GPU.

@@ -132,10 +132,7 @@ func fixture(t *testing.T, name string) Options {
 	t.Helper()
 	l := layouts[name]
 	host, machine := t.TempDir(), t.TempDir()
-	profile, err := simulated.Load("l4x4")
-	if err != nil {
-		t.Fatal(err)
-	}
+	profile := load(t, "l4x4")
 	profile.GPUs = profile.GPUs[:2]
 	// The number of nvidia-uvm is one that this machine has free: here always the same.
 	proc := t.TempDir()
@@ -240,18 +237,12 @@ func TestContainerEditsOfLayouts(t *testing.T) {
 	for name, layout := range layouts {
 		t.Run(name, func(t *testing.T) {
 			options := fixture(t, name)
-			node, err := Open(t.Context(), options)
-			if err != nil {
-				t.Fatal(err)
-			}
+			node := mustOpen(t, options)
 			if node.layout.driverRoot != layout.driverRoot || node.layout.devRoot != layout.devRoot {
 				t.Errorf("driver root %s, device root %s; want %s and %s",
 					node.layout.driverRoot, node.layout.devRoot, layout.driverRoot, layout.devRoot)
 			}
-			edits, err := node.ContainerEdits(t.Context())
-			if err != nil {
-				t.Fatal(err)
-			}
+			edits := mustEdit(t, node)
 			if len(edits.Failed) > 0 {
 				t.Errorf("failed: %v", edits.Failed)
 			}
@@ -303,14 +294,8 @@ func TestHooks(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			options := fixture(t, "host-rhel")
 			options.HookPath, options.DisabledHooks = test.path, test.disabled
-			node, err := Open(t.Context(), options)
-			if err != nil {
-				t.Fatal(err)
-			}
-			edits, err := node.ContainerEdits(t.Context())
-			if err != nil {
-				t.Fatal(err)
-			}
+			node := mustOpen(t, options)
+			edits := mustEdit(t, node)
 			if got := len(edits.Common.Hooks) > 0; got != test.hooks {
 				t.Errorf("common hooks: %v, want %v", got, test.hooks)
 			}
@@ -335,10 +320,7 @@ func TestSettingsOverrideDiscovery(t *testing.T) {
 	}
 	options.DriverRoot = "/run/nvidia/driver"
 	options.DevRoot = "/"
-	node, err := Open(t.Context(), options)
-	if err != nil {
-		t.Fatal(err)
-	}
+	node := mustOpen(t, options)
 	if g := node.Inventory().GPUs[0]; g.Health.Reason != "NoDeviceNode" {
 		t.Errorf("health %+v, want no device node: they are below the driver root", g.Health)
 	}
@@ -381,14 +363,8 @@ func TestNoSocketsInEdits(t *testing.T) {
 			for _, socket := range []string{"run/nvidia-persistenced/socket", "run/nvidia-fabricmanager/socket", "tmp/nvidia-mps/control"} {
 				writeFile(t, filepath.Join(options.HostRoot, root, socket), "")
 			}
-			node, err := Open(t.Context(), options)
-			if err != nil {
-				t.Fatal(err)
-			}
-			edits, err := node.ContainerEdits(t.Context())
-			if err != nil {
-				t.Fatal(err)
-			}
+			node := mustOpen(t, options)
+			edits := mustEdit(t, node)
 			for _, m := range edits.Common.Mounts {
 				if strings.HasSuffix(m.HostPath, "/socket") || strings.Contains(m.HostPath, "/tmp/nvidia-mps") {
 					t.Errorf("mounts %s", m.HostPath)

@@ -90,10 +90,7 @@ func TestLibraryWithHardlyAnyFunction(t *testing.T) {
 	if err := node.Scan(t.Context()); err != nil {
 		t.Error(err)
 	}
-	edits, err := node.ContainerEdits(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	edits := mustEdit(t, node)
 	if len(edits.Failed) != 2 {
 		t.Errorf("failed %v; without nvmlDeviceGetHandleByUUID nvcdi can say nothing of either", edits.Failed)
 	}
@@ -129,10 +126,7 @@ func TestLibraryByPath(t *testing.T) {
 	}
 	options := libraryOptions(host)
 	options.Library = filepath.Join(host, "anywhere/nvml.so")
-	node, err := Open(t.Context(), options)
-	if err != nil {
-		t.Fatal(err)
-	}
+	node := mustOpen(t, options)
 	if got := len(node.Inventory().GPUs); got != 2 {
 		t.Errorf("%d GPUs, want 2", got)
 	}

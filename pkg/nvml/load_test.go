@@ -5,6 +5,7 @@ package nvml
 import (
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
@@ -78,17 +79,11 @@ func (d countingDevice) GetGpuInstances(info *gonvml.GpuInstanceProfileInfo) ([]
 // The inventory is the same as after a scan.
 func TestCallsOfAnOperation(t *testing.T) {
 	options := fixture(t, "host-rhel")
-	profile, err := simulated.Load("h100x8-mig")
-	if err != nil {
-		t.Fatal(err)
-	}
+	profile := load(t, "h100x8-mig")
 	made := &calls{made: map[string]int{}}
 	library := countingLibrary{simulated.New(profile), made}
 	options.OpenLibrary = func() (gonvml.Interface, error) { return library, nil }
-	node, err := Open(t.Context(), options)
-	if err != nil {
-		t.Fatal(err)
-	}
+	node := mustOpen(t, options)
 	at := -1
 	for i, g := range node.Inventory().GPUs {
 		if len(g.Partitions) > 2 {
@@ -134,86 +129,84 @@ func TestCallsOfAnOperation(t *testing.T) {
 
 // The session stays open from one operation to the next, ends soon after the last, and at once when a scan ends.
 func TestSessionAfterAnOperation(t *testing.T) {
-	options := fixture(t, "host-rhel")
-	profile, err := simulated.Load("l4x4")
-	if err != nil {
-		t.Fatal(err)
-	}
-	profile.GPUs = profile.GPUs[:2]
-	sessions := 0
-	options.OpenLibrary = func() (gonvml.Interface, error) {
-		return counted{simulated.New(profile), &sessions, gonvml.FEATURE_ENABLED}, nil
-	}
-	node, err := Open(t.Context(), options)
-	if err != nil {
-		t.Fatal(err)
-	}
-	open := func() int {
-		node.session.mu.Lock()
-		defer node.session.mu.Unlock()
-		return sessions
-	}
-	operation := func() {
-		t.Helper()
-		if _, err := node.ComputeMode(t.Context(), node.Inventory().GPUs[0].UUID); err != nil {
+	synctest.Test(t, func(t *testing.T) {
+		options := fixture(t, "host-rhel")
+		profile := load(t, "l4x4")
+		profile.GPUs = profile.GPUs[:2]
+		sessions := 0
+		options.OpenLibrary = func() (gonvml.Interface, error) {
+			return counted{simulated.New(profile), &sessions, gonvml.FEATURE_ENABLED}, nil
+		}
+		node := mustOpen(t, options)
+		open := func() int {
+			node.session.mu.Lock()
+			defer node.session.mu.Unlock()
+			return sessions
+		}
+		operation := func() {
+			t.Helper()
+			if _, err := node.ComputeMode(t.Context(), node.Inventory().GPUs[0].UUID); err != nil {
+				t.Fatal(err)
+			}
+			for node.operating(node.Inventory().GPUs[0].UUID) {
+				time.Sleep(time.Millisecond)
+			}
+		}
+		operation()
+		if open() != 1 {
+			t.Errorf("%d sessions after an operation, want 1", open())
+		}
+		if err := node.Scan(t.Context()); err != nil {
 			t.Fatal(err)
 		}
-		for node.operating(node.Inventory().GPUs[0].UUID) {
-			time.Sleep(time.Millisecond)
+		if open() != 0 {
+			t.Errorf("%d sessions after a scan, want none", open())
 		}
-	}
-	operation()
-	if open() != 1 {
-		t.Errorf("%d sessions after an operation, want 1", open())
-	}
-	if err := node.Scan(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if open() != 0 {
-		t.Errorf("%d sessions after a scan, want none", open())
-	}
-	operation()
-	for deadline := time.Now().Add(time.Minute); open() != 0; time.Sleep(time.Millisecond) {
-		if time.Now().After(deadline) {
-			t.Fatal("the session stays open")
+		operation()
+		for deadline := time.Now().Add(time.Minute); open() != 0; time.Sleep(time.Millisecond) {
+			if time.Now().After(deadline) {
+				t.Fatal("the session stays open")
+			}
 		}
-	}
-	operation()
-	node.session.hold(false) // as Run does at its end
-	if open() != 0 {
-		t.Errorf("%d sessions after the end, want none", open())
-	}
+		operation()
+		node.session.hold(false) // as Run does at its end
+		if open() != 0 {
+			t.Errorf("%d sessions after the end, want none", open())
+		}
+	})
 }
 
 // A GPU that answers late, as under load, stays as it was. After some time it is unreachable.
 func TestOneLateAnswer(t *testing.T) {
-	n := newHangNode(t)
-	n.find()
-	slow := func(calls map[string]simulated.CallFault) { n.fault(simulated.GPUFaults{Calls: calls}) }
-	for range 2 {
+	synctest.Test(t, func(t *testing.T) {
+		n := newHangNode(t)
+		n.find()
+		slow := func(calls map[string]simulated.CallFault) { n.fault(simulated.GPUFaults{Calls: calls}) }
+		for range 2 {
+			slow(map[string]simulated.CallFault{"GetMemoryInfo": {Delay: simulated.Duration(time.Hour)}})
+			if err := n.scan(); err != nil || !n.Inventory().GPUs[1].Health.Healthy() {
+				t.Fatalf("once late: %v, health %+v", err, n.Inventory().GPUs[1].Health)
+			}
+			slow(nil)
+			for !n.recovered() {
+				_ = n.scan()
+			}
+		}
 		slow(map[string]simulated.CallFault{"GetMemoryInfo": {Delay: simulated.Duration(time.Hour)}})
-		if err := n.scan(); err != nil || !n.Inventory().GPUs[1].Health.Healthy() {
-			t.Fatalf("once late: %v, health %+v", err, n.Inventory().GPUs[1].Health)
+		began := time.Now()
+		for n.Inventory().GPUs[1].Health.Healthy() {
+			if err := n.scan(); err != nil || t.Context().Err() != nil {
+				t.Fatal(err, "never unreachable")
+			}
+		}
+		if h := n.Inventory().GPUs[1].Health; h.Reason != gpu.ReasonUnreachable || time.Since(began) < n.options.patience {
+			t.Errorf("late for %v: health %+v", time.Since(began), h)
 		}
 		slow(nil)
 		for !n.recovered() {
 			_ = n.scan()
 		}
-	}
-	slow(map[string]simulated.CallFault{"GetMemoryInfo": {Delay: simulated.Duration(time.Hour)}})
-	began := time.Now()
-	for n.Inventory().GPUs[1].Health.Healthy() {
-		if err := n.scan(); err != nil || t.Context().Err() != nil {
-			t.Fatal(err, "never unreachable")
-		}
-	}
-	if h := n.Inventory().GPUs[1].Health; h.Reason != gpu.ReasonUnreachable || time.Since(began) < n.options.patience {
-		t.Errorf("late for %v: health %+v", time.Since(began), h)
-	}
-	slow(nil)
-	for !n.recovered() {
-		_ = n.scan()
-	}
+	})
 }
 
 // No operation works on another GPU than the one it names.

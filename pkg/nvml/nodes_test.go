@@ -96,10 +96,7 @@ func TestNodesThatNVMLCreates(t *testing.T) {
 			}
 		}}, err
 	}
-	node, err := Open(t.Context(), options)
-	if err != nil {
-		t.Fatal(err)
-	}
+	node := mustOpen(t, options)
 	for range 2 {
 		if err := node.Scan(t.Context()); err != nil {
 			t.Fatal(err)
@@ -108,10 +105,7 @@ func TestNodesThatNVMLCreates(t *testing.T) {
 	if got := node.layout.devRoot; got != "/run/nvidia/driver" {
 		t.Errorf("device root %s, want the driver's", got)
 	}
-	edits, err := node.ContainerEdits(t.Context())
-	if err != nil {
-		t.Fatal(err)
-	}
+	edits := mustEdit(t, node)
 	for path, want := range map[string]string{
 		"/dev/nvidiactl":  "/run/nvidia/driver/dev/nvidiactl 195:255",
 		"/dev/nvidia-uvm": "/run/nvidia/driver/dev/nvidia-uvm 511:0",
@@ -202,10 +196,7 @@ func TestWithoutUVM(t *testing.T) {
 				}
 				return test.load(options)
 			}
-			node, err := Open(t.Context(), options)
-			if err != nil {
-				t.Fatal(err)
-			}
+			node := mustOpen(t, options)
 			g := node.Inventory().GPUs[0]
 			edits, err := node.ContainerEdits(t.Context())
 			if test.message == "" {
@@ -241,10 +232,7 @@ func TestCreatedNodes(t *testing.T) {
 		makeNode(t, options.HostRoot, path, stale, 0)
 	}
 	removeNodes(t, options.HostRoot, "/dev/nvidia1")
-	node, err := Open(t.Context(), options)
-	if err != nil {
-		t.Fatal(err)
-	}
+	node := mustOpen(t, options)
 	for _, g := range node.Inventory().GPUs {
 		if !g.Health.Healthy() {
 			t.Errorf("%s: %+v", g.Name(), g.Health)
@@ -272,10 +260,7 @@ func TestNodesOfTheAdministrator(t *testing.T) {
 	options.CreateNodes = true
 	writeFile(t, filepath.Join(options.ProcRoot, "driver/nvidia/params"), "DeviceFileMode: 438\nModifyDeviceFiles: 0\n")
 	removeNodes(t, options.HostRoot, "/dev/nvidia1")
-	node, err := Open(t.Context(), options)
-	if err != nil {
-		t.Fatal(err)
-	}
+	node := mustOpen(t, options)
 	health := node.Inventory().GPUs[1].Health
 	if health.Reason != gpu.ReasonNoNode || !strings.Contains(health.Message, "NVreg_ModifyDeviceFiles=0") {
 		t.Errorf("health %+v", health)
@@ -320,10 +305,7 @@ func TestLinksOfDevices(t *testing.T) {
 				t.Errorf("without the right to create nodes (-before +after):\n%s", diff)
 			}
 			options.CreateNodes = true
-			node, err := Open(t.Context(), options)
-			if err != nil {
-				t.Fatal(err)
-			}
+			node := mustOpen(t, options)
 			want["511:1"], want["195:1"] = want["511:0"]+"-tools", before["195:1"]
 			if diff := cmp.Diff(want, read()); diff != "" {
 				t.Errorf("links (-want +got):\n%s", diff)
@@ -391,10 +373,7 @@ func TestMinorsThatSwap(t *testing.T) {
 	options := fixture(t, "host-rhel")
 	open := options.OpenLibrary
 	options.OpenLibrary = func() (gonvml.Interface, error) { return open() }
-	node, err := Open(t.Context(), options)
-	if err != nil {
-		t.Fatal(err)
-	}
+	node := mustOpen(t, options)
 	uuid := node.Inventory().GPUs[0].UUID
 	open = swapped(t)
 	touch(t, node.layout.library)
@@ -445,10 +424,7 @@ func TestUnloadedModuleIsNotLoadedAtOnce(t *testing.T) {
 			if !test.loadedBefore {
 				writeFile(t, filepath.Join(options.ProcRoot, "devices"), without)
 			}
-			node, err := Open(t.Context(), options)
-			if err != nil {
-				t.Fatal(err)
-			}
+			node := mustOpen(t, options)
 			writeFile(t, filepath.Join(options.ProcRoot, "devices"), without)
 			if test.paused {
 				if err := node.Pause(t.Context(), "label=paused"); err != nil {

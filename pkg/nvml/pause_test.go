@@ -7,6 +7,7 @@ import (
 	"errors"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
@@ -60,37 +61,39 @@ func (n *hangNode) all(reason string) bool {
 
 // A paused node has no session, makes no call, and says so of each GPU, until it is resumed.
 func TestPause(t *testing.T) {
-	n, open := newPauseNode(t)
-	uuid := n.Inventory().GPUs[0].UUID
-	changed := n.Changed()
-	for range 2 {
-		if err := n.Pause(t.Context(), "label=paused"); err != nil {
+	synctest.Test(t, func(t *testing.T) {
+		n, open := newPauseNode(t)
+		uuid := n.Inventory().GPUs[0].UUID
+		changed := n.Changed()
+		for range 2 {
+			if err := n.Pause(t.Context(), "label=paused"); err != nil {
+				t.Fatal(err)
+			}
+		}
+		<-changed
+		if open.Load() != 0 || !n.all(gpu.ReasonPaused) {
+			t.Errorf("%d sessions, inventory %+v", open.Load(), n.Inventory())
+		}
+		_, modeErr := n.ComputeMode(t.Context(), uuid)
+		_, editsErr := n.ContainerEdits(t.Context())
+		for what, err := range map[string]error{
+			"an operation": modeErr, "container edits": editsErr, "a scan": n.Scan(t.Context()), "a reset": n.Reset(t.Context(), uuid),
+			"nvidia-smi": n.SetTimeSlice(t.Context(), uuid, 1),
+		} {
+			if paused := new(PausedError); !errors.As(err, &paused) || paused.Reason != "label=paused" || !errors.Is(err, ErrNoDriver) {
+				t.Errorf("%s: %v, want a PausedError", what, err)
+			}
+		}
+		if open.Load() != 0 || !n.all(gpu.ReasonPaused) {
+			t.Errorf("%d sessions, inventory %+v", open.Load(), n.Inventory())
+		}
+		if err := n.Resume(t.Context()); err != nil {
 			t.Fatal(err)
 		}
-	}
-	<-changed
-	if open.Load() != 0 || !n.all(gpu.ReasonPaused) {
-		t.Errorf("%d sessions, inventory %+v", open.Load(), n.Inventory())
-	}
-	_, modeErr := n.ComputeMode(t.Context(), uuid)
-	_, editsErr := n.ContainerEdits(t.Context())
-	for what, err := range map[string]error{
-		"an operation": modeErr, "container edits": editsErr, "a scan": n.Scan(t.Context()), "a reset": n.Reset(t.Context(), uuid),
-		"nvidia-smi": n.SetTimeSlice(t.Context(), uuid, 1),
-	} {
-		if paused := new(PausedError); !errors.As(err, &paused) || paused.Reason != "label=paused" || !errors.Is(err, ErrNoDriver) {
-			t.Errorf("%s: %v, want a PausedError", what, err)
+		if open.Load() != 1 || !n.all("") {
+			t.Errorf("resumed: %d sessions, inventory %+v", open.Load(), n.Inventory())
 		}
-	}
-	if open.Load() != 0 || !n.all(gpu.ReasonPaused) {
-		t.Errorf("%d sessions, inventory %+v", open.Load(), n.Inventory())
-	}
-	if err := n.Resume(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	if open.Load() != 1 || !n.all("") {
-		t.Errorf("resumed: %d sessions, inventory %+v", open.Load(), n.Inventory())
-	}
+	})
 }
 
 // A pause waits for the calls that run, and says when they do not end. What they do not use is free of the driver at once.
@@ -100,80 +103,87 @@ func TestPauseDuringCalls(t *testing.T) {
 		"an operation": func(n *hangNode) { _, _ = n.ComputeMode(context.Background(), n.Inventory().GPUs[1].UUID) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			n, open := newPauseNode(t)
-			hang := simulated.CallFault{Delay: simulated.Duration(time.Hour)}
-			n.fault(simulated.GPUFaults{Calls: map[string]simulated.CallFault{"GetMemoryInfo": hang, "GetComputeMode": hang}})
-			began := make(chan struct{})
-			go func() { begin(n); close(began) }()
-			for {
-				n.session.mu.Lock()
-				users := n.session.users
-				n.session.mu.Unlock()
-				if users > 0 {
-					break
+			synctest.Test(t, func(t *testing.T) {
+				n, open := newPauseNode(t)
+				hang := simulated.CallFault{Delay: simulated.Duration(time.Hour)}
+				n.fault(simulated.GPUFaults{Calls: map[string]simulated.CallFault{"GetMemoryInfo": hang, "GetComputeMode": hang}})
+				began := make(chan struct{})
+				go func() { begin(n); close(began) }()
+				for {
+					n.session.mu.Lock()
+					users := n.session.users
+					n.session.mu.Unlock()
+					if users > 0 {
+						break
+					}
+					time.Sleep(time.Millisecond)
 				}
-				time.Sleep(time.Millisecond)
-			}
-			limited, cancel := context.WithTimeout(t.Context(), 3*n.options.patience)
-			defer cancel()
-			if err := n.Pause(limited, "label=paused"); !errors.Is(err, context.DeadlineExceeded) || !n.all(gpu.ReasonPaused) {
-				t.Errorf("%v; inventory %+v", err, n.Inventory())
-			}
-			n.fault(simulated.GPUFaults{})
-			if err := n.Pause(t.Context(), "label=paused"); err != nil {
-				t.Error(err)
-			}
-			<-began
-			if open.Load() != 0 || !n.all(gpu.ReasonPaused) {
-				t.Errorf("%d sessions, inventory %+v", open.Load(), n.Inventory())
-			}
-			for n.Resume(t.Context()) != nil || !n.all("") {
-				if t.Context().Err() != nil {
-					t.Fatal("never resumed")
+				limited, cancel := context.WithTimeout(t.Context(), 3*n.options.patience)
+				defer cancel()
+				if err := n.Pause(limited, "label=paused"); !errors.Is(err, context.DeadlineExceeded) || !n.all(gpu.ReasonPaused) {
+					t.Errorf("%v; inventory %+v", err, n.Inventory())
 				}
-			}
+				n.fault(simulated.GPUFaults{})
+				if err := n.Pause(t.Context(), "label=paused"); err != nil {
+					t.Error(err)
+				}
+				<-began
+				if open.Load() != 0 || !n.all(gpu.ReasonPaused) {
+					t.Errorf("%d sessions, inventory %+v", open.Load(), n.Inventory())
+				}
+				for n.Resume(t.Context()) != nil || !n.all("") {
+					time.Sleep(lookAgain)
+					if t.Context().Err() != nil {
+						t.Fatal("never resumed")
+					}
+				}
+			})
 		})
 	}
 }
 
 // A pause waits for a reset that runs: the driver cannot be unloaded meanwhile.
 func TestPauseDuringAReset(t *testing.T) {
-	n, open := newPauseNode(t)
-	resetting, reset, ended := make(chan struct{}), make(chan struct{}), make(chan error, 1)
-	go func() {
-		ended <- n.session.suspend(n.options.patience, func() error { close(resetting); <-reset; return nil })
-	}()
-	<-resetting
-	limited, cancel := context.WithTimeout(t.Context(), n.options.patience)
-	defer cancel()
-	if err := n.Pause(limited, "label=paused"); !errors.Is(err, context.DeadlineExceeded) {
-		t.Errorf("a pause during a reset: %v", err)
-	}
-	close(reset)
-	if err := n.Pause(t.Context(), "label=paused"); err != nil {
-		t.Error(err)
-	}
-	if err := <-ended; err != nil || open.Load() != 0 {
-		t.Errorf("%v; %d sessions", err, open.Load())
-	}
-	if err := n.Resume(t.Context()); err != nil || !n.all("") || open.Load() != 1 {
-		t.Errorf("%v; inventory %+v; %d sessions", err, n.Inventory(), open.Load())
-	}
+	synctest.Test(t, func(t *testing.T) {
+		n, open := newPauseNode(t)
+		resetting, reset, ended := make(chan struct{}), make(chan struct{}), make(chan error, 1)
+		go func() {
+			ended <- n.session.suspend(n.options.patience, func() error { close(resetting); <-reset; return nil })
+		}()
+		<-resetting
+		limited, cancel := context.WithTimeout(t.Context(), n.options.patience)
+		defer cancel()
+		if err := n.Pause(limited, "label=paused"); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("a pause during a reset: %v", err)
+		}
+		close(reset)
+		if err := n.Pause(t.Context(), "label=paused"); err != nil {
+			t.Error(err)
+		}
+		if err := <-ended; err != nil || open.Load() != 0 {
+			t.Errorf("%v; %d sessions", err, open.Load())
+		}
+		if err := n.Resume(t.Context()); err != nil || !n.all("") || open.Load() != 1 {
+			t.Errorf("%v; inventory %+v; %d sessions", err, n.Inventory(), open.Load())
+		}
+	})
 }
 
 // A node that is paused before its first scan opens no session.
 func TestPauseBeforeTheFirstScan(t *testing.T) {
-	n, open := newHangNode(t), &atomic.Int32{}
-	library := openSessions{n.library, open}
-	n.options.OpenLibrary = func() (gonvml.Interface, error) { return library, nil }
-	if err := n.Pause(t.Context(), "label=paused"); err != nil {
-		t.Fatal(err)
-	}
-	paused := new(PausedError)
-	if err := n.scan(); !errors.As(err, &paused) || !errors.As(n.Missing(), &paused) || open.Load() != 0 {
-		t.Errorf("%v; missing %v; %d sessions", err, n.Missing(), open.Load())
-	}
-	if err := n.Resume(t.Context()); err != nil || !n.all("") {
-		t.Errorf("%v; inventory %+v", err, n.Inventory())
-	}
+	synctest.Test(t, func(t *testing.T) {
+		n, open := newHangNode(t), &atomic.Int32{}
+		library := openSessions{n.library, open}
+		n.options.OpenLibrary = func() (gonvml.Interface, error) { return library, nil }
+		if err := n.Pause(t.Context(), "label=paused"); err != nil {
+			t.Fatal(err)
+		}
+		paused := new(PausedError)
+		if err := n.scan(); !errors.As(err, &paused) || !errors.As(n.Missing(), &paused) || open.Load() != 0 {
+			t.Errorf("%v; missing %v; %d sessions", err, n.Missing(), open.Load())
+		}
+		if err := n.Resume(t.Context()); err != nil || !n.all("") {
+			t.Errorf("%v; inventory %+v", err, n.Inventory())
+		}
+	})
 }

@@ -463,10 +463,7 @@ func TestErrorsAtEachCall(t *testing.T) {
 		return
 	}
 	options, library := throughC(t, host)
-	healthy, err := Open(t.Context(), options)
-	if err != nil {
-		t.Fatal(err)
-	}
+	healthy := mustOpen(t, options)
 	rest(t, healthy)
 	want := healthy.Inventory()
 	other := want.GPUs[0].UUID

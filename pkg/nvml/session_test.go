@@ -6,10 +6,12 @@ import (
 	"context"
 	"errors"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/simulated"
 )
@@ -65,10 +67,7 @@ func TestSessionBetweenScans(t *testing.T) {
 			options.OpenLibrary = func() (gonvml.Interface, error) {
 				return counted{library.(*simulated.Library), &sessions, test.mode}, nil
 			}
-			node, err := Open(t.Context(), options)
-			if err != nil {
-				t.Fatal(err)
-			}
+			node := mustOpen(t, options)
 			if sessions != test.open {
 				t.Errorf("%d sessions after a scan, want %d", sessions, test.open)
 			}
@@ -92,170 +91,114 @@ func TestSessionBetweenScans(t *testing.T) {
 
 // A call into a broken GPU may never return: the others are served all the same, and so is that one when it does return.
 func TestGPUThatDoesNotAnswer(t *testing.T) {
-	options := fixture(t, "host-rhel")
-	profile, err := simulated.Load("l4x4")
-	if err != nil {
-		t.Fatal(err)
-	}
-	profile.GPUs = profile.GPUs[:2]
-	faults := t.TempDir()
-	hang := func(delay time.Duration) {
-		t.Helper()
-		calls := map[string]simulated.CallFault{"GetMemoryInfo": {Delay: simulated.Duration(delay)}}
-		if err := simulated.WriteFaults(faults, simulated.Faults{GPUs: []simulated.GPUFaults{{GPU: "1", Calls: calls}}}); err != nil {
-			t.Fatal(err)
+	synctest.Test(t, func(t *testing.T) {
+		n := newHangNode(t)
+		n.find()
+		n.fault(hangs("GetMemoryInfo"))
+		began := time.Now()
+		for gpus := n.Inventory().GPUs; gpus[1].Health.Healthy(); gpus = n.Inventory().GPUs {
+			if err := n.scan(); err != nil {
+				t.Fatal(err)
+			}
+			if !gpus[0].Health.Healthy() || t.Context().Err() != nil {
+				t.Fatalf("health %+v and %+v, want only the second unreachable", gpus[0].Health, gpus[1].Health)
+			}
 		}
-	}
-	hang(0)
-	options.patience = 500 * time.Millisecond
-	options.OpenLibrary = func() (gonvml.Interface, error) {
-		return simulated.New(profile, simulated.WithDir(faults)), nil
-	}
-	node, err := Open(t.Context(), options)
-	if err != nil {
-		t.Fatal(err)
-	}
+		if g := n.Inventory().GPUs[1]; g.Health.Reason != gpu.ReasonUnreachable || time.Since(began) < n.options.patience {
+			t.Errorf("health %+v after %v: once late is no failure", g.Health, time.Since(began))
+		}
+		edits, err := n.ContainerEdits(t.Context())
+		if err != nil || len(edits.Devices) != 1 {
+			t.Errorf("%d devices with edits (%v), want 1", len(edits.Devices), err)
+		}
 
-	hang(time.Hour)
-	began := time.Now()
-	for gpus := node.Inventory().GPUs; gpus[1].Health.Healthy(); gpus = node.Inventory().GPUs {
-		if err := node.Scan(t.Context()); err != nil {
-			t.Fatal(err)
+		n.fault(simulated.GPUFaults{}) // which also ends the call that hangs
+		for !n.Inventory().GPUs[1].Health.Healthy() {
+			if err := n.scan(); err != nil {
+				t.Fatal(err)
+			}
+			if t.Context().Err() != nil {
+				t.Fatal("never recovered")
+			}
 		}
-		if !gpus[0].Health.Healthy() || t.Context().Err() != nil {
-			t.Fatalf("health %+v and %+v, want only the second unreachable", gpus[0].Health, gpus[1].Health)
+		if len(n.late)+len(n.slow) != 0 || n.session.users != 0 {
+			t.Errorf("%d visits and %d uses of the session left", len(n.late), n.session.users)
 		}
-	}
-	if g := node.Inventory().GPUs[1]; g.Health.Reason != gpu.ReasonUnreachable || time.Since(began) < options.patience {
-		t.Errorf("health %+v after %v: once late is no failure", g.Health, time.Since(began))
-	}
-	edits, err := node.ContainerEdits(t.Context())
-	if err != nil || len(edits.Devices) != 1 {
-		t.Errorf("%d devices with edits (%v), want 1", len(edits.Devices), err)
-	}
-
-	hang(0) // which also ends the call that hangs
-	for !node.Inventory().GPUs[1].Health.Healthy() {
-		if err := node.Scan(t.Context()); err != nil {
-			t.Fatal(err)
-		}
-		if t.Context().Err() != nil {
-			t.Fatal("never recovered")
-		}
-	}
-	if len(node.late)+len(node.slow) != 0 || node.session.users != 0 {
-		t.Errorf("%d visits and %d uses of the session left", len(node.late), node.session.users)
-	}
+	})
 }
 
 // The same for a call that only container edits make: no other caller waits for it, neither scans nor the edits of other GPUs,
 // and the writer of the CDI spec is notified when the GPU answers.
 func TestGPUThatDoesNotAnswerForItsEdits(t *testing.T) {
-	options := fixture(t, "host-rhel")
-	profile, err := simulated.Load("l4x4")
-	if err != nil {
-		t.Fatal(err)
-	}
-	profile.GPUs = profile.GPUs[:2]
-	faults := t.TempDir()
-	hang := func(delay time.Duration) {
-		t.Helper()
-		calls := map[string]simulated.CallFault{"GetIndex": {Delay: simulated.Duration(delay)}}
-		if err := simulated.WriteFaults(faults, simulated.Faults{GPUs: []simulated.GPUFaults{{GPU: "0", Calls: calls}}}); err != nil {
-			t.Fatal(err)
+	synctest.Test(t, func(t *testing.T) {
+		n := newHangNode(t)
+		n.find()
+		first := n.Inventory().GPUs[0].UUID
+		n.faultBoth(hangs("GetIndex"), simulated.GPUFaults{})
+		for range 2 {
+			edits, err := n.ContainerEdits(t.Context())
+			if err != nil || len(edits.Devices) != 1 || !errors.Is(edits.Failed[first], errNoAnswer) {
+				t.Fatalf("%d devices with edits (%v), want 1; %s failed with %v", len(edits.Devices), err, first, edits.Failed[first])
+			}
+			if err := n.scan(); err != nil || !n.Inventory().GPUs[0].Health.Healthy() {
+				t.Fatalf("scan: %v, health %+v", err, n.Inventory().GPUs[0].Health)
+			}
 		}
-	}
-	hang(0)
-	options.patience = 500 * time.Millisecond
-	options.OpenLibrary = func() (gonvml.Interface, error) {
-		return simulated.New(profile, simulated.WithDir(faults)), nil
-	}
-	node, err := Open(t.Context(), options)
-	if err != nil {
-		t.Fatal(err)
-	}
-	first := node.Inventory().GPUs[0].UUID
 
-	hang(time.Hour)
-	for range 2 {
-		edits, err := node.ContainerEdits(t.Context())
-		if err != nil || len(edits.Devices) != 1 || !errors.Is(edits.Failed[first], errNoAnswer) {
-			t.Fatalf("%d devices with edits (%v), want 1; %s failed with %v", len(edits.Devices), err, first, edits.Failed[first])
+		changed := n.Changed()
+		n.faultBoth(simulated.GPUFaults{}, simulated.GPUFaults{}) // which also ends the call that hangs
+		for !broadcast.Happened(changed) {
+			if err := n.scan(); err != nil {
+				t.Fatal(err)
+			}
+			if t.Context().Err() != nil {
+				t.Fatal("never told")
+			}
 		}
-		if err := node.Scan(t.Context()); err != nil || !node.Inventory().GPUs[0].Health.Healthy() {
-			t.Fatalf("scan: %v, health %+v", err, node.Inventory().GPUs[0].Health)
+		if edits, err := n.ContainerEdits(t.Context()); err != nil || len(edits.Devices) != 2 {
+			t.Errorf("%d devices with edits (%v), want 2", len(edits.Devices), err)
 		}
-	}
-
-	changed := node.Changed()
-	hang(0) // which also ends the call that hangs
-	for told := false; !told; {
-		if err := node.Scan(t.Context()); err != nil {
-			t.Fatal(err)
+		if len(n.late) != 0 || n.session.users != 0 {
+			t.Errorf("%d calls and %d uses of the session left", len(n.late), n.session.users)
 		}
-		select {
-		case <-changed:
-			told = true
-		case <-t.Context().Done():
-			t.Fatal("never told")
-		default:
-		}
-	}
-	if edits, err := node.ContainerEdits(t.Context()); err != nil || len(edits.Devices) != 2 {
-		t.Errorf("%d devices with edits (%v), want 2", len(edits.Devices), err)
-	}
-	if len(node.late) != 0 || node.session.users != 0 {
-		t.Errorf("%d calls and %d uses of the session left", len(node.late), node.session.users)
-	}
+	})
 }
 
 // The same of a call that concerns no particular GPU.
 func TestDriverThatDoesNotAnswer(t *testing.T) {
-	options := fixture(t, "host-rhel")
-	profile, err := simulated.Load("l4x4")
-	if err != nil {
-		t.Fatal(err)
-	}
-	profile.GPUs = profile.GPUs[:2]
-	faults := t.TempDir()
-	options.patience = 500 * time.Millisecond
-	options.OpenLibrary = func() (gonvml.Interface, error) {
-		return simulated.New(profile, simulated.WithDir(faults)), nil
-	}
-	node, err := Open(t.Context(), options)
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, call := range []string{"Init", "DeviceGetCount"} {
-		hang := map[string]simulated.CallFault{call: {Delay: simulated.Duration(time.Hour)}}
-		if err := simulated.WriteFaults(faults, simulated.Faults{Calls: hang}); err != nil {
-			t.Fatal(err)
-		}
-		for range 2 {
-			if err := node.Scan(t.Context()); !errors.Is(err, errSilent) {
-				t.Fatalf("%s hangs: scan says %v, want errSilent", call, err)
+	synctest.Test(t, func(t *testing.T) {
+		n := newHangNode(t)
+		n.find()
+		for _, call := range []string{"Init", "DeviceGetCount"} {
+			if err := simulated.WriteFaults(n.faults, simulated.Faults{Calls: hangs(call).Calls}); err != nil {
+				t.Fatal(err)
 			}
-			if h := node.Inventory().GPUs[1].Health; h.Reason != gpu.ReasonUnreachable {
-				t.Fatalf("%s hangs: health %+v, want unreachable", call, h)
+			for range 2 {
+				if err := n.scan(); !errors.Is(err, errSilent) {
+					t.Fatalf("%s hangs: scan says %v, want errSilent", call, err)
+				}
+				if h := n.Inventory().GPUs[1].Health; h.Reason != gpu.ReasonUnreachable {
+					t.Fatalf("%s hangs: health %+v, want unreachable", call, h)
+				}
 			}
-		}
-		ctx, cancel := context.WithCancel(t.Context())
-		cancel()
-		if err := node.Run(ctx); err != nil {
-			t.Errorf("%s hangs: Run that is to end says %v", call, err)
-		}
-		if err := simulated.WriteFaults(faults, simulated.Faults{}); err != nil {
-			t.Fatal(err)
-		}
-		for node.Scan(t.Context()) != nil {
-			if t.Context().Err() != nil {
-				t.Fatal("never recovered")
+			ctx, cancel := context.WithCancel(t.Context())
+			cancel()
+			if err := n.Run(ctx); err != nil {
+				t.Errorf("%s hangs: Run that is to end says %v", call, err)
+			}
+			if err := simulated.WriteFaults(n.faults, simulated.Faults{}); err != nil {
+				t.Fatal(err)
+			}
+			for n.scan() != nil {
+				if t.Context().Err() != nil {
+					t.Fatal("never recovered")
+				}
+			}
+			if h := n.Inventory().GPUs[1].Health; !h.Healthy() || n.session.users != 0 {
+				t.Errorf("%s returns: health %+v, %d uses of the session left", call, h, n.session.users)
 			}
 		}
-		if h := node.Inventory().GPUs[1].Health; !h.Healthy() || node.session.users != 0 {
-			t.Errorf("%s returns: health %+v, %d uses of the session left", call, h, node.session.users)
-		}
-	}
+	})
 }
 
 // A GPU that was replaced leaves its minor number to another, and must not be published beside it.
@@ -267,10 +210,7 @@ func TestReplacedGPU(t *testing.T) {
 	}
 	profile.GPUs = profile.GPUs[:2]
 	options.OpenLibrary = func() (gonvml.Interface, error) { return simulated.New(profile), nil }
-	node, err := Open(t.Context(), options)
-	if err != nil {
-		t.Fatal(err)
-	}
+	node := mustOpen(t, options)
 	before := node.Inventory()
 	changed := simulated.New(profile, simulated.WithSeed("another"))
 	node.session.library = &guard{Interface: changed}
