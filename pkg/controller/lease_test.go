@@ -81,6 +81,7 @@ func (s *leaseServer) holder() *string {
 
 // TestStopDuringAcquisition: a controller that is stopped while its write of the Lease is in flight does not keep the Lease.
 func TestStopDuringAcquisition(t *testing.T) {
+	t.Parallel()
 	meta := metav1.ObjectMeta{Namespace: "ns", Name: "l", ResourceVersion: "1"}
 	tests := map[string]*coordinationv1.Lease{
 		"first Lease":    nil,
@@ -120,6 +121,7 @@ func TestStopDuringAcquisition(t *testing.T) {
 
 // TestStandbyStops: a replica that waits for the Lease ends and leaves the Lease to its holder.
 func TestStandbyStops(t *testing.T) {
+	t.Parallel()
 	server := newLeaseServer(t, &coordinationv1.Lease{
 		ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: "l", ResourceVersion: "1"},
 		Spec: coordinationv1.LeaseSpec{
@@ -150,8 +152,9 @@ func TestBadCertificate(t *testing.T) {
 	}
 }
 
-// TestHandOver: when the leader is stopped, a standby leads within five seconds.
+// TestHandOver: when the leader is stopped, a standby leads long before the Lease would expire.
 func TestHandOver(t *testing.T) {
+	t.Parallel()
 	server := newLeaseServer(t, nil)
 	reads := make(chan struct{}, 100)
 	server.served = func(r *http.Request) {
@@ -187,5 +190,5 @@ func TestHandOver(t *testing.T) {
 	defer run("pod-2")()
 	<-reads // a leader that has the Lease only writes it, so the standby has looked
 	stopLeader()
-	held("pod-2", 5*time.Second)
+	held("pod-2", leaseDuration/2)
 }
