@@ -219,13 +219,7 @@ func TestNodeWithoutAGPUIsReady(t *testing.T) {
 		t.Fatal(err)
 	}
 	a := start(t, c)
-	ticker := time.NewTicker(time.Millisecond)
-	defer ticker.Stop()
-	for deadline := time.Now().Add(time.Minute); a.status.Ready() != nil; <-ticker.C {
-		if time.Now().After(deadline) {
-			t.Fatal(a.status.Ready())
-		}
-	}
+	await(t, "readiness", func() bool { return a.status.Ready() == nil })
 	a.stop()
 	if len(a.events.Events) > 0 {
 		t.Errorf("event: %s", <-a.events.Events)
@@ -309,15 +303,10 @@ func TestWaitsForGPU(t *testing.T) {
 	setAbsent(t, machine, 0)
 	// Then only the API server is missing.
 	a.await("claims: the API server has not listed this node's pods yet\nlimits: the API server")
-	for deadline := time.Now().Add(time.Minute); ; time.Sleep(time.Millisecond) {
-		entries, err := os.ReadDir(c.CDIDir)
-		if len(entries) > 0 {
-			break
-		}
-		if time.Now().After(deadline) {
-			t.Fatalf("no CDI spec: %v", err)
-		}
-	}
+	await(t, "a CDI spec", func() bool {
+		entries, _ := os.ReadDir(c.CDIDir)
+		return len(entries) > 0
+	})
 	a.stop()
 }
 

@@ -284,11 +284,7 @@ func TestServesAllOnceTheAPIServerAnswers(t *testing.T) {
 	if took := time.Since(began); took > 5*time.Second {
 		t.Errorf("after %s", took)
 	}
-	for deadline := time.Now().Add(time.Minute); len(published(t, client)) == 0; time.Sleep(time.Millisecond) {
-		if time.Now().After(deadline) {
-			t.Fatal("no ResourceSlice is published")
-		}
-	}
+	await(t, "a ResourceSlice", func() bool { return len(published(t, client)) > 0 })
 	stopKubelet()
 	running.stop()
 }

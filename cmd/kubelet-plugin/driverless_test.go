@@ -70,12 +70,7 @@ func TestClaimsEndWithoutADriver(t *testing.T) {
 		t.Errorf("unprepare: %v, %v", unprepared, err)
 	}
 	a.await("driver: no NVIDIA driver")
-	for len(published(t, client)) > 0 {
-		if callCtx.Err() != nil {
-			t.Fatal("ResourceSlices are published without a driver")
-		}
-		time.Sleep(time.Millisecond)
-	}
+	await(t, "the end of all ResourceSlices", func() bool { return len(published(t, client)) == 0 })
 	if err := connection.Close(); err != nil {
 		t.Error(err)
 	}

@@ -97,7 +97,7 @@ func TestNodeLabels(t *testing.T) {
 			check(t, err)
 			a.client, a.dynamic = client, noFeatures()
 			running := runAgent(t, a)
-			eventually(t, fmt.Sprintf("the node does not get the labels %v", test.want), func() bool {
+			await(t, fmt.Sprintf("the labels %v", test.want), func() bool {
 				labels := labelsOf(t, client, c.NodeName)
 				for key, want := range test.want {
 					if labels[key] != want {

@@ -77,11 +77,7 @@ func TestMaintenanceIsKnownFirst(t *testing.T) {
 	kubelet.await(map[string]string{
 		uuids[0]: pluginapi.Healthy, uuids[1]: pluginapi.Unhealthy, uuids[2]: pluginapi.Unhealthy, uuids[3]: pluginapi.Healthy,
 	})
-	for deadline := time.Now().Add(time.Minute); len(published(t, client)) == 0; time.Sleep(time.Millisecond) {
-		if time.Now().After(deadline) {
-			t.Fatal("no ResourceSlice is published")
-		}
-	}
+	await(t, "a ResourceSlice", func() bool { return len(published(t, client)) > 0 })
 	stopKubelet()
 	running.stop()
 }
