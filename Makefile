@@ -28,7 +28,7 @@ demo-down: ## remove the demo's cluster
 
 # The parts of the two tiers, in this order. .github/workflows/long.yaml has one job for each part of test-long.
 test_parts := deps verify programs unit contract intruder e2e dropin-end
-long_parts := deps lint programs simulation kubelet-model torture-whole torture-mig torture-sharing scale manifests \
+long_parts := deps lint mutations programs simulation kubelet-model torture-whole torture-mig torture-sharing scale manifests \
 	e2e-v1.34.10 e2e-v1.35.4 e2e-v1.36.3
 
 .PHONY: test
@@ -99,6 +99,10 @@ torture-sharing: kind = SHARING=1
 .PHONY: torture-selftest
 torture-selftest: ## with Tandem mutated, the torture's oracle must find faults
 	$(call run,torture) selftest $(torture_flags) $(if $(ONLY),-only $(ONLY))
+
+.PHONY: mutations
+mutations: ## mistakes in Tandem, each of which a test must detect (ONLY=name)
+	$(call run,mutations) $(if $(ONLY),-only $(ONLY))
 
 .PHONY: torture-down
 torture-down: ## remove the cluster that an interrupted torture has left
