@@ -7,6 +7,7 @@ import (
 	"crypto/x509"
 	"encoding/pem"
 	"errors"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -191,6 +192,29 @@ func TestProcessIsNotItsSuccessor(t *testing.T) {
 	}
 	if err := real.kill(t.Context()); err != nil || real.alive() {
 		t.Errorf("kill: %v, alive %t", err, real.alive())
+	}
+}
+
+func TestProgramsInheritNoFiles(t *testing.T) {
+	files := make([]int, 2)
+	// As make opens those of its job server: a program that it starts inherits them.
+	if err := unix.Pipe2(files, 0); err != nil {
+		t.Fatal(err)
+	}
+	defer unix.Close(files[0])
+	defer unix.Close(files[1])
+	pipe := must(os.Readlink(fmt.Sprintf("/proc/self/fd/%d", files[0])))
+	inherits := func() bool {
+		return strings.Contains(string(must(exec.Command("ls", "-l", "/proc/self/fd").Output())), pipe)
+	}
+	if !inherits() {
+		t.Fatal("a program does not inherit files in the first place")
+	}
+	if err := keepFiles(); err != nil {
+		t.Fatal(err)
+	}
+	if inherits() {
+		t.Error("a program has inherited a file")
 	}
 }
 

@@ -82,6 +82,9 @@ func (c *Component) start(ctx context.Context) error {
 		return err
 	}
 	holder, err := c.machine.holder()
+	if err == nil {
+		err = keepFiles()
+	}
 	if err != nil {
 		return fmt.Errorf("start %s: %w", c.name, err)
 	}

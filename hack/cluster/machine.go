@@ -93,6 +93,9 @@ func (m *machine) boot() error {
 
 // startHolder runs the set-up scripts and returns when they have become the pause program.
 func (m *machine) startHolder(env []string, bootID string) error {
+	if err := keepFiles(); err != nil {
+		return err
+	}
 	var output bytes.Buffer
 	ready, readyWriter, err := os.Pipe()
 	if err != nil {

@@ -6,13 +6,24 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
 	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
+
+// keepFiles keeps open files that this process has inherited, such as make's, from the programs that it starts. Go does so with its own.
+func keepFiles() error {
+	if err := unix.CloseRange(3, math.MaxUint32, unix.CLOSE_RANGE_CLOEXEC); err != nil {
+		return fmt.Errorf("keep open files from programs of the cluster: %w", err)
+	}
+	return nil
+}
 
 // process identifies a process for good: a number alone may come to mean another one.
 type process struct {
