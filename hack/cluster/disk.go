@@ -3,7 +3,6 @@
 package cluster
 
 import (
-	"bufio"
 	"crypto/rand"
 	"errors"
 	"fmt"
@@ -140,19 +139,32 @@ func copyEntry(from, to string, deep bool) error {
 
 // removeDisk removes a directory, and refuses where anything is mounted below it: then it would empty what is mounted.
 func removeDisk(dir string) error {
-	file, err := os.Open("/proc/self/mountinfo")
+	mounts, err := mountPoints()
 	if err != nil {
-		return fmt.Errorf("list mounts: %w", err)
+		return err
 	}
-	defer file.Close()
-	for scanner := bufio.NewScanner(file); scanner.Scan(); {
-		fields := strings.Fields(scanner.Text())
-		if len(fields) > 4 && (fields[4] == dir || strings.HasPrefix(fields[4], dir+"/")) {
-			return fmt.Errorf("remove %s: %s is mounted", dir, fields[4])
+	for _, mount := range mounts {
+		if mount == dir || strings.HasPrefix(mount, dir+"/") {
+			return fmt.Errorf("remove %s: %s is mounted", dir, mount)
 		}
 	}
 	if err := os.RemoveAll(dir); err != nil {
 		return fmt.Errorf("remove %s: %w", dir, err)
 	}
 	return nil
+}
+
+// mountPoints lists what is mounted in this mount namespace, in the order of the mounts.
+func mountPoints() ([]string, error) {
+	data, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		return nil, fmt.Errorf("list mounts: %w", err)
+	}
+	var points []string
+	for line := range strings.Lines(string(data)) {
+		if fields := strings.Fields(line); len(fields) > 4 {
+			points = append(points, fields[4])
+		}
+	}
+	return points, nil
 }

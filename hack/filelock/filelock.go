@@ -16,6 +16,32 @@ import (
 // again is how often a lock is asked for: flock cannot be told to give up with a context.
 const again = 200 * time.Millisecond
 
+// Try takes the lock of a file that exists. ok is false where another process or caller has it.
+func Try(path string) (unlock func(), ok bool, err error) {
+	file, err := os.OpenFile(path, os.O_RDWR|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, false, fmt.Errorf("open lock: %w", err)
+	}
+	ok, err = try(file)
+	if !ok {
+		file.Close()
+		return nil, false, err
+	}
+	return func() { file.Close() }, true, nil
+}
+
+// try closes nothing.
+func try(file *os.File) (ok bool, err error) {
+	err = unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+	if errors.Is(err, unix.EWOULDBLOCK) || errors.Is(err, unix.EINTR) {
+		return false, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("lock %s: %w", file.Name(), err)
+	}
+	return true, nil
+}
+
 // Wait waits until the lock is free, also of other callers in this process. The file is made, and stays; the lock ends with
 // unlock or with the process.
 func Wait(ctx context.Context, path string) (unlock func(), err error) {
@@ -24,13 +50,13 @@ func Wait(ctx context.Context, path string) (unlock func(), err error) {
 		return nil, fmt.Errorf("open lock: %w", err)
 	}
 	for {
-		err := unix.Flock(int(file.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-		if err == nil {
+		ok, err := try(file)
+		if ok {
 			return func() { file.Close() }, nil
 		}
-		if !errors.Is(err, unix.EWOULDBLOCK) && !errors.Is(err, unix.EINTR) {
+		if err != nil {
 			file.Close()
-			return nil, fmt.Errorf("lock %s: %w", path, err)
+			return nil, err
 		}
 		select {
 		case <-ctx.Done():

@@ -10,7 +10,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
 	"path/filepath"
 	"time"
 
@@ -78,9 +77,9 @@ func Run(ctx context.Context, o Options) (figures []figure.Figure, err error) {
 		o.Idle = 10 * time.Second
 	}
 	r := &run{Options: o, progress: progress.New(o.Progress)}
-	dir, err := os.MkdirTemp("", "tandem-bench-")
+	dir, err := cluster.OwnedDir(ctx, "tandem-bench-", o.Progress)
 	if err != nil {
-		return nil, fmt.Errorf("make directory of the benchmark: %w", err)
+		return nil, err
 	}
 	r.node = &node{dir: dir}
 	defer func() { err = errors.Join(err, r.node.remove()) }()

@@ -15,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/client-go/discovery/cached/memory"
 	"k8s.io/client-go/dynamic"
@@ -40,6 +41,9 @@ const (
 // keepVariable names a directory for a cluster that the next run uses again. The run starts it if it does not run, and leaves it.
 // It is for authors of stories.
 const keepVariable = "E2E_CLUSTER"
+
+// tempPrefix begins the names of directories with clusters of one run.
+const tempPrefix = "tandem-e2e-"
 
 // logsVariable names the directory for what a failed run has to tell.
 const logsVariable = "E2E_LOGS"
@@ -78,10 +82,13 @@ func run(m *testing.M) (code int, err error) {
 	defer stop()
 	// The go command that reads our output may have been ended first; the cluster is to be removed all the same.
 	signal.Ignore(syscall.SIGPIPE)
+	if err := endWithParent(stop); err != nil {
+		return 1, err
+	}
 	theContext = ctx
 	dir, keep := os.LookupEnv(keepVariable)
 	if !keep {
-		if dir, err = os.MkdirTemp("", "tandem-e2e-"); err != nil {
+		if dir, err = cluster.OwnedDir(ctx, tempPrefix, os.Stdout); err != nil {
 			return 1, err
 		}
 		defer os.RemoveAll(dir)
@@ -112,6 +119,24 @@ func run(m *testing.M) (code int, err error) {
 		return code, errors.Join(err, collectLogs())
 	}
 	return code, err
+}
+
+// endWithParent calls end when the program that has started the run ends, even if it was killed: its clusters would run on.
+func endWithParent(end func()) error {
+	parent, err := unix.PidfdOpen(os.Getppid(), 0)
+	if err != nil {
+		return fmt.Errorf("find the program that has started the run: %w", err)
+	}
+	go func() {
+		ended := []unix.PollFd{{Fd: int32(parent), Events: unix.POLLIN}}
+		for {
+			if _, err := unix.Poll(ended, -1); !errors.Is(err, unix.EINTR) {
+				end()
+				return
+			}
+		}
+	}()
+	return nil
 }
 
 // play runs the stories that flags name, or those that it can take from the queue. An interrupted run takes no more.

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"path/filepath"
 	"regexp"
 	"strings"
@@ -104,8 +105,13 @@ func TestWithoutTheClaimsAPI(t *testing.T) {
 
 func (s *story) clusterWithoutClaims() *cluster.Cluster {
 	s.Helper()
+	dir, err := cluster.OwnedDir(s.ctx, tempPrefix, s.Output())
+	if err != nil {
+		s.Fatal(err)
+	}
+	s.Cleanup(func() { os.RemoveAll(dir) })
 	c, err := cluster.New(cluster.Config{
-		Dir: filepath.Join(s.TempDir(), "cluster"), KubernetesVersion: theCluster.Config().KubernetesVersion, Progress: s.Output(),
+		Dir: filepath.Join(dir, "cluster"), KubernetesVersion: theCluster.Config().KubernetesVersion, Progress: s.Output(),
 		Nodes:         []cluster.NodeConfig{{Name: gpuNode}},
 		APIServerArgs: []string{"--runtime-config=resource.k8s.io/v1=false"},
 		FeatureGates:  map[string]bool{"DynamicResourceAllocation": false},

@@ -34,8 +34,13 @@ func apiServer(t *testing.T) *rest.Config {
 	if os.Geteuid() != 0 {
 		t.Skip("an API server of one's own needs root")
 	}
+	dir, err := cluster.OwnedDir(t.Context(), "tandem-facts-", os.Stdout)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
 	c, err := cluster.New(cluster.Config{
-		Dir: filepath.Join(t.TempDir(), "cluster"), KubernetesVersion: os.Getenv("KUBERNETES"), APIServerOnly: true, Progress: os.Stdout,
+		Dir: filepath.Join(dir, "cluster"), KubernetesVersion: os.Getenv("KUBERNETES"), APIServerOnly: true, Progress: os.Stdout,
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -93,8 +93,13 @@ func TestCluster(t *testing.T) {
 
 func startCluster(ctx context.Context, t *testing.T, b *bench) *kube {
 	t.Helper()
+	dir, err := cluster.OwnedDir(ctx, "tandem-hardware-", t.Output())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
 	c, err := cluster.New(cluster.Config{
-		Dir: filepath.Join(t.TempDir(), "cluster"), Progress: t.Output(),
+		Dir: filepath.Join(dir, "cluster"), Progress: t.Output(),
 		Nodes: []cluster.NodeConfig{{Name: "node-1", Mounts: b.mounts(t)}},
 	})
 	if err != nil {

@@ -80,8 +80,8 @@ func Run(ctx context.Context, o Options) (figures []figure.Figure, err error) {
 		return nil, fmt.Errorf("measure %d nodes with %d pods a second for %s: want at least 1, 1 to 1000, and 1s", o.Nodes, o.Rate, o.Traffic)
 	}
 	r := &run{Options: o, progress: progress.New(o.Progress), curves: newCurves()}
-	if r.dir, err = os.MkdirTemp("", "tandem-scale-"); err != nil {
-		return nil, fmt.Errorf("make directory of the measurement: %w", err)
+	if r.dir, err = cluster.OwnedDir(ctx, "tandem-scale-", o.Progress); err != nil {
+		return nil, err
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(r.dir)) }()
 	if r.programs, err = image.Binaries(ctx, image.Options{Progress: o.Progress}); err != nil {

@@ -11,6 +11,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"syscall"
 
@@ -46,6 +47,10 @@ func ui(ctx context.Context, dir string) error {
 		return err
 	}
 	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
+	// The kernel ends the plugin with this thread, so also where this process is killed. The thread is this goroutine's as long as it waits.
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGTERM}
 	cmd.Stderr = os.Stderr
 	output, err := cmd.StdoutPipe()
 	if err == nil {
