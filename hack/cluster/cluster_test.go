@@ -35,6 +35,7 @@ func TestConfigComplete(t *testing.T) {
 		"bad version":    {config: Config{Dir: "x", KubernetesVersion: "1.37"}, want: []string{`kubernetesVersion: kubernetes version "1.37"`}},
 		"old version":    {config: Config{Dir: "x", KubernetesVersion: "v1.33.1"}, want: []string{"older than v1.34"}},
 		"old node":       {config: Config{Dir: "x", Nodes: []NodeConfig{{Name: "a", KubernetesVersion: "v1.9.0"}}}, want: []string{"nodes[0].kubernetesVersion"}},
+		"no runtime":     {config: Config{Dir: "x", ContainerRuntime: "youki"}, want: []string{`nodes[0].containerRuntime "youki"`}},
 		"bad name":       {config: Config{Dir: "x", Nodes: []NodeConfig{{Name: "A"}}}, want: []string{`nodes[0].name "A"`}},
 		"equal names":    {config: Config{Dir: "x", Nodes: []NodeConfig{{Name: "a"}, {Name: "a"}}}, want: []string{`nodes[1].name "a": taken`}},
 		"reserved name":  {config: Config{Dir: "x", Nodes: []NodeConfig{{Name: controlName}}}, want: []string{"taken"}},

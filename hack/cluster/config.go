@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package cluster runs a real Kubernetes cluster on this machine without a container engine: etcd, kube-apiserver,
-// scheduler and controller manager on a machine of their own, and on each node containerd, runc, CNI, kubelet and
+// scheduler and controller manager on a machine of their own, and on each node containerd, crun, CNI, kubelet and
 // kube-proxy. A machine is a set of namespaces (mount, network, PID, UTS, IPC, cgroup) with a root file system, a tmpfs
 // on /run, a /dev and a cgroup of its own, so nothing of the host is touched and nothing stays behind when it ends.
 // The package needs root. It does not build the programs (hack/binaries does) and installs nothing in the cluster.
 package cluster
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -29,6 +30,8 @@ type Config struct {
 	// KubernetesVersion of the control plane and of nodes that name none, for example "v1.36.3"; empty means
 	// binaries.DefaultKubernetes.
 	KubernetesVersion string `json:"kubernetesVersion,omitempty"`
+	// ContainerRuntime of nodes that name none: Crun or Runc; empty means Crun, which needs less CPU time.
+	ContainerRuntime string `json:"containerRuntime,omitempty"`
 	// Nodes; empty means one node named "node-1", unless APIServerOnly or NoNodes is set.
 	Nodes []NodeConfig `json:"nodes,omitempty"`
 	// APIServerOnly leaves out everything but etcd and kube-apiserver: no nodes, controllers or scheduler.
@@ -54,6 +57,8 @@ type NodeConfig struct {
 	Name string `json:"name"`
 	// KubernetesVersion of kubelet and kube-proxy, where it is not the cluster's.
 	KubernetesVersion string `json:"kubernetesVersion,omitempty"`
+	// ContainerRuntime of containerd, where it is not the cluster's.
+	ContainerRuntime string `json:"containerRuntime,omitempty"`
 	// Kubelet is merged into the default KubeletConfiguration, map by map; a nil value removes a field.
 	Kubelet map[string]any `json:"kubelet,omitempty"`
 	// KubeletArgs are appended to kubelet's command line.
@@ -63,6 +68,12 @@ type NodeConfig struct {
 	// Labels the kubelet registers the node with; NodeRestriction limits what may be under kubernetes.io.
 	Labels map[string]string `json:"labels,omitempty"`
 }
+
+// Container runtimes that containerd can use on a node.
+const (
+	Crun = "crun"
+	Runc = "runc"
+)
 
 // Mount is a file or directory of the host seen in a node.
 type Mount struct {
@@ -92,12 +103,11 @@ func (c *Config) complete() error {
 			problems = append(problems, fmt.Errorf("dir %q: below %s", c.Dir, private))
 		}
 	}
-	if c.KubernetesVersion == "" {
-		c.KubernetesVersion = binaries.DefaultKubernetes
-	}
+	c.KubernetesVersion = cmp.Or(c.KubernetesVersion, binaries.DefaultKubernetes)
 	if err := binaries.ValidKubernetes(c.KubernetesVersion); err != nil {
 		problems = append(problems, fmt.Errorf("kubernetesVersion: %w", err))
 	}
+	c.ContainerRuntime = cmp.Or(c.ContainerRuntime, Crun)
 	if (c.APIServerOnly || c.NoNodes) && len(c.Nodes) > 0 {
 		problems = append(problems, errors.New("nodes: apiServerOnly and noNodes have none"))
 	}
@@ -111,12 +121,12 @@ func (c *Config) complete() error {
 	c.Nodes = slices.Clone(c.Nodes)
 	seen := map[string]bool{controlName: true}
 	for i := range c.Nodes {
-		problems = append(problems, c.Nodes[i].complete(fmt.Sprintf("nodes[%d]", i), c.KubernetesVersion, seen)...)
+		problems = append(problems, c.Nodes[i].complete(fmt.Sprintf("nodes[%d]", i), c, seen)...)
 	}
 	return errors.Join(problems...)
 }
 
-func (n *NodeConfig) complete(path, version string, seen map[string]bool) (problems []error) {
+func (n *NodeConfig) complete(path string, cluster *Config, seen map[string]bool) (problems []error) {
 	if !namePattern.MatchString(n.Name) {
 		problems = append(problems, fmt.Errorf("%s.name %q: want lower-case letters, digits and dashes", path, n.Name))
 	}
@@ -124,8 +134,10 @@ func (n *NodeConfig) complete(path, version string, seen map[string]bool) (probl
 		problems = append(problems, fmt.Errorf("%s.name %q: taken", path, n.Name))
 	}
 	seen[n.Name] = true
-	if n.KubernetesVersion == "" {
-		n.KubernetesVersion = version
+	n.KubernetesVersion = cmp.Or(n.KubernetesVersion, cluster.KubernetesVersion)
+	n.ContainerRuntime = cmp.Or(n.ContainerRuntime, cluster.ContainerRuntime)
+	if n.ContainerRuntime != Crun && n.ContainerRuntime != Runc {
+		problems = append(problems, fmt.Errorf("%s.containerRuntime %q: want %s or %s", path, n.ContainerRuntime, Crun, Runc))
 	}
 	if err := binaries.ValidKubernetes(n.KubernetesVersion); err != nil {
 		problems = append(problems, fmt.Errorf("%s.kubernetesVersion: %w", path, err))

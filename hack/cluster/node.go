@@ -5,6 +5,7 @@ package cluster
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"maps"
 	"net"
@@ -162,17 +163,39 @@ func (n *Node) describe(programs *binaries.Set) {
 
 const containerdSocket = "/run/containerd/containerd.sock"
 
-// bootIDHook shows the node's boot ID in a container, whose /proc is a new one: runc runs it when the container's mounts are
-// made and before its root is entered.
+// bootIDFile is a file of the node. A container, whose /proc is a new one, sees it at procBootID.
+const (
+	bootIDFile = "/run/.machine/boot_id"
+	procBootID = "/proc/sys/kernel/random/boot_id"
+)
+
+// bootIDHook mounts it in a container of runc, which refuses mounts below /proc: runc runs the hook when the container's mounts are made
+// and before its root is entered.
 const bootIDHook = `#!/bin/sh
-bundle=$(sed -n 's/.*"bundle":"\([^"]*\)".*/\1/p')
-exec mount --bind /run/.machine/boot_id "$bundle/rootfs/proc/sys/kernel/random/boot_id"
+read -r state
+bundle=${state#*'"bundle":"'}
+bundle=${bundle%%'"'*}
+exec mount --bind ` + bootIDFile + ` "$bundle/rootfs` + procBootID + `"
 `
 
 const bootIDHookPath = "/etc/containerd/boot-id-hook"
 
-// baseSpec answers the OCI specification containerd starts from: its default and our hook.
-func baseSpec(ctx context.Context, programs *binaries.Set) ([]byte, error) {
+// crunScript is what containerd calls. Debian 12's crun refuses specifications of a newer version than 1.0, and does not know the command
+// "features", by whose answer kubelet learns that mounts can be read-only recursively.
+const crunScript = `#!/bin/sh
+[ "$1" != features ] || exec echo '{"ociVersionMin": "1.0.0", "ociVersionMax": "1.0.2", "mountOptions": ["rro"]}'
+previous=
+for argument; do
+  [ "$previous" != --bundle ] || sed -i 's/"ociVersion":"[^"]*"/"ociVersion":"1.0.2"/' "$argument/config.json" || exit
+  previous=$argument
+done
+exec /usr/bin/crun "$@"
+`
+
+const crunPath = "/etc/containerd/crun"
+
+// baseSpec answers the OCI specification containerd starts from: its default with the node's boot ID.
+func baseSpec(ctx context.Context, programs *binaries.Set, containerRuntime string) ([]byte, error) {
 	out, err := hostCommand(ctx, filepath.Join(programs.Containerd, "ctr"), "oci", "spec").Output()
 	if err != nil {
 		return nil, fmt.Errorf("ask containerd for its default specification: %w", err)
@@ -181,15 +204,25 @@ func baseSpec(ctx context.Context, programs *binaries.Set) ([]byte, error) {
 	if err := json.Unmarshal(out, &spec); err != nil {
 		return nil, fmt.Errorf("read containerd's default specification: %w", err)
 	}
-	spec["hooks"] = map[string]any{"createContainer": []any{map[string]any{
-		"path": bootIDHookPath, "env": []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin"},
-	}}}
+	if containerRuntime == Runc {
+		spec["hooks"] = map[string]any{"createContainer": []any{map[string]any{
+			"path": bootIDHookPath, "env": []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin"},
+		}}}
+		return json.Marshal(spec)
+	}
+	mounts, ok := spec["mounts"].([]any)
+	if !ok {
+		return nil, errors.New("containerd's default specification has no mounts")
+	}
+	spec["mounts"] = append(mounts, map[string]any{
+		"destination": procBootID, "type": "bind", "source": bootIDFile, "options": []string{"bind"},
+	})
 	return json.Marshal(spec)
 }
 
 // configure writes the configuration files of the node's components onto its disk.
 func (n *Node) configure(ctx context.Context, programs *binaries.Set) error {
-	spec, err := baseSpec(ctx, programs)
+	spec, err := baseSpec(ctx, programs, n.config.ContainerRuntime)
 	if err != nil {
 		return err
 	}
@@ -205,20 +238,25 @@ func (n *Node) configure(ctx context.Context, programs *binaries.Set) error {
 	if err != nil {
 		return err
 	}
+	program := crunPath
+	if n.config.ContainerRuntime == Runc {
+		program = filepath.Join(programs.Runc, Runc)
+	}
 	files := map[string]string{
 		"/etc/kubernetes/kubelet.yaml":      string(kubelet),
 		"/etc/kubernetes/kube-proxy.yaml":   string(proxy),
-		"/etc/containerd/config.toml":       fmt.Sprintf(containerdConfig, pauseImage, snapshotter, programs.CNI, filepath.Join(programs.Runc, "runc")),
+		"/etc/containerd/config.toml":       fmt.Sprintf(containerdConfig, pauseImage, snapshotter, programs.CNI, program),
 		"/etc/cni/net.d/10-tandem.conflist": fmt.Sprintf(cniConfig, nodePods(n.index)),
 		"/etc/containerd/base-spec.json":    string(spec),
 		bootIDHookPath:                      bootIDHook,
+		crunPath:                            crunScript,
 	}
 	for path, content := range files {
 		path = n.machine.path(path)
 		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 			return fmt.Errorf("configure %s: %w", n.name, err)
 		}
-		// One of them is a program; none is secret.
+		// Some of them are programs; none is secret.
 		if err := os.WriteFile(path, []byte(content), 0o755); err != nil {
 			return fmt.Errorf("configure %s: %w", n.name, err)
 		}

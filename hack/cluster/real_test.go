@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sys/unix"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes"
@@ -38,9 +40,13 @@ func TestRealCluster(t *testing.T) {
 	c, err := New(Config{Dir: filepath.Join(t.TempDir(), "cluster"), KubernetesVersion: os.Getenv("TANDEM_TEST_KUBERNETES"), Progress: t.Output(),
 		Nodes: []NodeConfig{
 			{Name: "one", Labels: map[string]string{"test": "first"}, Mounts: []Mount{{Source: shown, Target: "/opt/shown", ReadOnly: true}}},
-			{Name: "two"},
+			{Name: "two", ContainerRuntime: Runc},
 		}})
 	if err != nil {
+		t.Fatal(err)
+	}
+	inherited := make([]int, 2)
+	if err := unix.Pipe2(inherited, 0); err != nil {
 		t.Fatal(err)
 	}
 	before := traces(t, c)
@@ -73,7 +79,7 @@ func TestRealCluster(t *testing.T) {
 	if err := c.Start(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	r := &realTest{Cluster: c, client: must(c.client())}
+	r := &realTest{Cluster: c, client: must(c.client()), pipe: must(os.Readlink(fmt.Sprintf("/proc/self/fd/%d", inherited[0])))}
 	for _, step := range []struct {
 		name string
 		run  func(*realTest, *testing.T)
@@ -81,6 +87,7 @@ func TestRealCluster(t *testing.T) {
 		{"pods run", (*realTest).podsRun},
 		{"network", (*realTest).network},
 		{"isolation", (*realTest).isolation},
+		{"runtimes", (*realTest).runtimes},
 		{"kubelet", (*realTest).kubelet},
 		{"containerd", (*realTest).containerd},
 		{"control plane", (*realTest).controlPlane},
@@ -97,6 +104,8 @@ func TestRealCluster(t *testing.T) {
 type realTest struct {
 	*Cluster
 	client kubernetes.Interface
+	// pipe is a file that the starter of the cluster has inherited.
+	pipe string
 }
 
 func must[T any](value T, err error) T {
@@ -223,6 +232,16 @@ func (r *realTest) isolation(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(root, "opt/shown/other"), nil, 0o644); err == nil {
 		t.Error("a read-only mount took a file")
 	}
+	components := slices.Clone(r.components)
+	for _, node := range r.Nodes() {
+		components = append(components, node.components...)
+	}
+	for _, component := range components {
+		open := must(exec.Command("ls", "-l", fmt.Sprintf("/proc/%d/fd", must(component.Pid()))).Output())
+		if strings.Contains(string(open), r.pipe) {
+			t.Errorf("%s has inherited a file:\n%s", component.name, open)
+		}
+	}
 	if err := os.WriteFile(filepath.Join(root, "run/marker"), nil, 0o644); err != nil {
 		t.Error(err)
 	}
@@ -254,6 +273,123 @@ func (r *realTest) isolation(t *testing.T) {
 		}
 		return nil
 	})
+}
+
+// runtimesManifest has a pod that tells what containers see of their runtime, and one whose containers end in different ways.
+const runtimesManifest = `
+apiVersion: v1
+kind: Pod
+metadata: {name: sees-%[1]s}
+spec:
+  nodeName: %[1]s
+  automountServiceAccountToken: false
+  volumes:
+  - {name: dev, hostPath: {path: /dev}}
+  containers:
+  - name: default
+    image: docker.io/library/busybox:1.37
+    imagePullPolicy: Never
+    resources: {requests: {cpu: 100m, memory: 16Mi}, limits: {cpu: 500m, memory: 32Mi}}
+    readinessProbe: {exec: {command: ["true"]}, periodSeconds: 1}
+    command: &sees
+    - sh
+    - -c
+    - |
+      exec 2>&1
+      grep -E '^(NoNewPrivs|Seccomp|Cap...|Uid|Gid|Groups):' /proc/self/status
+      grep -E 'open files|processes|locked memory' /proc/self/limits
+      ls /dev | grep -v '^core$'
+      cat /proc/self/oom_score_adj
+      sort /sys/fs/cgroup/devices/devices.list | grep -v -e '^c 5:1 ' -e '^c 10:200 '
+      cd /sys/fs/cgroup
+      grep -s . memory.max cpu.max memory/memory.limit_in_bytes cpu/cpu.cfs_quota_us cpu/cpu.shares
+      for path in /etc/new /proc/sys/kernel/new; do mkdir $path; done
+      for path in /proc/kcore /proc/timer_list; do head -c 1 $path | wc -c; done
+      ls /sys/firmware
+      mknod /tmp/disk b 8 0 && cat /tmp/disk
+      touch /dev-of-node/new /dev-of-node/shm/new
+      echo said
+      exec sleep 3600
+  - name: restricted
+    image: docker.io/library/busybox:1.37
+    imagePullPolicy: Never
+    securityContext:
+      allowPrivilegeEscalation: false
+      readOnlyRootFilesystem: true
+      runAsUser: 1000
+      capabilities: {drop: [ALL]}
+      seccompProfile: {type: RuntimeDefault}
+    volumeMounts: [{name: dev, mountPath: /dev-of-node, readOnly: true, recursiveReadOnly: IfPossible}]
+    command: *sees
+  - name: privileged
+    image: docker.io/library/busybox:1.37
+    imagePullPolicy: Never
+    securityContext: {privileged: true}
+    command: *sees
+---
+apiVersion: v1
+kind: Pod
+metadata: {name: ends-%[1]s}
+spec:
+  nodeName: %[1]s
+  restartPolicy: Never
+  containers:
+  - name: status
+    image: docker.io/library/busybox:1.37
+    imagePullPolicy: Never
+    command: [sh, -c, "echo why > /dev/termination-log; exit 3"]
+  - name: memory
+    image: docker.io/library/busybox:1.37
+    imagePullPolicy: Never
+    resources: {limits: {memory: 32Mi}}
+    command: [tail, /dev/zero]
+  - name: no-program
+    image: docker.io/library/busybox:1.37
+    imagePullPolicy: Never
+    command: [/no-such-program]
+`
+
+// runtimes compares what kubelet and containers see of crun, on node one, with what they see of runc, on node two. It leaves out that
+// crun has /dev/core and allows the console, that runc allows /dev/net/tun, and that runc sets HOME of a user without an entry in /etc/passwd.
+func (r *realTest) runtimes(t *testing.T) {
+	seen := map[string]string{}
+	for _, node := range []string{"one", "two"} {
+		manifest := filepath.Join(t.TempDir(), "pods.yaml")
+		if err := os.WriteFile(manifest, fmt.Appendf(nil, runtimesManifest, node), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		sees, ends := "sees-"+node, "ends-"+node
+		r.kubectl(t, "apply", "-f", manifest)
+		r.kubectl(t, "wait", "--for=condition=Ready", "pod/"+sees, "--timeout=60s")
+		r.kubectl(t, "wait", "--for=jsonpath={.status.phase}=Failed", "pod/"+ends, "--timeout=60s")
+		var said []string
+		for _, container := range []string{"default", "restricted", "privileged"} {
+			var log string
+			eventually(t, container+" to have said all", func(ctx context.Context) (err error) {
+				log, err = r.Kubectl(ctx, "logs", sees, "-c", container)
+				if err == nil && !strings.HasSuffix(log, "said\n") {
+					err = fmt.Errorf("only:\n%s", log)
+				}
+				return err
+			})
+			said = append(said, container, log)
+		}
+		if got, want := r.kubectl(t, "exec", sees, "--", "cat", procBootID), must(r.Node(node).BootID()); got != want {
+			t.Errorf("boot ID in a container of node %s: %q, want %q", node, got, want)
+		}
+		said = append(said,
+			r.kubectl(t, "exec", sees, "-c", "restricted", "--", "sh", "-c",
+				"grep -E '^(NoNewPrivs|Seccomp|Cap...|Uid):' /proc/self/status; pwd; env | sort | grep -v ^HOME="),
+			r.kubectl(t, "get", "pod", sees, "-o", "jsonpath={.status.containerStatuses[*].volumeMounts}"),
+			r.kubectl(t, "get", "pod", ends, "-o", "jsonpath={range .status.containerStatuses[*].state.terminated}{.exitCode} {.reason}\n{end}"),
+			r.kubectl(t, "get", "pod", ends, "-o", "jsonpath={.status.containerStatuses[?(@.name=='status')].state.terminated.message}"),
+			r.kubectl(t, "get", "node", node, "-o", "jsonpath={.status.runtimeHandlers[*].features.recursiveReadOnlyMounts}"))
+		seen[node] = strings.ReplaceAll(strings.Join(said, "\n"), "-"+node, "-NODE")
+		r.kubectl(t, "delete", "pod", sees, ends)
+	}
+	if diff := cmp.Diff(seen["one"], seen["two"]); diff != "" {
+		t.Errorf("crun (-) and runc (+) differ:\n%s", diff)
+	}
 }
 
 func (r *realTest) kubelet(t *testing.T) {

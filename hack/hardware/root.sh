@@ -37,7 +37,7 @@ copy() {
 
 # The tools that hack/cluster starts, and those with which a reader looks around.
 for package in coreutils util-linux mount dash bash libc6 libc-bin iproute2 iptables nftables conntrack kmod busybox-static grep sed tar gzip \
-	findutils hostname procps; do
+	findutils hostname procps crun; do
 	dpkg-query --listfiles "$package"
 done | grep -E '^/(usr/)?(bin|sbin|lib|lib64)/' | grep -vE '/(gconv|locale)/' | sort -u | while read -r path; do copy "$path"; done
 for tool in iptables ip6tables iptables-save iptables-restore ip; do copy "/usr/sbin/$tool"; done

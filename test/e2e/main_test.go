@@ -45,6 +45,9 @@ const keepVariable = "E2E_CLUSTER"
 // tempPrefix begins the names of directories with clusters of one run.
 const tempPrefix = "tandem-e2e-"
 
+// runtimeVariable names the container runtime of the clusters: cluster.Crun, the default, or cluster.Runc.
+const runtimeVariable = "CONTAINER_RUNTIME"
+
 // logsVariable names the directory for what a failed run has to tell.
 const logsVariable = "E2E_LOGS"
 
@@ -188,6 +191,7 @@ func clusterConfig(dir string) (cluster.Config, error) {
 	return cluster.Config{
 		Dir:               filepath.Join(dir, "cluster"),
 		KubernetesVersion: os.Getenv("KUBERNETES"),
+		ContainerRuntime:  os.Getenv(runtimeVariable),
 		Progress:          os.Stdout,
 		AuditPolicy:       ourWrites,
 		Nodes: []cluster.NodeConfig{

@@ -112,9 +112,10 @@ func (s *story) clusterWithoutClaims() *cluster.Cluster {
 	s.Cleanup(func() { os.RemoveAll(dir) })
 	c, err := cluster.New(cluster.Config{
 		Dir: filepath.Join(dir, "cluster"), KubernetesVersion: theCluster.Config().KubernetesVersion, Progress: s.Output(),
-		Nodes:         []cluster.NodeConfig{{Name: gpuNode}},
-		APIServerArgs: []string{"--runtime-config=resource.k8s.io/v1=false"},
-		FeatureGates:  map[string]bool{"DynamicResourceAllocation": false},
+		ContainerRuntime: theCluster.Config().ContainerRuntime,
+		Nodes:            []cluster.NodeConfig{{Name: gpuNode}},
+		APIServerArgs:    []string{"--runtime-config=resource.k8s.io/v1=false"},
+		FeatureGates:     map[string]bool{"DynamicResourceAllocation": false},
 	})
 	if err != nil {
 		s.Fatal(err)
