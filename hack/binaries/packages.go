@@ -16,7 +16,7 @@ import (
 
 // debianPackages maps each Debian package the cluster needs to a file by which it is recognized where there is no dpkg.
 var debianPackages = []struct{ name, file string }{
-	{"containernetworking-plugins", cniDir + "/bridge"},
+	{"containernetworking-plugins", cniDir + "/ptp"},
 	{"crun", "/usr/bin/crun"},
 	{"iptables", "/usr/sbin/iptables"},
 	{"nftables", "/usr/sbin/nft"},

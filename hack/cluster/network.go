@@ -101,7 +101,7 @@ func (m *machine) sysctl(ctx context.Context, setting, value string) error {
 
 // loadModules asks for kernel modules that the cluster uses. Kernels that have them built in need no answer, so none is checked.
 func loadModules(ctx context.Context) {
-	cmd := hostCommand(ctx, "modprobe", "-a", "overlay", "br_netfilter", "veth", "bridge", "nf_tables", "nft_compat", "ifb", "sch_tbf")
+	cmd := hostCommand(ctx, "modprobe", "-a", "overlay", "br_netfilter", "veth", "bridge", "nf_tables", "nft_compat")
 	cmd.Stdout, cmd.Stderr = nil, nil
 	if err := cmd.Run(); err != nil && os.Getenv("TANDEM_DEBUG") != "" {
 		fmt.Fprintln(os.Stderr, "modprobe:", err)

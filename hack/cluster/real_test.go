@@ -115,11 +115,11 @@ func must[T any](value T, err error) T {
 	return value
 }
 
-// podsManifest has, on node one, a server with a host port and a bandwidth limit, and one such server on each node.
+// podsManifest has a server on node one that tells the boot ID, and one server on each node.
 const podsManifest = `
 apiVersion: v1
 kind: Pod
-metadata: {name: server, annotations: {kubernetes.io/egress-bandwidth: 8M}}
+metadata: {name: server}
 spec:
   nodeName: one
   restartPolicy: Always
@@ -128,7 +128,6 @@ spec:
     image: docker.io/library/busybox:1.37
     imagePullPolicy: Never
     command: [sh, -c, "cat /proc/sys/kernel/random/boot_id; mkdir -p /www; hostname > /www/index.html; exec httpd -f -p 80 -h /www"]
-    ports: [{containerPort: 80, hostPort: 8088}]
 ---
 apiVersion: apps/v1
 kind: DaemonSet
@@ -215,12 +214,11 @@ func (r *realTest) network(t *testing.T) {
 		}
 		return nil
 	})
-	for from, machine := range map[string]*machine{"control plane": r.control, "node two": r.Node("two").machine} {
-		eventually(t, "host port from "+from, machine.answers("http://"+r.Node("one").IP()+":8088/"))
-	}
-	cmd := must(r.Node("one").Command(t.Context(), "tc", "qdisc", "show"))
-	if out, err := cmd.CombinedOutput(); err != nil || !strings.Contains(string(out), "tbf") || !strings.Contains(string(out), "rate 8Mbit") {
-		t.Errorf("no bandwidth limit (%v):\n%s", err, out)
+	address := "http://" + r.kubectl(t, "get", "pod", "server", "-o", "jsonpath={.status.podIP}") + "/"
+	for from, machine := range map[string]*machine{
+		"control plane": r.control, "its own node": r.Node("one").machine, "node two": r.Node("two").machine,
+	} {
+		eventually(t, "pod from "+from, machine.answers(address))
 	}
 }
 
@@ -511,7 +509,8 @@ func (r *realTest) reboot(t *testing.T) {
 	if got, want := r.kubectl(t, "logs", "server"), must(node.BootID()); got != want {
 		t.Errorf("boot ID in the container %q: want %q", got, want)
 	}
-	eventually(t, "host port works again", node.machine.answers("http://"+node.IP()+":8088/"))
+	address := "http://" + r.kubectl(t, "get", "pod", "server", "-o", "jsonpath={.status.podIP}") + "/"
+	eventually(t, "the pod's network works again", r.control.answers(address))
 }
 
 func (r *realTest) logs(t *testing.T) {

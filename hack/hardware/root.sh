@@ -41,7 +41,7 @@ for package in coreutils util-linux mount dash bash libc6 libc-bin iproute2 ipta
 	dpkg-query --listfiles "$package"
 done | grep -E '^/(usr/)?(bin|sbin|lib|lib64)/' | grep -vE '/(gconv|locale)/' | sort -u | while read -r path; do copy "$path"; done
 for tool in iptables ip6tables iptables-save iptables-restore ip; do copy "/usr/sbin/$tool"; done
-for plugin in bridge portmap bandwidth host-local loopback; do copy "/usr/lib/cni/$plugin"; done
+for plugin in ptp host-local; do copy "/usr/lib/cni/$plugin"; done
 for file in passwd group nsswitch.conf protocols services ld.so.conf ld.so.conf.d os-release ssl/certs iproute2 login.defs shells; do
 	mkdir -p "$ROOT/etc/$(dirname "$file")"
 	[ ! -e "/etc/$file" ] || cp -aL "/etc/$file" "$ROOT/etc/$file"
