@@ -102,6 +102,9 @@ func (c *Cluster) Config() Config { return c.config }
 // use Command (or RESTConfig, which dials there).
 func (c *Cluster) Kubeconfig() string { return filepath.Join(c.config.Dir, "kubeconfig") }
 
+// APIHost is the address of the API server, at port 6443, that all machines reach.
+func (c *Cluster) APIHost() string { return controlIP }
+
 // Nodes answers all nodes in the order of the configuration.
 func (c *Cluster) Nodes() []*Node { return slices.Clone(c.nodes) }
 
@@ -198,7 +201,7 @@ func (c *Cluster) LoadImage(ctx context.Context, tarball string) error {
 	return group.Wait()
 }
 
-// Start makes the programs available, boots the machines and returns when every node is Ready and pods can be created. A
+// Start makes the programs available, boots the machines and returns when every node that is not bare is Ready and pods can be created. A
 // cluster that was started before and has lost parts is completed, with its data. After an error, Stop cleans up.
 func (c *Cluster) Start(ctx context.Context) error {
 	if os.Geteuid() != 0 {
@@ -251,9 +254,12 @@ func (c *Cluster) start(ctx context.Context, programs *binaries.Set) error {
 	if err := c.install(ctx, programs); err != nil {
 		return err
 	}
-	images, err := c.makeImages(ctx, programs.Pause)
-	if err != nil {
-		return err
+	var images []string
+	if slices.ContainsFunc(c.nodes, func(n *Node) bool { return !n.config.Bare }) {
+		var err error
+		if images, err = c.makeImages(ctx, programs.Pause); err != nil {
+			return err
+		}
 	}
 	loadModules(ctx)
 	c.say("booting %d machines", 1+len(c.nodes))
@@ -337,6 +343,9 @@ func (c *Cluster) startControlPlane(ctx context.Context, served chan<- struct{})
 }
 
 func (n *Node) start(ctx context.Context, images []string, served <-chan struct{}) error {
+	if n.config.Bare {
+		return nil
+	}
 	if err := n.Component(Containerd).Start(ctx); err != nil {
 		return err
 	}
@@ -369,6 +378,9 @@ func (c *Cluster) WaitReady(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, readyTimeout)
 	defer cancel()
 	for _, node := range c.nodes {
+		if node.config.Bare {
+			continue
+		}
 		if err := c.waitReady(ctx, node); err != nil {
 			return err
 		}

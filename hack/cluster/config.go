@@ -67,6 +67,8 @@ type NodeConfig struct {
 	Mounts []Mount `json:"mounts,omitempty"`
 	// Labels the kubelet registers the node with; NodeRestriction limits what may be under kubernetes.io.
 	Labels map[string]string `json:"labels,omitempty"`
+	// Bare boots the machine only, without containerd, kubelet and kube-proxy: the caller plays them (test/kubelet).
+	Bare bool `json:"bare,omitempty"`
 }
 
 // Container runtimes that containerd can use on a node.

@@ -114,8 +114,14 @@ func (n *Node) Reboot(ctx context.Context) error {
 	return n.cluster.waitReady(ctx, n)
 }
 
-// LoadImage imports an image archive (docker or OCI layout, a tarball) into the node's containerd.
+// PodIP is the i-th address of the node's pods, which all machines have a route to.
+func (n *Node) PodIP(i int) string { return fmt.Sprintf("10.244.%d.%d", n.index+1, 1+i) }
+
+// LoadImage imports an image archive (docker or OCI layout, a tarball) into the node's containerd. A bare node has none.
 func (n *Node) LoadImage(ctx context.Context, tarball string) error {
+	if n.config.Bare {
+		return nil
+	}
 	file, err := os.Open(tarball)
 	if err != nil {
 		return fmt.Errorf("load image into %s: %w", n.name, err)
@@ -134,6 +140,9 @@ func (n *Node) LoadImage(ctx context.Context, tarball string) error {
 
 // describe fills in the node's components.
 func (n *Node) describe(programs *binaries.Set) {
+	if n.config.Bare {
+		return
+	}
 	kubernetes := programs.Kubernetes(n.config.KubernetesVersion)
 	kubeletArgs := []string{
 		"--config=/etc/kubernetes/kubelet.yaml",
@@ -222,6 +231,9 @@ func baseSpec(ctx context.Context, programs *binaries.Set, containerRuntime stri
 
 // configure writes the configuration files of the node's components onto its disk.
 func (n *Node) configure(ctx context.Context, programs *binaries.Set) error {
+	if n.config.Bare {
+		return nil
+	}
 	spec, err := baseSpec(ctx, programs, n.config.ContainerRuntime)
 	if err != nil {
 		return err
