@@ -10,7 +10,6 @@ import (
 	authenticationv1 "k8s.io/api/authentication/v1"
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
@@ -80,47 +79,6 @@ func (s *story) sliceOf(nodeName string) *resourceapi.ResourceSlice {
 	return &list.Items[0]
 }
 
-// TestStolenToken: a process with the token of a node's agent can write that node's slices and read what the agent reads, and
-// nothing else. Nothing of what it tries here is stored: requests that the API server would allow are dry runs.
-func TestStolenToken(t *testing.T) {
-	s := begin(t)
-	pod := s.agentPod(gpuNode)
-	account := pod.Spec.ServiceAccountName
-	stolen := s.as(account, &pod)
-	own, other := s.sliceOf(gpuNode), s.sliceOf(numaNode)
-	const notYours = "the agent on node '" + gpuNode + "' may write ResourceSlices of that node only"
-	otherDriver, otherPool, allNodes := own.DeepCopy(), own.DeepCopy(), own.DeepCopy()
-	otherDriver.Spec.Driver = "gpu.example.com"
-	otherPool.Spec.Pool.Name = numaNode
-	everywhere := true
-	allNodes.Spec.NodeName, allNodes.Spec.AllNodes = nil, &everywhere
-
-	slicesOf := func(client kubernetes.Interface) writes { return writes{s, client} }
-	for name, c := range map[string]struct {
-		err  error
-		want string // "" for allowed
-	}{
-		"update own":          {slicesOf(stolen).update(own), ""},
-		"create own":          {slicesOf(stolen).create(own), ""},
-		"delete own":          {slicesOf(stolen).remove(own), ""},
-		"update another's":    {slicesOf(stolen).update(other), notYours},
-		"create another's":    {slicesOf(stolen).create(other), notYours},
-		"delete another's":    {slicesOf(stolen).remove(other), notYours},
-		"for all nodes":       {slicesOf(stolen).create(allNodes), notYours},
-		"of another driver":   {slicesOf(stolen).create(otherDriver), "of the driver " + install.DriverName + " only"},
-		"in another's pool":   {slicesOf(stolen).create(otherPool), "may write pools named '" + gpuNode + "'"},
-		"token bound to none": {slicesOf(s.as(account, nil)).update(own), "bound to its pod"},
-	} {
-		switch {
-		case c.want == "" && c.err != nil:
-			t.Errorf("%s: %v", name, c.err)
-		case c.want != "" && (!apierrors.IsForbidden(c.err) || !strings.Contains(c.err.Error(), c.want)):
-			t.Errorf("%s: %v, which should be forbidden and say %q", name, c.err, c.want)
-		}
-	}
-	s.forbidden(stolen)
-}
-
 // writes to slices that are never stored.
 type writes struct {
 	*story
@@ -142,63 +100,6 @@ func (w writes) update(slice *resourceapi.ResourceSlice) error {
 
 func (w writes) remove(slice *resourceapi.ResourceSlice) error {
 	return w.client.ResourceV1().ResourceSlices().Delete(w.ctx, slice.Name, metav1.DeleteOptions{DryRun: dryRun})
-}
-
-// forbidden tries what an agent has no business with.
-func (s *story) forbidden(client kubernetes.Interface) {
-	s.Helper()
-	list, dry := metav1.ListOptions{}, metav1.PatchOptions{DryRun: dryRun}
-	patch := []byte(`{"metadata":{"labels":{"stolen":"true"}}}`)
-	s.manifest(`
-apiVersion: resource.k8s.io/v1
-kind: ResourceClaim
-metadata: {name: not-allocated}
-spec: {devices: {requests: [{name: gpu, exactly: {deviceClassName: gpu.nvidia.com}}]}}
-`)
-	for name, err := range map[string]error{
-		"list secrets": func() error { _, err := client.CoreV1().Secrets("").List(s.ctx, list); return err }(),
-		"list secrets of its namespace": func() error {
-			_, err := client.CoreV1().Secrets(install.Namespace).List(s.ctx, list)
-			return err
-		}(),
-		"list configmaps":       func() error { _, err := client.CoreV1().ConfigMaps("").List(s.ctx, list); return err }(),
-		"list service accounts": func() error { _, err := client.CoreV1().ServiceAccounts("").List(s.ctx, list); return err }(),
-		"list claims":           func() error { _, err := client.ResourceV1().ResourceClaims("").List(s.ctx, list); return err }(),
-		"list roles":            func() error { _, err := client.RbacV1().ClusterRoles().List(s.ctx, list); return err }(),
-		"list device classes":   func() error { _, err := client.ResourceV1().DeviceClasses().List(s.ctx, list); return err }(),
-		"patch its node": func() error {
-			_, err := client.CoreV1().Nodes().Patch(s.ctx, gpuNode, types.MergePatchType, patch, dry)
-			return err
-		}(),
-		"patch its node's state": func() error {
-			_, err := client.CoreV1().Nodes().Patch(s.ctx, gpuNode, types.MergePatchType, patch, dry, "status")
-			return err
-		}(),
-		"create a pod": func() error {
-			_, err := client.CoreV1().Pods(install.Namespace).Create(s.ctx, &corev1.Pod{
-				ObjectMeta: metav1.ObjectMeta{Name: "stolen"},
-				Spec:       corev1.PodSpec{Containers: []corev1.Container{{Name: "c", Image: "i"}}},
-			}, metav1.CreateOptions{DryRun: dryRun})
-			return err
-		}(),
-		"delete pods": client.CoreV1().Pods(install.Namespace).Delete(s.ctx, s.agentPod(numaNode).Name, metav1.DeleteOptions{DryRun: dryRun}),
-		"write a claim's status": func() error {
-			_, err := client.ResourceV1().ResourceClaims(s.namespace).UpdateStatus(s.ctx, s.claim("not-allocated"), metav1.UpdateOptions{DryRun: dryRun})
-			return err
-		}(),
-		"write a claim": func() error {
-			_, err := client.ResourceV1().ResourceClaims(s.namespace).Update(s.ctx, s.claim("not-allocated"), metav1.UpdateOptions{DryRun: dryRun})
-			return err
-		}(),
-		"make a token": func() error {
-			_, err := client.CoreV1().ServiceAccounts(install.Namespace).CreateToken(s.ctx, "default", &authenticationv1.TokenRequest{}, metav1.CreateOptions{})
-			return err
-		}(),
-	} {
-		if !apierrors.IsForbidden(err) {
-			s.Errorf("%s is not forbidden: %v", name, err)
-		}
-	}
 }
 
 // TestAgentIsConfined: what the kernel says of the agent's process on a node without real GPUs, where it needs no privilege.

@@ -1,0 +1,332 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package contract
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+
+	authenticationv1 "k8s.io/api/authentication/v1"
+	corev1 "k8s.io/api/core/v1"
+	policyv1 "k8s.io/api/policy/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/utils/ptr"
+
+	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/pkg/controller"
+)
+
+// TestStolenToken: a process with the token of a node's agent can write that node's slices and read what the agent reads, and
+// nothing else. Nothing of what it tries here is stored: requests that the API server would allow are dry runs.
+func TestStolenToken(t *testing.T) {
+	s := begin(t)
+	pod := s.agentPod(gpuNode)
+	account := pod.Spec.ServiceAccountName
+	stolen := s.as(account, &pod)
+	own, other := s.sliceOf(gpuNode), s.sliceOf(numaNode)
+	const notYours = "the agent on node '" + gpuNode + "' may write ResourceSlices of that node only"
+	otherDriver, otherPool, allNodes := own.DeepCopy(), own.DeepCopy(), own.DeepCopy()
+	otherDriver.Spec.Driver = "gpu.example.com"
+	otherPool.Spec.Pool.Name = numaNode
+	everywhere := true
+	allNodes.Spec.NodeName, allNodes.Spec.AllNodes = nil, &everywhere
+
+	slicesOf := func(client kubernetes.Interface) writes { return writes{s, client} }
+	for name, c := range map[string]struct {
+		err  error
+		want string // "" for allowed
+	}{
+		"update own":          {slicesOf(stolen).update(own), ""},
+		"create own":          {slicesOf(stolen).create(own), ""},
+		"delete own":          {slicesOf(stolen).remove(own), ""},
+		"update another's":    {slicesOf(stolen).update(other), notYours},
+		"create another's":    {slicesOf(stolen).create(other), notYours},
+		"delete another's":    {slicesOf(stolen).remove(other), notYours},
+		"for all nodes":       {slicesOf(stolen).create(allNodes), notYours},
+		"of another driver":   {slicesOf(stolen).create(otherDriver), "of the driver " + install.DriverName + " only"},
+		"in another's pool":   {slicesOf(stolen).create(otherPool), "may write pools named '" + gpuNode + "'"},
+		"token bound to none": {slicesOf(s.as(account, nil)).update(own), "bound to its pod"},
+	} {
+		switch {
+		case c.want == "" && c.err != nil:
+			t.Errorf("%s: %v", name, c.err)
+		case c.want != "" && (!apierrors.IsForbidden(c.err) || !strings.Contains(c.err.Error(), c.want)):
+			t.Errorf("%s: %v, which should be forbidden and say %q", name, c.err, c.want)
+		}
+	}
+	s.forbidden(stolen)
+}
+
+// writes to slices that are never stored.
+type writes struct {
+	*story
+	client kubernetes.Interface
+}
+
+func (w writes) create(slice *resourceapi.ResourceSlice) error {
+	fresh := &resourceapi.ResourceSlice{ObjectMeta: metav1.ObjectMeta{GenerateName: "stolen-"}, Spec: slice.Spec}
+	_, err := w.client.ResourceV1().ResourceSlices().Create(w.ctx, fresh, metav1.CreateOptions{DryRun: dryRun})
+	return err
+}
+
+func (w writes) update(slice *resourceapi.ResourceSlice) error {
+	_, err := w.client.ResourceV1().ResourceSlices().Patch(w.ctx, slice.Name, types.MergePatchType, []byte(`{"metadata":{"labels":{"stolen":"true"}}}`), metav1.PatchOptions{DryRun: dryRun})
+	return err
+}
+
+func (w writes) remove(slice *resourceapi.ResourceSlice) error {
+	return w.client.ResourceV1().ResourceSlices().Delete(w.ctx, slice.Name, metav1.DeleteOptions{DryRun: dryRun})
+}
+
+var dryRun = []string{metav1.DryRunAll}
+
+// forbidden tries what an agent has no business with.
+func (s *story) forbidden(client kubernetes.Interface) {
+	s.Helper()
+	list, dry := metav1.ListOptions{}, metav1.PatchOptions{DryRun: dryRun}
+	patch := []byte(`{"metadata":{"labels":{"stolen":"true"}}}`)
+	s.manifest(`
+apiVersion: resource.k8s.io/v1
+kind: ResourceClaim
+metadata: {name: not-allocated}
+spec: {devices: {requests: [{name: gpu, exactly: {deviceClassName: gpu.nvidia.com}}]}}
+`)
+	for name, err := range map[string]error{
+		"list secrets": func() error { _, err := client.CoreV1().Secrets("").List(s.ctx, list); return err }(),
+		"list secrets of its namespace": func() error {
+			_, err := client.CoreV1().Secrets(install.Namespace).List(s.ctx, list)
+			return err
+		}(),
+		"list configmaps":       func() error { _, err := client.CoreV1().ConfigMaps("").List(s.ctx, list); return err }(),
+		"list service accounts": func() error { _, err := client.CoreV1().ServiceAccounts("").List(s.ctx, list); return err }(),
+		"list claims":           func() error { _, err := client.ResourceV1().ResourceClaims("").List(s.ctx, list); return err }(),
+		"list roles":            func() error { _, err := client.RbacV1().ClusterRoles().List(s.ctx, list); return err }(),
+		"list device classes":   func() error { _, err := client.ResourceV1().DeviceClasses().List(s.ctx, list); return err }(),
+		"patch its node": func() error {
+			_, err := client.CoreV1().Nodes().Patch(s.ctx, gpuNode, types.MergePatchType, patch, dry)
+			return err
+		}(),
+		"patch its node's state": func() error {
+			_, err := client.CoreV1().Nodes().Patch(s.ctx, gpuNode, types.MergePatchType, patch, dry, "status")
+			return err
+		}(),
+		"create a pod": func() error {
+			_, err := client.CoreV1().Pods(install.Namespace).Create(s.ctx, &corev1.Pod{
+				ObjectMeta: metav1.ObjectMeta{Name: "stolen"},
+				Spec:       corev1.PodSpec{Containers: []corev1.Container{{Name: "c", Image: "i"}}},
+			}, metav1.CreateOptions{DryRun: dryRun})
+			return err
+		}(),
+		"delete pods": client.CoreV1().Pods(install.Namespace).Delete(s.ctx, s.agentPod(numaNode).Name, metav1.DeleteOptions{DryRun: dryRun}),
+		"write a claim's status": func() error {
+			_, err := client.ResourceV1().ResourceClaims(s.namespace).UpdateStatus(s.ctx, s.claim("not-allocated"), metav1.UpdateOptions{DryRun: dryRun})
+			return err
+		}(),
+		"write a claim": func() error {
+			_, err := client.ResourceV1().ResourceClaims(s.namespace).Update(s.ctx, s.claim("not-allocated"), metav1.UpdateOptions{DryRun: dryRun})
+			return err
+		}(),
+		"make a token": func() error {
+			_, err := client.CoreV1().ServiceAccounts(install.Namespace).CreateToken(s.ctx, "default", &authenticationv1.TokenRequest{}, metav1.CreateOptions{})
+			return err
+		}(),
+	} {
+		if !apierrors.IsForbidden(err) {
+			s.Errorf("%s is not forbidden: %v", name, err)
+		}
+	}
+}
+
+// sliceOf is one slice of a node.
+func (s *story) sliceOf(nodeName string) *resourceapi.ResourceSlice {
+	s.Helper()
+	list, err := theClient.ResourceV1().ResourceSlices().List(s.ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + nodeName})
+	if err != nil {
+		s.Fatal(err)
+	}
+	if len(list.Items) == 0 {
+		s.Fatalf("no slice of %s", nodeName)
+	}
+	return &list.Items[0]
+}
+
+const (
+	gpuNodesPath    = "/apis/tandem-gpu.dev/v1alpha1/gpunodes"
+	controllerLabel = "app.kubernetes.io/component=controller"
+)
+
+// TestWhoMayWriteWhat: the status of a GPUNode is its own node's agent's, the spec the controller's, and of what others own the
+// controller may write what it is there for. Nothing here is stored: where the API server would allow it, it is a dry run.
+func TestWhoMayWriteWhat(t *testing.T) {
+	s := begin(t)
+	agent := s.agentPod(gpuNode)
+	own := s.as(agent.Spec.ServiceAccountName, &agent)
+	unbound := s.as(agent.Spec.ServiceAccountName, nil)
+	leader := s.controllerPod()
+	control := s.as(leader.Spec.ServiceAccountName, &leader)
+	s.manifest(one("limit", "victim"))
+	s.running(soon, 1, 0)
+	victim := *s.pod("victim")
+	s.await(soon, "both nodes' GPUNodes", func() error {
+		for _, name := range []string{gpuNode, numaNode} {
+			if err := theClient.CoreV1().RESTClient().Get().AbsPath(gpuNodesPath, name).Do(s.ctx).Error(); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	s.await(soon, "the webhook's Secret, which a controller makes", func() error {
+		_, err := theClient.CoreV1().Secrets(install.Namespace).Get(s.ctx, webhookName, metav1.GetOptions{})
+		return err
+	})
+	const (
+		status      = `{"status":{"mode":"Split"}}`
+		spec        = `{"spec":{"claims":[{"uid":"u","namespace":"n","name":"c","devices":["gpu-0"]}]}}`
+		maintenance = `{"spec":{"maintenance":[{"uuid":"GPU-0"}]}}`
+		labels      = `{"metadata":{"labels":{"stolen":"true"}}}`
+		ofNode      = "the agent on node '" + gpuNode + "' may write the GPUNode of that node only"
+		notByRBAC   = "cannot "
+	)
+	for name, c := range map[string]struct {
+		err  error
+		want string // "" for allowed
+	}{
+		"agent: its status":            {s.patchGPUNode(own, gpuNode+"/status", status), ""},
+		"agent: its metadata":          {s.patchGPUNode(own, gpuNode, labels), ""},
+		"agent: its spec":              {s.patchGPUNode(own, gpuNode, spec), "only the controller and administrators may"},
+		"agent: a maintenance":         {s.patchGPUNode(own, gpuNode, maintenance), "only the controller and administrators may"},
+		"controller: a maintenance":    {s.patchGPUNode(control, gpuNode, maintenance), "may not write spec.maintenance"},
+		"agent: another's status":      {s.patchGPUNode(own, numaNode+"/status", status), ofNode},
+		"agent: another's spec":        {s.patchGPUNode(own, numaNode, spec), ofNode},
+		"agent: delete its own":        {s.deleteGPUNode(own, gpuNode), ""},
+		"agent: delete another's":      {s.deleteGPUNode(own, numaNode), ofNode},
+		"agent: create another's":      {s.createGPUNode(own, "node-3"), ofNode},
+		"agent: token bound to none":   {s.patchGPUNode(unbound, gpuNode+"/status", status), "bound to its pod"},
+		"controller: a spec":           {s.patchGPUNode(control, numaNode, spec), ""},
+		"controller: a status":         {s.patchGPUNode(control, gpuNode+"/status", status), notByRBAC},
+		"controller: metadata":         {s.patchGPUNode(control, gpuNode, labels), "may not write the metadata of a GPUNode"},
+		"controller: create":           {s.createGPUNode(control, "node-3"), notByRBAC},
+		"controller: delete":           {s.deleteGPUNode(control, gpuNode), notByRBAC},
+		"controller: a pod's image":    {s.patchPod(control, agent, `{"spec":{"containers":[{"name":"kubelet-plugin","image":"stolen"}]}}`), "may not write the spec of a pod"},
+		"controller: a pod's label":    {s.patchPod(control, agent, labels), "no metadata of a pod but"},
+		"controller: an annotation":    {s.patchPod(control, agent, `{"metadata":{"annotations":{"stolen":"true"}}}`), "no metadata of a pod but"},
+		"controller: the annotation":   {s.patchPod(control, agent, `{"metadata":{"annotations":{"`+controller.RetryAnnotation+`":"now"}}}`), ""},
+		"controller: GPUs of a node":   {s.patchNode(control, `{"status":{"allocatable":{"`+install.ResourceName+`":"3"}}}`, "status"), ""},
+		"controller: too many GPUs":    {s.patchNode(control, `{"status":{"allocatable":{"`+install.ResourceName+`":"99"}}}`, "status"), "than the node has"},
+		"controller: CPUs of a node":   {s.patchNode(control, `{"status":{"allocatable":{"cpu":"99"}}}`, "status"), "nothing of a node's status but"},
+		"controller: capacity":         {s.patchNode(control, `{"status":{"capacity":{"`+install.ResourceName+`":"99"}}}`, "status"), "nothing of a node's status but"},
+		"controller: a node's label":   {s.patchNode(control, labels, "status"), "may not write the metadata of a node"},
+		"controller: a node":           {s.patchNode(control, labels), notByRBAC},
+		"controller: evict whatever":   {s.evict(control, victim, nil), "with its UID and resourceVersion"},
+		"controller: evict by its UID": {s.evict(control, victim, &metav1.Preconditions{UID: &victim.UID}), "with its UID and resourceVersion"},
+		"controller: evict an agent":   {s.evict(control, agent, &metav1.Preconditions{UID: &agent.UID, ResourceVersion: &agent.ResourceVersion}), "may evict no pod in the namespace"},
+		"controller: delete a pod":     {control.CoreV1().Pods(agent.Namespace).Delete(s.ctx, agent.Name, metav1.DeleteOptions{DryRun: dryRun}), "may make and delete no pods but those of MPS daemons"},
+		"controller: read secrets":     {func() error { _, err := control.CoreV1().Secrets("").List(s.ctx, metav1.ListOptions{}); return err }(), notByRBAC},
+		"controller: its secret": {func() error {
+			_, err := control.CoreV1().Secrets(install.Namespace).Get(s.ctx, webhookName, metav1.GetOptions{})
+			return err
+		}(), ""},
+		"controller: another secret": {func() error {
+			_, err := control.CoreV1().Secrets(install.Namespace).Get(s.ctx, "other", metav1.GetOptions{})
+			return err
+		}(), notByRBAC},
+		"controller: make a secret": {s.makeSecret(control, "other", corev1.SecretTypeOpaque), "may create no Secret but " + webhookName},
+		"controller: make a token":  {s.makeSecret(control, webhookName, corev1.SecretTypeServiceAccountToken), "of type kubernetes.io/tls"},
+		"controller: every webhook": {func() error {
+			_, err := control.AdmissionregistrationV1().ValidatingWebhookConfigurations().List(s.ctx, metav1.ListOptions{})
+			return err
+		}(), notByRBAC},
+		"controller: whom to trust":    {s.patchWebhook(control, `"caBundle":"eA=="`, ""), ""},
+		"controller: another server":   {s.patchWebhook(control, `"url":"https://example.com","service":null`, ""), "nothing of a webhook configuration but caBundle"},
+		"controller: asked everything": {s.patchWebhook(control, "", `"rules":[{"apiGroups":["*"],"apiVersions":["*"],"operations":["*"],"resources":["*/*"]}]`), "nothing of a webhook configuration but caBundle"},
+		"controller: without it none":  {s.patchWebhook(control, "", `"failurePolicy":"Fail"`), "nothing of a webhook configuration but caBundle"},
+		"controller: another's lease": {func() error {
+			_, err := control.CoordinationV1().Leases("kube-system").List(s.ctx, metav1.ListOptions{})
+			return err
+		}(), notByRBAC},
+	} {
+		switch {
+		case c.want == "" && c.err != nil:
+			t.Errorf("%s: %v", name, c.err)
+		case c.want != "" && (!apierrors.IsForbidden(c.err) || !strings.Contains(c.err.Error(), c.want)):
+			t.Errorf("%s: %v, which should be forbidden and say %q", name, c.err, c.want)
+		}
+	}
+	// As it was seen, the pod may go; another version of it may not.
+	fresh := *s.pod("victim")
+	if err := s.evict(control, fresh, &metav1.Preconditions{UID: &fresh.UID, ResourceVersion: &fresh.ResourceVersion}); err != nil {
+		t.Errorf("evict a pod as it is: %v", err)
+	}
+	if err := s.evict(control, fresh, &metav1.Preconditions{UID: &fresh.UID, ResourceVersion: ptr.To("1")}); !apierrors.IsConflict(err) {
+		t.Errorf("evict a pod that has changed: %v", err)
+	}
+}
+
+// patchWebhook merges fields into the one webhook, and into its clientConfig.
+func (s *story) patchWebhook(client kubernetes.Interface, clientConfig, webhook string) error {
+	s.Helper()
+	if webhook != "" {
+		webhook = "," + webhook
+	}
+	patch := fmt.Sprintf(`{"webhooks":[{"name":"parameters.tandem-gpu.dev","clientConfig":{%s}%s}]}`, clientConfig, webhook)
+	// Strategic: the webhook is found by its name, and what is not said stays.
+	_, err := client.AdmissionregistrationV1().ValidatingWebhookConfigurations().Patch(s.ctx, webhookName, types.StrategicMergePatchType, []byte(patch), metav1.PatchOptions{DryRun: dryRun})
+	return err
+}
+
+func (s *story) makeSecret(client kubernetes.Interface, name string, kind corev1.SecretType) error {
+	_, err := client.CoreV1().Secrets(install.Namespace).Create(s.ctx, &corev1.Secret{
+		ObjectMeta: metav1.ObjectMeta{Name: name, Annotations: map[string]string{corev1.ServiceAccountNameKey: "tandem"}}, Type: kind,
+	}, metav1.CreateOptions{DryRun: dryRun})
+	return err
+}
+
+// controllerPod is the one that leads, or waits to.
+func (s *story) controllerPod() corev1.Pod {
+	s.Helper()
+	list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{LabelSelector: controllerLabel})
+	if err != nil {
+		s.Fatal(err)
+	}
+	if len(list.Items) == 0 {
+		s.Fatal("no pod of the controller")
+	}
+	return list.Items[0]
+}
+
+func (s *story) patchGPUNode(client kubernetes.Interface, path, patch string) error {
+	return client.CoreV1().RESTClient().Patch(types.MergePatchType).AbsPath(gpuNodesPath+"/"+path).Param("dryRun", metav1.DryRunAll).
+		Body([]byte(patch)).Do(s.ctx).Error()
+}
+
+func (s *story) createGPUNode(client kubernetes.Interface, name string) error {
+	body := fmt.Sprintf(`{"apiVersion":"tandem-gpu.dev/v1alpha1","kind":"GPUNode","metadata":{"name":%q}}`, name)
+	return client.CoreV1().RESTClient().Post().AbsPath(gpuNodesPath).Param("dryRun", metav1.DryRunAll).
+		SetHeader("Content-Type", "application/json").Body([]byte(body)).Do(s.ctx).Error()
+}
+
+func (s *story) deleteGPUNode(client kubernetes.Interface, name string) error {
+	return client.CoreV1().RESTClient().Delete().AbsPath(gpuNodesPath, name).Param("dryRun", metav1.DryRunAll).Do(s.ctx).Error()
+}
+
+func (s *story) patchPod(client kubernetes.Interface, pod corev1.Pod, patch string) error {
+	_, err := client.CoreV1().Pods(pod.Namespace).Patch(s.ctx, pod.Name, types.StrategicMergePatchType, []byte(patch), metav1.PatchOptions{DryRun: dryRun})
+	return err
+}
+
+func (s *story) patchNode(client kubernetes.Interface, patch string, subresources ...string) error {
+	_, err := client.CoreV1().Nodes().Patch(s.ctx, gpuNode, types.MergePatchType, []byte(patch), metav1.PatchOptions{DryRun: dryRun}, subresources...)
+	return err
+}
+
+func (s *story) evict(client kubernetes.Interface, pod corev1.Pod, preconditions *metav1.Preconditions) error {
+	return client.CoreV1().Pods(pod.Namespace).EvictV1(s.ctx, &policyv1.Eviction{
+		ObjectMeta:    metav1.ObjectMeta{Name: pod.Name, Namespace: pod.Namespace},
+		DeleteOptions: &metav1.DeleteOptions{DryRun: dryRun, Preconditions: preconditions},
+	})
+}
