@@ -212,14 +212,14 @@ func TestClaims(t *testing.T) {
 	serve(t, filepath.Join(k.Dir, "plugins_registry", "d-reg.sock"), func(s *grpc.Server) { registerapi.RegisterRegistrationServer(s, d) })
 	await(t, k, "the driver", func() bool { _, ok := k.Driver(driverName); return ok })
 
-	one, two, stranger := podOf("one"), podOf("two"), podOf("stranger")
+	one, two, other := podOf("one"), podOf("two"), podOf("other")
 	if err := k.prepare(t.Context(), one); err == nil || !strings.Contains(err.Error(), "not now") {
 		t.Errorf("a refused claim: %v", err)
 	}
 	d.mu.Lock()
 	d.refuse = false
 	d.mu.Unlock()
-	if err := k.prepare(t.Context(), stranger); err == nil || !strings.Contains(err.Error(), "is not allowed to use") {
+	if err := k.prepare(t.Context(), other); err == nil || !strings.Contains(err.Error(), "is not allowed to use") {
 		t.Errorf("a pod that the claim is not reserved for: %v", err)
 	}
 	for _, pod := range []*corev1.Pod{one, two} {
