@@ -234,10 +234,11 @@ func TestClaims(t *testing.T) {
 	if err != nil || len(claims) != 1 || !slices.Equal(claims[0].PodUIDs, []string{"one", "two"}) || !slices.Equal(claims[0].CDIDevices, []string{"k8s.x/gpu=0"}) {
 		t.Errorf("the checkpoint has %+v (%v)", claims, err)
 	}
-	for _, pod := range []*corev1.Pod{one, two} {
-		if err := k.unprepare(t.Context(), pod.UID); err != nil {
-			t.Fatal(err)
-		}
+	if err := k.unprepare(t.Context(), one.UID); err != nil || slices.Contains(d.calls, "unprepare shared") {
+		t.Errorf("a claim that another pod has: %v, calls %v", err, d.calls)
+	}
+	if err := k.unprepare(t.Context(), two.UID); err != nil {
+		t.Fatal(err)
 	}
 	if want := []string{"prepare shared", "prepare shared", "unprepare shared"}; !slices.Equal(d.calls, want) {
 		t.Errorf("calls %v, want %v", d.calls, want)
