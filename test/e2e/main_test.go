@@ -198,6 +198,8 @@ func clusterConfig(dir string) (cluster.Config, error) {
 			{Name: gpuNode, Kubelet: map[string]any{"staticPodPath": staticPodDir, "fileCheckFrequency": "1s"}},
 			{
 				Name: numaNode, Labels: map[string]string{numaKey: "true"},
+				// Debian 12's crun fails to write the CPU quota of containers with exclusive CPUs.
+				ContainerRuntime: cluster.Runc,
 				// Kubelet sees the NUMA nodes of the simulated machine.
 				Mounts: []cluster.Mount{{
 					Source: filepath.Join(machine, simulated.SysfsDir, nodes), Target: filepath.Join("/sys", nodes), ReadOnly: true,
