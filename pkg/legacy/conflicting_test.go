@@ -62,11 +62,9 @@ func (f *fixture) noNewHolder(words ...string) {
 
 // A plugin is found by what kubelet registered for our resource, whatever its device IDs look like, before and after we register.
 func TestForeignPluginOfUnknownDevices(t *testing.T) {
-	t.Parallel()
 	eachRelease(t, func(t *testing.T, release kubeletRelease) {
 		for _, ids := range [][]string{{"nvidia0", "nvidia1"}, {"card-a"}, {uuid(0) + "-3"}} {
 			t.Run("first "+ids[0], func(t *testing.T) {
-				t.Parallel()
 				f := newFixture(t, release)
 				f.startKubelet()
 				_, stopOther := f.startOther("other.sock", ids...)
@@ -89,7 +87,6 @@ func TestForeignPluginOfUnknownDevices(t *testing.T) {
 				}
 			})
 			t.Run("later "+ids[0], func(t *testing.T) {
-				t.Parallel()
 				f := newFixture(t, release)
 				f.startKubelet()
 				f.ledger.claim("c1", 3)

@@ -151,7 +151,6 @@ func TestRunAgain(t *testing.T) {
 
 // An agent that stops answers an Allocate in flight, which may wait for the watch of pods: an error would fail the pod.
 func TestStopAnswersASlowAllocate(t *testing.T) {
-	t.Parallel()
 	f := newFixture(t, release137)
 	f.startKubelet()
 	_, stop := f.start()
