@@ -94,8 +94,8 @@ type prepared struct {
 // callTimeout is kubelet's.
 const callTimeout = 45 * time.Second
 
-// shortCall is the deadline of calls that are to run into it. Half of it is left for the answer (callContext).
-const shortCall = 4 * time.Second
+// shortCall is the deadline of calls that are to run into it. Enough for the whole answerMargin: a busy machine needs it.
+const shortCall = 8 * time.Second
 
 // prepare calls NodePrepareResources with the given API version ("v1" or "v1beta1") and returns devices or error by claim UID.
 func (k *fakeKubelet) prepare(version string, claims ...*resourceapi.ResourceClaim) (map[string][]prepared, map[string]error, error) {
