@@ -67,8 +67,8 @@ contract: ## agent and controller as programs, with a real API server and a fake
 	hack/unit.sh ./test/contract
 
 .PHONY: intruder
-intruder: ## attacks on an API server with the chart's roles and policies
-	hack/unit.sh ./test/intruder
+intruder: ## attacks on an API server with the chart's roles and policies, and what the product expects of an API server
+	hack/unit.sh ./test/intruder ./test/facts
 
 .PHONY: e2e
 e2e: ## users' stories, on several real clusters at once (KUBERNETES=v1.36.3, RUN=regexp, CLUSTERS=2, SHARD=1/3)

@@ -162,5 +162,8 @@ func TestRaise(t *testing.T) {
 			t.Errorf("a limit of %q was raised", bad)
 		}
 		has(t, limit, bad)
+		if err := r.End(t.Context()); err != nil {
+			t.Error(err)
+		}
 	}
 }

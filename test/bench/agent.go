@@ -17,6 +17,7 @@ import (
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/test/kubelet"
 )
 
 // node is the machine the agent believes to be on.
@@ -133,17 +134,26 @@ func (a *agent) stop() error {
 	}
 }
 
-// await waits for a step of the agent's start.
-func (a *agent) await(ctx context.Context, step string, done <-chan struct{}, failed <-chan error) error {
-	select {
-	case <-done:
-		return nil
-	case err := <-failed:
-		return fmt.Errorf("await %s: %w", step, err)
-	case err := <-a.ended:
-		a.ended <- err
-		return fmt.Errorf("await %s: the agent has ended: %v\n%s", step, err, a.log)
-	case <-ctx.Done():
-		return fmt.Errorf("await %s: %w", step, context.Cause(ctx))
+// await waits until both of the agent's APIs are registered that its mode has. The DRA driver registers in every mode.
+func (a *agent) await(ctx context.Context, k *kubelet.Kubelet, mode config.Mode) (kubelet.Driver, kubelet.DevicePlugin, error) {
+	failures := len(k.Failures())
+	for {
+		changed := k.Changed()
+		driver, hasDriver := k.Driver(driverName)
+		plugin, hasPlugin := k.DevicePlugin(resourceName)
+		if hasDriver && driver.Identified.After(a.started) && (!mode.Limits() || hasPlugin && plugin.Registered.After(a.started)) {
+			return driver, plugin, nil
+		}
+		if all := k.Failures(); len(all) > failures {
+			return driver, plugin, fmt.Errorf("await the agent's registration: %w", all[failures])
+		}
+		select {
+		case <-changed:
+		case err := <-a.ended:
+			a.ended <- err
+			return driver, plugin, fmt.Errorf("await the agent's registration: the agent has ended: %w\n%s", err, a.log)
+		case <-ctx.Done():
+			return driver, plugin, fmt.Errorf("await the agent's registration: %w", context.Cause(ctx))
+		}
 	}
 }

@@ -21,6 +21,7 @@ import (
 	"github.com/tandem-gpu/tandem/hack/progress"
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/test/figure"
+	"github.com/tandem-gpu/tandem/test/kubelet"
 )
 
 // Options of a run. Zero values are replaced by defaults.
@@ -58,7 +59,7 @@ type run struct {
 	progress *progress.Log
 	client   kubernetes.Interface
 	node     *node
-	kubelet  *kubelet
+	kubelet  *kubelet.Kubelet
 	figures  []figure.Figure
 	// measured is how many agents were measured with claims of their own.
 	measured int
@@ -134,10 +135,10 @@ func (r *run) measure(ctx context.Context) (err error) {
 	if err := r.node.prepare(ctx, small.profile, large.profile); err != nil {
 		return err
 	}
-	if r.kubelet, err = startKubelet(ctx, r.node.path("kubelet")); err != nil {
+	if r.kubelet, err = kubelet.Start(ctx, kubelet.Options{Dir: r.node.path("kubelet")}); err != nil {
 		return err
 	}
-	defer r.kubelet.stop()
+	defer r.kubelet.Stop()
 	if err := r.measureStarts(ctx); err != nil {
 		return err
 	}
@@ -190,26 +191,21 @@ func (r *run) begin(ctx context.Context, m machine, mode config.Mode) (s *subjec
 			return nil, startup{}, err
 		}
 	}
-	s = &subject{client: r.client, node: r.node, kubelet: r.kubelet, session: r.kubelet.expect()}
+	s = &subject{client: r.client, node: r.node, kubelet: r.kubelet}
 	if s.agent, err = r.node.start(ctx, m, mode); err != nil {
 		return nil, startup{}, err
 	}
 	visible, err := awaitPublished()
-	for _, step := range []struct {
-		name string
-		done <-chan struct{}
-	}{{"limits", s.session.limits}, {"claims", s.session.claims}} {
-		if err == nil && (mode.Limits() || step.name != "limits") {
-			err = s.agent.await(ctx, step.name, step.done, s.session.failed)
-		}
+	if err == nil {
+		s.driver, s.plugin, err = s.agent.await(ctx, r.kubelet, mode)
 	}
 	if err != nil {
 		return nil, startup{}, errors.Join(fmt.Errorf("%w\n%s", err, s.agent.log), s.agent.stop())
 	}
-	s.ids = r.kubelet.ids()
-	r.kubelet.mu.Lock()
-	took.registered, took.identified = s.session.registered.Sub(s.agent.started), s.session.identified.Sub(s.agent.started)
-	r.kubelet.mu.Unlock()
+	for _, d := range s.plugin.Devices {
+		s.ids = append(s.ids, d.GetID())
+	}
+	took.registered, took.identified = s.plugin.Registered.Sub(s.agent.started), s.driver.Identified.Sub(s.agent.started)
 	took.published = visible.Sub(s.agent.started)
 	return s, took, nil
 }

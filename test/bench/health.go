@@ -161,10 +161,7 @@ func (s *subject) followSlices(ctx context.Context, seen *seenHealth) error {
 
 // followReports follows the health that kubelet writes to the status of pods with claims.
 func (s *subject) followReports(ctx context.Context, seen *seenHealth) error {
-	s.kubelet.mu.Lock()
-	conn := s.session.service
-	s.kubelet.mu.Unlock()
-	stream, err := drahealth.NewDRAResourceHealthClient(conn).NodeWatchResources(ctx, &drahealth.NodeWatchResourcesRequest{}, grpc.WaitForReady(true))
+	stream, err := drahealth.NewDRAResourceHealthClient(s.driver.Conn).NodeWatchResources(ctx, &drahealth.NodeWatchResourcesRequest{}, grpc.WaitForReady(true))
 	if err != nil {
 		return fmt.Errorf("watch the health of devices: %w", err)
 	}
@@ -185,12 +182,11 @@ func (s *subject) followReports(ctx context.Context, seen *seenHealth) error {
 func (s *subject) followList(ctx context.Context, seen *seenHealth) {
 	broken := s.ids[brokenGPU]
 	for pause(ctx, time.Millisecond) {
-		s.kubelet.mu.Lock()
 		unhealthy := false
-		for _, d := range s.session.devices {
+		plugin, _ := s.kubelet.DevicePlugin(resourceName)
+		for _, d := range plugin.Devices {
 			unhealthy = unhealthy || d.GetID() == broken && d.GetHealth() != pluginapi.Healthy
 		}
-		s.kubelet.mu.Unlock()
 		seen.set(&seen.list, unhealthy)
 	}
 }

@@ -17,15 +17,17 @@ import (
 
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/test/figure"
+	"github.com/tandem-gpu/tandem/test/kubelet"
 )
 
 // subject is a running agent with everything that a measurement needs of its surroundings.
 type subject struct {
 	client  kubernetes.Interface
 	node    *node
-	kubelet *kubelet
+	kubelet *kubelet.Kubelet
 	agent   *agent
-	session *session
+	driver  kubelet.Driver
+	plugin  kubelet.DevicePlugin
 	ids     []string
 	claims  []*resourceapi.ResourceClaim
 }
@@ -63,7 +65,7 @@ func reference(claim *resourceapi.ResourceClaim) []*drapb.Claim {
 }
 
 func (s *subject) prepare(ctx context.Context, claim *resourceapi.ResourceClaim) error {
-	response, err := s.session.dra.NodePrepareResources(ctx, &drapb.NodePrepareResourcesRequest{Claims: reference(claim)})
+	response, err := s.driver.NodePrepareResources(ctx, &drapb.NodePrepareResourcesRequest{Claims: reference(claim)})
 	if err != nil {
 		return fmt.Errorf("prepare %s: %w", claim.Name, err)
 	}
@@ -75,7 +77,7 @@ func (s *subject) prepare(ctx context.Context, claim *resourceapi.ResourceClaim)
 }
 
 func (s *subject) unprepare(ctx context.Context, claim *resourceapi.ResourceClaim) error {
-	response, err := s.session.dra.NodeUnprepareResources(ctx, &drapb.NodeUnprepareResourcesRequest{Claims: reference(claim)})
+	response, err := s.driver.NodeUnprepareResources(ctx, &drapb.NodeUnprepareResourcesRequest{Claims: reference(claim)})
 	if err != nil {
 		return fmt.Errorf("unprepare %s: %w", claim.Name, err)
 	}
@@ -86,7 +88,7 @@ func (s *subject) unprepare(ctx context.Context, claim *resourceapi.ResourceClai
 }
 
 func (s *subject) empty(ctx context.Context) error {
-	_, err := s.session.plugin.GetDevicePluginOptions(ctx, &pluginapi.Empty{})
+	_, err := s.plugin.GetDevicePluginOptions(ctx, &pluginapi.Empty{})
 	return err
 }
 
@@ -220,7 +222,7 @@ func (s *subject) allocate(ctx context.Context, prefix string, gpus, n int) (flo
 			func(i int) error {
 				ids := s.ids[i*gpus : (i+1)*gpus]
 				request := &pluginapi.AllocateRequest{ContainerRequests: []*pluginapi.ContainerAllocateRequest{{DevicesIds: ids}}}
-				return timed(&allocates, func() error { _, err := s.session.plugin.Allocate(ctx, request); return err })
+				return timed(&allocates, func() error { _, err := s.plugin.Allocate(ctx, request); return err })
 			})
 		if err != nil {
 			return nil, nil, fmt.Errorf("allocate: %w", err)
@@ -244,9 +246,10 @@ func (s *subject) release(ctx context.Context, pod *corev1.Pod) error {
 			return context.Cause(ctx)
 		}
 	}
-	if err := s.kubelet.writeCheckpoint(string(pod.UID), s.ids); err != nil {
+	if err := s.kubelet.Grant(kubelet.Grant{Pod: pod.UID, Container: "main", Resource: resourceName, IDs: s.ids}); err != nil {
 		return err
 	}
+	defer s.kubelet.Release(pod.UID)
 	if err := endPod(ctx, s.client, pod); err != nil {
 		return err
 	}
@@ -311,7 +314,7 @@ func (s *subject) preferences(ctx context.Context, n int, sizes ...int) ([]figur
 }
 
 func (s *subject) prefer(ctx context.Context, request *pluginapi.PreferredAllocationRequest, size int) error {
-	response, err := s.session.plugin.GetPreferredAllocation(ctx, request)
+	response, err := s.plugin.GetPreferredAllocation(ctx, request)
 	if err != nil {
 		return fmt.Errorf("prefer %d devices: %w", size, err)
 	}

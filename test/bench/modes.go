@@ -86,9 +86,8 @@ func besides(call string, dual, only figure.Samples) []figure.Figure {
 // withdrawal is how much is sent for one GPU that changes hands: to kubelet, the list of all devices; to the API server, the
 // slices.
 func (s *subject) withdrawal(ctx context.Context) ([]figure.Figure, error) {
-	s.kubelet.mu.Lock()
-	devices := s.session.devices
-	s.kubelet.mu.Unlock()
+	plugin, _ := s.kubelet.DevicePlugin(resourceName)
+	devices := plugin.Devices
 	slices, err := s.client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{FieldSelector: ofNode})
 	if err != nil {
 		return nil, fmt.Errorf("list slices: %w", err)

@@ -3,7 +3,10 @@
 package contract
 
 import (
+	"encoding/json"
 	"fmt"
+	"io"
+	"slices"
 	"strings"
 	"testing"
 
@@ -17,7 +20,9 @@ import (
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/utils/ptr"
 
+	gpunode "github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/controller"
 )
 
@@ -329,4 +334,150 @@ func (s *story) evict(client kubernetes.Interface, pod corev1.Pod, preconditions
 		ObjectMeta:    metav1.ObjectMeta{Name: pod.Name, Namespace: pod.Namespace},
 		DeleteOptions: &metav1.DeleteOptions{DryRun: dryRun, Preconditions: preconditions},
 	})
+}
+
+// TestStolenControllerToken: what is not the pod of a daemon, as this controller creates it, is forbidden. Nothing is stored.
+func TestStolenControllerToken(t *testing.T) {
+	s := begin(t)
+	pod := s.controllerPod()
+	thief, made := s.as(pod.Spec.ServiceAccountName, &pod), s.wouldMake(pod)
+	for name, c := range map[string]struct {
+		change func(*corev1.Pod)
+		want   string // empty for allowed
+	}{
+		"a daemon's":          {func(*corev1.Pod) {}, ""},
+		"configuration":       {func(p *corev1.Pod) { s.volume(p, "driver-root").HostPath.Path = "/etc" }, "driver root of an MPS daemon"},
+		"files of containers": {func(p *corev1.Pod) { s.volume(p, "driver-root").HostPath.Path = "/run/containerd" }, "driver root of an MPS daemon"},
+		"all daemons' files": {func(p *corev1.Pod) {
+			p.Labels[daemonLabel], s.volume(p, "daemon").HostPath.Path = "", "/run/tandem/mps/"
+		}, "no pods but those"},
+		"another's name":        {func(p *corev1.Pod) { p.Name = "tandem-mps-other-00000000" }, "no pods but those"},
+		"pipes on the host":     {func(p *corev1.Pod) { *s.volume(p, "pipe") = *s.volume(p, "daemon"); p.Spec.Volumes[1].Name = "pipe" }, "nothing else of the host"},
+		"pipes without a limit": {func(p *corev1.Pod) { s.volume(p, "pipe").EmptyDir.SizeLimit = nil }, "nothing else of the host"},
+		"privileged": {func(p *corev1.Pod) {
+			p.Spec.Containers[0].SecurityContext = &corev1.SecurityContext{Privileged: ptr.To(true)}
+		}, "privileges"},
+	} {
+		asked := made.DeepCopy()
+		c.change(asked)
+		_, err := thief.CoreV1().Pods(install.Namespace).Create(s.ctx, asked, metav1.CreateOptions{DryRun: dryRun})
+		switch {
+		case c.want == "" && err != nil:
+			t.Errorf("%s: %v", name, err)
+		case c.want != "" && (!apierrors.IsForbidden(err) || !strings.Contains(err.Error(), c.want)):
+			t.Errorf("%s: %v, which should be forbidden and say %q", name, err, c.want)
+		}
+	}
+}
+
+// wouldMake is the pod of a daemon, as the controller of that pod creates it.
+func (s *story) wouldMake(pod corev1.Pod) *corev1.Pod {
+	s.Helper()
+	args := append([]string{"--namespace=" + install.Namespace, "--pod-name=p"}, pod.Spec.Containers[0].Args...)
+	c, err := config.LoadController(args, func(string) (string, bool) { return "", false }, io.Discard)
+	if err != nil {
+		s.Fatal(err)
+	}
+	template, err := controller.DaemonTemplate(c.DaemonPod)
+	if err != nil {
+		s.Fatal(err)
+	}
+	memory, err := c.SharedMemory()
+	if err != nil {
+		s.Fatal(err)
+	}
+	object, err := s.gpuNodeObject()
+	if err != nil {
+		s.Fatal(err)
+	}
+	pods := controller.DaemonPods{
+		Template: template, Namespace: install.Namespace, RunDir: c.RunDir, KubeletDir: c.KubeletDir, DriverRoots: c.DriverRoots, SharedMemory: memory,
+	}
+	made, err := pods.Pod(&object, forged(func(*gpunode.MPSDaemon) {}))
+	if err != nil {
+		s.Fatal(err)
+	}
+	return made
+}
+
+func (s *story) volume(pod *corev1.Pod, name string) *corev1.Volume {
+	s.Helper()
+	i := slices.IndexFunc(pod.Spec.Volumes, func(v corev1.Volume) bool { return v.Name == name })
+	if i < 0 {
+		s.Fatalf("no volume %s", name)
+	}
+	return &pod.Spec.Volumes[i]
+}
+
+// forged is a daemon that an attacker with the agent's token requests.
+func forged(change func(*gpunode.MPSDaemon)) gpunode.MPSDaemon {
+	d := gpunode.MPSDaemon{Name: "forged", MPSSettings: gpunode.MPSSettings{
+		Devices: []string{"GPU-1"}, DriverRoot: simulatedMachine + "/driver",
+	}}
+	change(&d)
+	return d
+}
+
+// TestForgedDaemons: an attacker with an agent's token writes its node's status, and gets no pod of a program of its choice. The
+// controller that believes it could not create that pod either.
+func TestForgedDaemons(t *testing.T) {
+	s := begin(t)
+	pod := s.agentPod(gpuNode)
+	thief := s.as(pod.Spec.ServiceAccountName, &pod)
+	// The agent would correct its status.
+	agent := s.agentProcess(node())
+	s.undo(func() error { s.on(node(), "kill", "-CONT", agent); return s.request(thief) })
+	s.on(node(), "kill", "-STOP", agent)
+	for name, c := range map[string]struct {
+		change func(*gpunode.MPSDaemon)
+		want   string
+	}{
+		"configuration of the host": {func(d *gpunode.MPSDaemon) { d.DriverRoot = "/etc" }, "driver root /etc is none of"},
+		"files of containers":       {func(d *gpunode.MPSDaemon) { d.DriverRoot = "/run/containerd" }, "driver root /run/containerd is none of"},
+		"images":                    {func(d *gpunode.MPSDaemon) { d.DriverRoot = "/var/lib/containerd" }, "is none of"},
+		"a variable":                {func(d *gpunode.MPSDaemon) { d.Devices = []string{"GPU-1 LD_PRELOAD=x"} }, "is no UUID of a device"},
+	} {
+		if err := s.request(thief, forged(c.change)); err != nil {
+			t.Errorf("%s: %v", name, err)
+			continue
+		}
+		s.await(soon, name+" to be refused", func() error {
+			object, err := s.gpuNodeObject()
+			if err != nil {
+				return err
+			}
+			if told := object.Spec.Daemons; len(told) != 1 || !strings.Contains(told[0].Message, c.want) {
+				return fmt.Errorf("the controller says %+v", told)
+			}
+			return nil
+		})
+		if pods := s.daemons(); len(pods) > 0 {
+			t.Errorf("%s: there is pod %s", name, pods[0].Name)
+		}
+	}
+	many := make([]gpunode.MPSDaemon, 1000)
+	for i := range many {
+		many[i] = forged(func(d *gpunode.MPSDaemon) { d.Name = fmt.Sprint("forged-", i) })
+	}
+	for name, daemons := range map[string][]gpunode.MPSDaemon{
+		"no name":           {forged(func(d *gpunode.MPSDaemon) { d.Name = "" })},
+		"another directory": {forged(func(d *gpunode.MPSDaemon) { d.Name = ".." })},
+		"a long device":     {forged(func(d *gpunode.MPSDaemon) { d.Devices = []string{strings.Repeat("a", 1<<10)} })},
+		"many devices":      {forged(func(d *gpunode.MPSDaemon) { d.Devices = slices.Repeat([]string{"GPU-1"}, 1000) })},
+		"many daemons":      many,
+	} {
+		if err := s.request(thief, daemons...); !apierrors.IsInvalid(err) {
+			t.Errorf("%s: %v, which should be invalid", name, err)
+		}
+	}
+}
+
+// request writes the daemons of the node's status.
+func (s *story) request(client kubernetes.Interface, daemons ...gpunode.MPSDaemon) error {
+	s.Helper()
+	patch, err := json.Marshal(map[string]any{"status": map[string]any{"daemons": daemons}})
+	if err != nil {
+		s.Fatal(err)
+	}
+	return client.CoreV1().RESTClient().Patch(types.MergePatchType).AbsPath(gpuNodesPath, gpuNode, "status").Body(patch).Do(s.ctx).Error()
 }

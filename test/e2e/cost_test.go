@@ -12,7 +12,6 @@ import (
 	"os"
 	"slices"
 	"strings"
-	"testing"
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
@@ -137,57 +136,3 @@ const (
 	writesAlone    = 12.0
 	writesTogether = 6.0
 )
-
-// TestWritesAPod counts what we write to the API server for each pod from its creation to its end, for both kinds.
-func TestWritesAPod(t *testing.T) {
-	s := begin(t)
-	s.manifest(singleTemplate)
-	_, place := s.billed(0)
-	for _, c := range []struct {
-		kind  string
-		bound float64
-		// play starts and ends so many pods.
-		play func() (pods int)
-	}{
-		{"claim pod alone", writesAlone, func() int { return s.oneByOne("claim") }},
-		{"limits pod alone", writesAlone, func() int { return s.oneByOne("limit") }},
-		{"claim pod among eight", writesTogether, func() int { return s.eightAtOnce(claimDeployment("many", "single", gpusANode)) }},
-		{"limits pod among eight", writesTogether, func() int { return s.eightAtOnce(deployment("many", gpusANode)) }},
-	} {
-		pods := c.play()
-		var b bill
-		b, place = s.billed(place)
-		a := float64(b.sum().requests) / float64(pods)
-		t.Logf("cost of a %s: pods=%d writes=%.2f bytes=%d: %s", c.kind, pods, a, b.sum().bytes/pods, b.each(pods))
-		if a > c.bound {
-			t.Errorf("a %s costs %.2f writes, more than %.0f", c.kind, a, c.bound)
-		}
-		if a < 1 {
-			t.Errorf("a %s costs %.2f writes, which no node could live on", c.kind, a)
-		}
-	}
-}
-
-func (s *story) oneByOne(kind string) (pods int) {
-	s.Helper()
-	for ; pods < gpusANode; pods++ {
-		name := fmt.Sprintf("%s-%d", kind, pods)
-		s.manifest(one(kind, name))
-		s.running(soon, 1, 0)
-		s.kubectl("delete", "pod", "-n", s.namespace, name)
-		s.noPods()
-	}
-	return pods
-}
-
-func (s *story) eightAtOnce(deployment string) (pods int) {
-	s.Helper()
-	for ; pods < 3*gpusANode; pods += gpusANode {
-		s.manifest(deployment)
-		s.running(patient, gpusANode, 0)
-		s.kubectl("delete", "deployment", "-n", s.namespace, "many")
-		s.noPods()
-		s.allFree()
-	}
-	return pods
-}

@@ -6,14 +6,11 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 	"testing"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/tandem-gpu/tandem/pkg/controller"
 	"github.com/tandem-gpu/tandem/test/gpufaults"
 )
 
@@ -28,102 +25,6 @@ type place struct {
 	shows func(unhealthy bool) error
 }
 
-// TestFaultsAreSeen: each fault of a GPU that a claim has and of one that a limit has is seen wherever users look, and so is its end.
-// An XID of an application changes nothing. What was measured is in the log.
-func TestFaultsAreSeen(t *testing.T) {
-	s := begin(t)
-	machine := s.machine()
-	t.Cleanup(func() {
-		if err := gpufaults.Clear(machine); err != nil {
-			t.Error(err)
-		}
-	})
-	s.manifest(singleTemplate + one("claim", "claim") + one("limit", "limit"))
-	s.running(soon, 2, 0)
-	seen := s.seen()
-	gpus := []int{seen["claim"][0], seen["limit"][0]}
-	s.await(soon, "six GPUs to be allocatable to limits", func() error { return s.offeredToPods(gpusANode - 1) })
-
-	places := s.places(gpus)
-	s.await(soon, "the GPUs to be healthy everywhere", func() error { return everywhere(places, false) })
-	for _, xid := range gpufaults.Applications {
-		if err := gpufaults.RaiseXID(machine, xid, gpus...); err != nil {
-			t.Fatal(err)
-		}
-	}
-	for until := time.Now().Add(seenWithin); time.Now().Before(until); {
-		if err := everywhere(places, false); err != nil {
-			t.Fatalf("after XIDs of applications: %v", err)
-		}
-		time.Sleep(lookAgain)
-	}
-
-	samples := map[string][]time.Duration{}
-	for _, fault := range gpufaults.All {
-		began := time.Now()
-		events := s.events()
-		if err := fault.Raise(machine, gpus...); err != nil {
-			t.Fatal(err)
-		}
-		all := append(slices.Clone(places), place{"event", func(bool) error { return s.reported(events, gpus) }})
-		appeared := s.timed(fault.Name, all, true, began)
-		began = time.Now()
-		if err := gpufaults.Clear(machine); err != nil {
-			t.Fatal(err)
-		}
-		recovered := s.timed(fault.Name, places, false, began)
-		line := fmt.Sprintf("%-20s", fault.Name)
-		for _, p := range all {
-			samples[p.name] = append(samples[p.name], appeared[p.name])
-			line += fmt.Sprintf("  %s %.2f s", p.name, appeared[p.name].Seconds())
-		}
-		var last time.Duration
-		for _, took := range recovered {
-			last = max(last, took)
-		}
-		samples["recovered"] = append(samples["recovered"], last)
-		t.Logf("%s  recovered %.2f s", line, last.Seconds())
-	}
-	for name, took := range samples {
-		slices.Sort(took)
-		bound := seenWithin
-		if name == "recovered" {
-			bound = recoveredWithin
-		}
-		half, most := took[len(took)/2], took[len(took)-1]
-		t.Logf("%-20s p50 %.2f s, p99 %.2f s of %d faults, goal %v", name, half.Seconds(), most.Seconds(), len(took), bound)
-	}
-	if now := s.seen(); !slices.Equal(now["claim"], seen["claim"]) || !slices.Equal(now["limit"], seen["limit"]) {
-		t.Errorf("the pods saw %v, now %v", seen, now)
-	}
-	for _, pod := range s.pods() {
-		if pod.Status.Phase != corev1.PodRunning || pod.Status.ContainerStatuses[0].RestartCount > 0 {
-			t.Errorf("%s is %s after %d restarts", pod.Name, pod.Status.Phase, pod.Status.ContainerStatuses[0].RestartCount)
-		}
-	}
-}
-
-// timed returns how long after began each place shows the state.
-func (s *story) timed(fault string, places []place, unhealthy bool, began time.Time) map[string]time.Duration {
-	s.Helper()
-	took := map[string]time.Duration{}
-	s.await(soon, fmt.Sprintf("fault %q to be seen everywhere: %v", fault, unhealthy), func() error {
-		var missing error
-		for _, p := range places {
-			if took[p.name] != 0 {
-				continue
-			}
-			if err := p.shows(unhealthy); err != nil {
-				missing = errors.Join(missing, fmt.Errorf("%s: %w", p.name, err))
-				continue
-			}
-			took[p.name] = time.Since(began)
-		}
-		return missing
-	})
-	return took
-}
-
 func everywhere(places []place, unhealthy bool) (err error) {
 	for _, p := range places {
 		if shown := p.shows(unhealthy); shown != nil {
@@ -131,133 +32,6 @@ func everywhere(places []place, unhealthy bool) (err error) {
 		}
 	}
 	return err
-}
-
-// places are where users see the health of two GPUs, of which a claim has the first and a limit the second.
-func (s *story) places(gpus []int) []place {
-	s.Helper()
-	differ := func(what string, got, want bool) error {
-		if got != want {
-			return fmt.Errorf("%s is unhealthy: %v", what, got)
-		}
-		return nil
-	}
-	places := []place{
-		{"slice", func(unhealthy bool) (err error) {
-			list, listErr := theClient.ResourceV1().ResourceSlices().List(s.ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
-			if listErr != nil {
-				return listErr
-			}
-			for _, slice := range list.Items {
-				for _, d := range slice.Spec.Devices {
-					if !slices.ContainsFunc(gpus, func(gpu int) bool { return d.Name == fmt.Sprintf("gpu-%d", gpu) }) {
-						continue
-					}
-					tainted := false
-					for _, taint := range d.Taints {
-						tainted = tainted || taint.Key == "tandem-gpu.dev/unhealthy"
-					}
-					err = errors.Join(err, differ(d.Name, tainted, unhealthy))
-				}
-			}
-			return err
-		}},
-		{"allocatable", func(unhealthy bool) error {
-			want := int64(gpusANode - 1) // all but the claim's
-			if unhealthy {
-				want--
-			}
-			return s.offeredToPods(want)
-		}},
-		{"GPUNode", func(unhealthy bool) (err error) {
-			object, err := s.gpuNodeObject()
-			if err != nil {
-				return err
-			}
-			for _, d := range object.Status.Devices {
-				if slices.ContainsFunc(gpus, func(gpu int) bool { return d.Name == fmt.Sprintf("gpu-%d", gpu) }) {
-					err = errors.Join(err, differ(d.Name, d.UnhealthyReason != "", unhealthy))
-				}
-			}
-			return err
-		}},
-		{"condition", func(unhealthy bool) error {
-			node, err := theClient.CoreV1().Nodes().Get(s.ctx, gpuNode, metav1.GetOptions{})
-			if err != nil {
-				return err
-			}
-			for _, c := range node.Status.Conditions {
-				if c.Type == controller.ConditionGPUsHealthy {
-					return differ(c.Message, c.Status == corev1.ConditionFalse, unhealthy)
-				}
-			}
-			return errors.New("the node has no such condition")
-		}},
-		{"metric", func(unhealthy bool) (err error) {
-			for _, gpu := range gpus {
-				err = errors.Join(err, differ(fmt.Sprintf("gpu-%d", gpu), s.hasMetric(fmt.Sprintf(`tandem_unhealthy_device{device="gpu-%d"`, gpu)), unhealthy))
-			}
-			return err
-		}},
-	}
-	if !s.countersKept() { // kubelet reports health by default from 1.36 on, as it keeps counters
-		return places
-	}
-	return append(places, place{"pod status", func(unhealthy bool) (err error) {
-		for _, pod := range s.pods() {
-			var health []string
-			for _, resource := range pod.Status.ContainerStatuses[0].AllocatedResourcesStatus {
-				for _, r := range resource.Resources {
-					health = append(health, string(r.Health))
-				}
-			}
-			want := string(corev1.ResourceHealthStatusHealthy)
-			if unhealthy {
-				want = string(corev1.ResourceHealthStatusUnhealthy)
-			}
-			if !slices.Equal(health, []string{want}) {
-				err = errors.Join(err, fmt.Errorf("%s: %v", pod.Name, health))
-			}
-		}
-		return err
-	}})
-}
-
-// hasMetric reports whether the agent of the node has a series that begins so.
-func (s *story) hasMetric(prefix string) bool {
-	s.Helper()
-	return strings.Contains(s.metricsText(), "\n"+prefix)
-}
-
-// events returns the versions of the events about the node.
-func (s *story) events() map[string]string {
-	s.Helper()
-	versions := map[string]string{}
-	list, err := theClient.CoreV1().Events(metav1.NamespaceDefault).List(s.ctx, metav1.ListOptions{FieldSelector: "involvedObject.kind=Node"})
-	if err != nil {
-		s.Fatal(err)
-	}
-	for _, e := range list.Items {
-		versions[e.Name] = e.ResourceVersion
-	}
-	return versions
-}
-
-// reported reports whether an event since before says of one of the GPUs that it is unhealthy. Similar events are combined, and name the
-// last one.
-func (s *story) reported(before map[string]string, gpus []int) error {
-	list, err := theClient.CoreV1().Events(metav1.NamespaceDefault).List(s.ctx, metav1.ListOptions{FieldSelector: "involvedObject.kind=Node"})
-	if err != nil {
-		return err
-	}
-	for _, e := range list.Items {
-		for _, gpu := range gpus {
-			if e.Reason == "GPUUnhealthy" && before[e.Name] != e.ResourceVersion && strings.Contains(e.Message, fmt.Sprintf("gpu-%d ", gpu)) {
-				return nil
-			}
-		}
-	}
-	return errors.New("no event GPUUnhealthy")
 }
 
 // TestOneOfEightIsLost: eight pods by each API have the GPUs of a node, and one GPU is lost. The others run on, and none fails admission:
