@@ -6,21 +6,11 @@ import (
 	"fmt"
 	"strings"
 	"testing"
-	"time"
 )
 
 const (
 	webhookName = "tandem-webhook"
 	webhookPath = "parameters"
-	// told is what a denial by the webhook begins with.
-	told = `admission webhook "parameters.tandem-gpu.dev" denied the request`
-)
-
-// kubeletTries is how often kubelet prepares the claims again in a few minutes. prepareObserved is longer than the controller waits until it
-// has kubelet try claims again, for its first two times.
-const (
-	kubeletTries    = 2
-	prepareObserved = 16 * time.Second
 )
 
 // TestParametersThatAreWrong are told when they are applied, wherever they stand; what is right, or not for us, is not in the

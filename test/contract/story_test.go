@@ -145,12 +145,6 @@ func (s *story) kubectl(args ...string) string {
 	return out
 }
 
-// example applies a file of examples/ as a user would.
-func (s *story) example(name string) {
-	s.Helper()
-	s.kubectl("apply", "-n", s.namespace, "-f", filepath.Join("..", "..", "examples", name))
-}
-
 // manifest applies text, for what no user would copy.
 func (s *story) manifest(text string) {
 	s.Helper()
@@ -740,18 +734,6 @@ func (s *story) withdrawn(gpus ...int) error {
 
 // simulatedMachine is where the chart makes the simulated machine of a node.
 const simulatedMachine = "/run/nvidia/simulated"
-
-// shows waits until the node's GPUNode satisfies the condition, and returns it.
-func (s *story) shows(what string, condition func(gpunode.GPUNode) bool) (shown gpunode.GPUNode) {
-	s.Helper()
-	s.await(soon, "GPUNode to show "+what, func() (err error) {
-		if shown, err = s.gpuNodeObject(); err == nil && !condition(shown) {
-			err = fmt.Errorf("it has %+v", shown.Status)
-		}
-		return err
-	})
-	return shown
-}
 
 // daemons are the pods of MPS daemons.
 func (s *story) daemons() []corev1.Pod {

@@ -3,11 +3,6 @@
 package e2e
 
 import (
-	"fmt"
-	"maps"
-	"slices"
-	"strings"
-
 	"github.com/tandem-gpu/tandem/hack/install"
 )
 
@@ -22,32 +17,3 @@ rules:
   verbs: [create, update, patch, delete, deletecollection]
 - level: None
 `
-
-// spending is how many requests of a kind were made, and how many bytes their bodies had.
-type spending struct{ requests, bytes int }
-
-// bill has them by who asked for what: "agent gpunodes/status".
-type bill map[string]spending
-
-func (b bill) sum() (all spending) {
-	for _, one := range b {
-		all.requests, all.bytes = all.requests+one.requests, all.bytes+one.bytes
-	}
-	return all
-}
-
-// each is the bill shared by so many pods.
-func (b bill) each(pods int) string {
-	var parts []string
-	for _, what := range slices.Sorted(maps.Keys(b)) {
-		one := b[what]
-		parts = append(parts, fmt.Sprintf("%s=%.2f (%d bytes each)", what, float64(one.requests)/float64(pods), one.bytes/one.requests))
-	}
-	return strings.Join(parts, ", ")
-}
-
-// Bounds of what a pod may cost in writes, one by one and eight at once: about twice what was measured.
-const (
-	writesAlone    = 12.0
-	writesTogether = 6.0
-)
