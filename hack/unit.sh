@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # Tests make and remove many files, which takes a multiple on ext4. Where root may, they have a tmpfs, whose mount ends with the last process.
-readonly tmp=/var/tmp/tandem-unit
+readonly tmp=/run/tandem-unit
 if [ $# -eq 0 ] && [ "$(id -u)" -eq 0 ] && [ "${TMPDIR:-}" != "$tmp" ]; then
 	mkdir -p "$tmp"
 	export GOTMPDIR=${TMPDIR:-/tmp} && TMPDIR=$tmp exec unshare --mount --propagation private "$0"
