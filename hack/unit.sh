@@ -5,10 +5,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # Tests make and remove many files, which takes a multiple on ext4. Where root may, they have a tmpfs, whose mount ends with the last process.
-readonly tmp=/run/tandem-unit
+readonly tmp=/run/unit
 if [ $# -eq 0 ] && [ "$(id -u)" -eq 0 ] && [ "${TMPDIR:-}" != "$tmp" ]; then
 	mkdir -p "$tmp"
-	export GOTMPDIR=${TMPDIR:-/tmp} && TMPDIR=$tmp exec unshare --mount --propagation private "$0"
+	TMPDIR=$tmp exec unshare --mount --propagation private "$0"
 fi
 [ "${TMPDIR:-}" != "$tmp" ] || mount -t tmpfs -o mode=1777 tandem-unit "$tmp"
 GOWORK=off go -C hack/tools build -o ../../bin/tools/ gotest.tools/gotestsum

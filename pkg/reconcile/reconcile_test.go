@@ -291,7 +291,7 @@ func TestNoRequestWhileAllIsConfirmed(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1", "GPU-2")
 	g.verifySoon()
-	g.addPod(g.pod("p1"))
+	g.addPod(g.asking("p1", "1"))
 	g.addPod(g.pod("p2", "one"))
 	g.claimState(kubeletClaim{"c1", "one", []string{"p2"}, []string{"gpu-2"}})
 	g.run()

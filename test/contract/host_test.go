@@ -317,10 +317,12 @@ for dir in proc sys dev; do mount --rbind /$dir $dir; done
 	} else if len(c.Command) == 0 {
 		argv = append([]string{"/usr/bin/kubelet-plugin"}, argv...) // the image's entry point
 	}
-	fmt.Fprintf(&script, "echo $$ > %s\nexec chroot --groups= --userspec=%d:%d %s", pidFile, user, group, root)
+	// A child of this shell: nsenter stops itself with a child that is stopped (SIGSTOP), and never learns of its end.
+	fmt.Fprintf(&script, "chroot --groups= --userspec=%d:%d %s", user, group, root)
 	for _, arg := range argv {
 		script.WriteString(" " + quoted(arg))
 	}
+	fmt.Fprintf(&script, " &\necho $! > %s\nwait $!\n", pidFile)
 	environment, err := h.environment(pod, c)
 	if err != nil {
 		return nil, err
