@@ -154,7 +154,12 @@ func TestPublishedPartitionsOnDemand(t *testing.T) {
 		}},
 		published{
 			manifests: []string{"mig-1g-12gb"}, file: "mig-1g-12gb", running: 1, sharers: []int{1},
-			before: sevenOnEach,
+			before: func(s *story) {
+				// The scheduler has to know the newer class before it knows the pod.
+				class, _, _ := strings.Cut(published{file: "mig-1g-12gb"}.text(s.T), "\n---\n")
+				s.manifest(class)
+				sevenOnEach(s)
+			},
 			check: func(s *story) {
 				claimMadeFor("mig-1g-12gb")(s)
 				partitionsOnly(s)

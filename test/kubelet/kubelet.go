@@ -190,6 +190,7 @@ func dial(socket string) (*grpc.ClientConn, error) {
 // driver is a registered DRA driver.
 type driver struct {
 	socket     string
+	file       os.FileInfo
 	conn       *grpc.ClientConn
 	identified time.Time
 	// health is what the driver reports of its devices, by "pool/device".
@@ -239,11 +240,16 @@ func (k *Kubelet) watchPlugins(ctx context.Context, registry string) {
 	}
 }
 
-// registerPlugin registers a DRA driver, unless the one of the socket is registered: the first look and the watch may both find it.
+// registerPlugin registers a DRA driver, unless the one of the socket is registered: the first look and the watch may both find it. A
+// driver that was killed leaves its socket, and the next one puts its own in the place of that.
 func (k *Kubelet) registerPlugin(running context.Context, socket string) {
+	file, err := os.Stat(socket)
+	if err != nil {
+		return // it is gone again
+	}
 	k.mu.Lock()
 	for _, d := range k.drivers {
-		if d.socket == socket {
+		if d.socket == socket && os.SameFile(d.file, file) {
 			k.mu.Unlock()
 			return
 		}
@@ -251,7 +257,7 @@ func (k *Kubelet) registerPlugin(running context.Context, socket string) {
 	k.mu.Unlock()
 	ctx, cancel := context.WithTimeout(running, 10*time.Second)
 	defer cancel()
-	err := func() error {
+	err = func() error {
 		conn, err := dial(socket)
 		if err != nil {
 			return err
@@ -274,7 +280,7 @@ func (k *Kubelet) registerPlugin(running context.Context, socket string) {
 			if before := k.drivers[info.GetName()]; before != nil {
 				_ = before.conn.Close()
 			}
-			d := &driver{socket: socket, conn: service, identified: identified, health: map[string]corev1.ResourceHealthStatus{}}
+			d := &driver{socket: socket, file: file, conn: service, identified: identified, health: map[string]corev1.ResourceHealthStatus{}}
 			k.drivers[info.GetName()] = d
 			if k.Client != nil {
 				k.done.Go(func() { k.followHealth(running, d) })
