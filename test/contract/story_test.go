@@ -3,6 +3,7 @@
 package contract
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -14,6 +15,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -30,7 +32,10 @@ import (
 	gpunode "github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/pkg/driver"
 	"github.com/tandem-gpu/tandem/simulated"
+	"github.com/tandem-gpu/tandem/simulated/programs"
+	"github.com/tandem-gpu/tandem/simulated/smi"
 )
 
 const (
@@ -143,6 +148,12 @@ func (s *story) kubectl(args ...string) string {
 		s.Fatal(err)
 	}
 	return out
+}
+
+// example applies a file of examples/ as a user would.
+func (s *story) example(name string) {
+	s.Helper()
+	s.kubectl("apply", "-n", s.namespace, "-f", filepath.Join("..", "..", "examples", name))
 }
 
 // manifest applies text, for what no user would copy.
@@ -316,6 +327,16 @@ func (s *story) claimable() (offered int, err error) {
 	return offered, nil
 }
 
+// ready waits until the agents are ready again and both APIs are back.
+func (s *story) ready() {
+	s.Helper()
+	s.await(patient, "both APIs to be back", func() error {
+		ctx, cancel := context.WithTimeout(s.ctx, 5*time.Second)
+		defer cancel()
+		return install.Ready(ctx, theCluster)
+	})
+}
+
 // undo returns a function that runs once, at the latest when the story ends.
 func (s *story) undo(action func() error) func() {
 	var once sync.Once
@@ -328,6 +349,16 @@ func (s *story) undo(action func() error) func() {
 	}
 	s.Cleanup(undo)
 	return undo
+}
+
+// took runs a part of a story and says how long it took.
+func (s *story) took(what string, part func()) time.Duration {
+	s.Helper()
+	began := time.Now()
+	part()
+	took := time.Since(began)
+	s.Logf("%s: %.1f s", what, took.Seconds())
+	return took
 }
 
 // event waits for an event of the story's namespace, of the node where the kind is Node, or of our Secret, whose message has all the
@@ -367,6 +398,30 @@ func hasAll(text string, words []string) bool {
 		}
 	}
 	return true
+}
+
+// holdsByKind counts the records of claims and of limits in the ledger of the node.
+func (s *story) holdsByKind() (claims, limits int) {
+	s.Helper()
+	for _, hold := range s.holds(node()) {
+		if strings.HasPrefix(hold, "claim") {
+			claims++
+		} else {
+			limits++
+		}
+	}
+	return claims, limits
+}
+
+// wantHolds waits for so many holds in the ledger of the node.
+func (s *story) wantHolds(claims, limits int) {
+	s.Helper()
+	s.await(soon, fmt.Sprintf("%d holds of claims and %d of limits", claims, limits), func() error {
+		if gotClaims, gotLimits := s.holdsByKind(); gotClaims != claims || gotLimits != limits {
+			return fmt.Errorf("%d and %d: %v", gotClaims, gotLimits, s.holds(node()))
+		}
+		return nil
+	})
 }
 
 // one is a pod that asks for one GPU by a claim or by limits.
@@ -507,6 +562,15 @@ func (s *story) unchanged(containers map[string]string, gpus map[string][]int) {
 	s.noDoubleOwners()
 }
 
+func (s *story) deleteAll() {
+	s.Helper()
+	s.kubectl("delete", "deployment,pod,resourceclaim", "--all", "-n", s.namespace, "--now")
+}
+
+func gpuName[N ~int | ~uint32 | ~int64 | ~uint64](minor N) string {
+	return fmt.Sprintf("gpu-%d", minor)
+}
+
 // machine is the directory of the node's simulated machine, from outside.
 func (s *story) machine() string {
 	s.Helper()
@@ -515,6 +579,15 @@ func (s *story) machine() string {
 		s.Fatal(err)
 	}
 	return filepath.Join(root, simulatedMachine)
+}
+
+// file reads a file of the node.
+func (s *story) file(path string) ([]byte, error) {
+	root, err := node().Root()
+	if err != nil {
+		return nil, err
+	}
+	return os.ReadFile(filepath.Join(root, path))
 }
 
 // gpuNodeObject is the node's current GPUNode.
@@ -526,6 +599,57 @@ func (s *story) gpuNodeObject() (gpunode.GPUNode, error) {
 		err = json.Unmarshal(text, &object)
 	}
 	return object, err
+}
+
+// installed upgrades to values of examples/ and others above them; the story's end takes that back.
+func (s *story) installed(file string, values ...string) {
+	s.Helper()
+	s.installedFrom(filepath.Join("..", "..", "examples", file), values...)
+}
+
+// installedFrom is installed with a file from anywhere.
+func (s *story) installedFrom(file string, values ...string) {
+	s.Helper()
+	s.undo(func() error {
+		return install.Tandem(context.WithoutCancel(s.ctx), theCluster, install.Options{Image: noImage, Values: installValues})
+	})
+	// Not every mode offers what the installation waits for.
+	err := install.Tandem(s.ctx, theCluster, install.Options{Image: noImage,
+		Detached: true, ValuesFiles: []string{file}, Values: append(values, installValues...),
+	})
+	if err != nil {
+		s.Fatal(err)
+	}
+	s.rolledOut()
+}
+
+// rolledOut waits until every agent is the DaemonSet's latest and is ready.
+func (s *story) rolledOut() {
+	s.Helper()
+	s.kubectl("rollout", "status", "daemonset/"+install.Release, "-n", install.Namespace, "--timeout=2m")
+}
+
+// values installs with others than usual until the story ends.
+func (s *story) values(values ...string) {
+	s.Helper()
+	if err := install.Tandem(s.ctx, theCluster, install.Options{Image: noImage, Values: append(slices.Clone(installValues), values...)}); err != nil {
+		s.Fatal(err)
+	}
+	s.Cleanup(func() {
+		if err := install.Tandem(s.ctx, theCluster, install.Options{Image: noImage, Values: installValues}); err != nil {
+			s.Error(err)
+		}
+	})
+}
+
+// label sets a label of the node until the story ends.
+func (s *story) label(key, value string) {
+	s.Helper()
+	s.undo(func() error {
+		_, err := theCluster.Kubectl(context.WithoutCancel(s.ctx), "label", "node", gpuNode, key+"-")
+		return err
+	})
+	s.kubectl("label", "node", gpuNode, "--overwrite", key+"="+value)
 }
 
 // labelled gives the node a mode by its label, until the story ends.
@@ -637,6 +761,53 @@ func (s *story) agentProcess(n *cluster.Node) string {
 	return strings.TrimSpace(s.on(n, "pgrep", "-x", "kubelet-plugin"))
 }
 
+// killAgent ends the agent of the node with SIGKILL, and returns when kubelet has noticed.
+func (s *story) killAgent() {
+	s.Helper()
+	restarts := s.agentRestarts()
+	s.on(node(), "pkill", "-KILL", "-x", "kubelet-plugin")
+	s.restarted(restarts)
+}
+
+// restarted waits until kubelet has restarted the agent once more.
+func (s *story) restarted(before int32) {
+	s.Helper()
+	s.await(patient, "kubelet to restart the agent", func() error {
+		if got := s.agentRestarts(); got <= before {
+			return fmt.Errorf("%d restarts", got)
+		}
+		return nil
+	})
+}
+
+func (s *story) agentRestarts() (total int32) {
+	s.Helper()
+	pods, err := s.agentPods(gpuNode)
+	if err != nil {
+		s.Fatal(err)
+	}
+	for _, pod := range pods {
+		for _, status := range pod.Status.ContainerStatuses {
+			total += status.RestartCount
+		}
+	}
+	return total
+}
+
+// replaceAgent has the DaemonSet make another agent. Unlike a killed one, it starts without delay.
+func (s *story) replaceAgent() {
+	s.Helper()
+	s.kubectl("delete", "pod", "-n", install.Namespace, s.agentPod(gpuNode).Name)
+	s.rolledOut()
+	s.ready()
+}
+
+// retryAgent has kubelet bring a changed configuration now, not within a minute or two.
+func (s *story) retryAgent() {
+	s.Helper()
+	s.kubectl("annotate", "pod", "-n", install.Namespace, s.agentPod(gpuNode).Name, "--overwrite", fmt.Sprintf("look=%d", time.Now().UnixNano()))
+}
+
 // metricsText is what the agent of the node serves.
 func (s *story) metricsText() string {
 	s.Helper()
@@ -646,6 +817,21 @@ func (s *story) metricsText() string {
 		s.Fatal(err)
 	}
 	return string(text)
+}
+
+// metric of the agent of the node; zero where it has none.
+func (s *story) metric(name string) float64 {
+	s.Helper()
+	for line := range strings.Lines(s.metricsText()) {
+		if value, ok := strings.CutPrefix(line, name+" "); ok {
+			number, err := strconv.ParseFloat(strings.TrimSpace(value), 64)
+			if err != nil {
+				s.Fatalf("metric %s: %v", name, err)
+			}
+			return number
+		}
+	}
+	return 0
 }
 
 // hasMetric reports whether the agent of the node has a series that begins so.
@@ -706,6 +892,110 @@ func (s *story) breaks(faults ...simulated.GPUFaults) {
 	}
 }
 
+func (s *story) administer(args ...string) {
+	s.Helper()
+	if _, err := s.smi(args...); err != nil {
+		s.Fatal(err)
+	}
+}
+
+// smi does what an administrator does with nvidia-smi.
+func (s *story) smi(args ...string) (string, error) {
+	s.Helper()
+	var out bytes.Buffer
+	if err := smi.At(s.machine(), args, &out); err != nil {
+		return "", fmt.Errorf("smi %s: %w", strings.Join(args, " "), err)
+	}
+	return out.String(), nil
+}
+
+// uncut takes the partitions of some GPUs away, in the order in which that can be done, and MIG mode off.
+func (s *story) uncut(gpus ...int) {
+	for _, gpu := range gpus {
+		for _, args := range [][]string{{"mig", "-dci"}, {"mig", "-dgi"}, {"-mig", "0"}} {
+			if _, err := s.smi(append(args, "-i", fmt.Sprint(gpu))...); err != nil {
+				s.Log(err)
+			}
+		}
+	}
+}
+
+// published waits until the slices offer seven GPUs and partitions of these profiles.
+func (s *story) published(profiles ...string) {
+	s.Helper()
+	began := time.Now()
+	s.await(soon, fmt.Sprintf("partitions %v to be published", profiles), func() error {
+		list, err := theClient.ResourceV1().ResourceSlices().List(s.ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
+		if err != nil {
+			return err
+		}
+		var found []string
+		for _, slice := range list.Items {
+			for _, d := range slice.Spec.Devices {
+				if profile := d.Attributes["profile"].StringValue; profile != nil && len(d.Taints) == 0 {
+					found = append(found, *profile)
+				}
+			}
+		}
+		slices.Sort(found)
+		if !slices.Equal(found, profiles) {
+			return fmt.Errorf("%v are", found)
+		}
+		return s.offeredToClaims(gpusANode - 1 + len(profiles))
+	})
+	s.Logf("%v published %.1f s after the administrator was done", profiles, time.Since(began).Seconds())
+}
+
+// allocatable wants so much of a resource on the node.
+func (s *story) allocatable(resource string, want int64) error {
+	n, err := theClient.CoreV1().Nodes().Get(s.ctx, gpuNode, metav1.GetOptions{})
+	if err != nil {
+		return err
+	}
+	if got := n.Status.Allocatable[corev1.ResourceName(resource)]; got.Value() != want {
+		return fmt.Errorf("allocatable %s is %s, not %d", resource, got.String(), want)
+	}
+	return nil
+}
+
+// instanceIDs are the GPU instances of a profile. A line of the list is "7 MIG 3g.40gb 9 2 4:4", with the ID last but one.
+func (s *story) instanceIDs(gpu, profile string) (ids []string) {
+	s.Helper()
+	listed, err := s.smi("mig", "-i", gpu, "-lgi")
+	if err != nil {
+		s.Fatal(err)
+	}
+	for line := range strings.Lines(listed) {
+		if slices.Contains(strings.Fields(line), profile) {
+			ids = append(ids, strings.Fields(line)[4])
+		}
+	}
+	return ids
+}
+
+// profileTemplate is a ResourceClaimTemplate for one partition.
+func profileTemplate(name, profile string) string {
+	return fmt.Sprintf(`
+---
+apiVersion: resource.k8s.io/v1
+kind: ResourceClaimTemplate
+metadata: {name: %s}
+spec:
+  spec:
+    devices:
+      requests:
+      - name: gpu
+        exactly:
+          deviceClassName: mig.nvidia.com
+          selectors: [{cel: {expression: 'device.attributes["gpu.nvidia.com"].profile == "%s"'}}]
+`, name, profile)
+}
+
+// partitioned is one pod with a claim from a template.
+func partitioned(name, template string) string {
+	return strings.Replace(one("claim", name), "resourceClaimTemplateName: single", "resourceClaimTemplateName: "+template, 1)
+}
+
 // withdrawn reports whether exactly these GPUs of the node are not offered to claims.
 func (s *story) withdrawn(gpus ...int) error {
 	want := map[string]bool{}
@@ -732,8 +1022,128 @@ func (s *story) withdrawn(gpus ...int) error {
 	return nil
 }
 
+// unhealthyFor wants exactly these devices of the node's GPUNode unhealthy, each for its reason.
+func (s *story) unhealthyFor(reasons map[string]string) error {
+	object, err := s.gpuNodeObject()
+	if err != nil {
+		return err
+	}
+	found := map[string]string{}
+	for _, d := range object.Status.Devices {
+		if d.UnhealthyReason != "" {
+			found[d.Name], _, _ = strings.Cut(d.UnhealthyReason, ":")
+		}
+	}
+	if !maps.Equal(found, reasons) {
+		return fmt.Errorf("unhealthy are %v, not %v", found, reasons)
+	}
+	return nil
+}
+
+// recordOfFaults is the path of the only GPU's record of faults on the node.
+func (s *story) recordOfFaults() string {
+	s.Helper()
+	const dir = "/run/tandem/health"
+	var found []string
+	for _, name := range strings.Fields(s.on(node(), "ls", dir)) {
+		if name != "log" {
+			found = append(found, name)
+		}
+	}
+	if len(found) != 1 {
+		s.Fatalf("%s has records of %v", dir, found)
+	}
+	return filepath.Join(dir, found[0])
+}
+
+func (s *story) uuidOf(gpu int) string {
+	s.Helper()
+	library, err := simulated.Machine(s.machine(), func(error) {})
+	if err != nil {
+		s.Fatal(err)
+	}
+	return library.Profile().GPUs[gpu].UUID
+}
+
+// resets counts the resets of a GPU.
+func (s *story) resets(uuid string) int {
+	s.Helper()
+	data, err := s.file(filepath.Join(simulatedMachine, simulated.MIGDir, programs.ResetsFile(uuid)))
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		s.Fatal(err)
+	}
+	return strings.Count(string(data), "\n")
+}
+
 // simulatedMachine is where the chart makes the simulated machine of a node.
 const simulatedMachine = "/run/nvidia/simulated"
+
+// unschedulable waits until so many pods, and no others, wait for the scheduler, and answers what they are told.
+func (s *story) unschedulable(n int) (told []string) {
+	s.Helper()
+	s.await(soon, "the scheduler to say why", func() error {
+		told = nil
+		for _, pod := range s.pods() {
+			for _, c := range pod.Status.Conditions {
+				if c.Type == corev1.PodScheduled && c.Reason == corev1.PodReasonUnschedulable {
+					told = append(told, c.Message)
+				}
+			}
+		}
+		if len(told) != n {
+			return fmt.Errorf("%d pods are unschedulable", len(told))
+		}
+		return nil
+	})
+	return told
+}
+
+// same checks that these pods see the GPUs they saw.
+func (s *story) same(before map[string][]int) {
+	s.Helper()
+	for pod, gpus := range before {
+		if now := s.gpus(pod, ""); !slices.Equal(now, gpus) {
+			s.Errorf("%s saw GPUs %v, now %v", pod, gpus, now)
+		}
+	}
+}
+
+// says waits until the claim's status tells how each of its devices is shared, by request: "MPS, limit Daemon".
+func (s *story) says(claim string, want map[string]string) {
+	s.Helper()
+	s.await(soon, fmt.Sprintf("claim %s to say %v", claim, want), func() error {
+		c := s.claim(claim)
+		got := map[string]string{}
+		for _, result := range c.Status.Allocation.Devices.Results {
+			for _, d := range c.Status.Devices {
+				if d.Device != result.Device || d.Pool != result.Pool {
+					continue
+				}
+				reasons := map[string]string{}
+				for _, condition := range d.Conditions {
+					reasons[condition.Type] = condition.Reason
+				}
+				got[result.Request] = reasons[driver.ConditionSharing] + ", limit " + reasons[driver.ConditionMemoryLimit]
+			}
+		}
+		if !maps.Equal(got, want) {
+			return fmt.Errorf("it says %v", got)
+		}
+		return nil
+	})
+}
+
+// shows waits until the node's GPUNode satisfies the condition, and returns it.
+func (s *story) shows(what string, condition func(gpunode.GPUNode) bool) (shown gpunode.GPUNode) {
+	s.Helper()
+	s.await(soon, "GPUNode to show "+what, func() (err error) {
+		if shown, err = s.gpuNodeObject(); err == nil && !condition(shown) {
+			err = fmt.Errorf("it has %+v", shown.Status)
+		}
+		return err
+	})
+	return shown
+}
 
 // daemons are the pods of MPS daemons.
 func (s *story) daemons() []corev1.Pod {
@@ -746,3 +1156,25 @@ func (s *story) daemons() []corev1.Pod {
 }
 
 const daemonLabel = "tandem-gpu.dev/mps-daemon"
+
+// undisturbed checks that the pods of occupy never restarted, see the same GPUs, and that both APIs still give out others.
+func (s *story) undisturbed(before map[string][]int) {
+	s.Helper()
+	if after := s.seen(); !maps.EqualFunc(before, after, slices.Equal) {
+		s.Errorf("the pods saw GPUs %v, now %v", before, after)
+	}
+	for _, pod := range s.pods() {
+		if pod.Status.Phase != corev1.PodRunning || pod.Status.ContainerStatuses[0].RestartCount > 0 {
+			s.Errorf("pod %s is %s after %d restarts", pod.Name, pod.Status.Phase, pod.Status.ContainerStatuses[0].RestartCount)
+		}
+	}
+	s.noDoubleOwners()
+	s.manifest(one("claim", "claim-after"))
+	s.took("the next claim's pod to run", func() { s.running(patient, 5, 0) })
+	s.manifest(one("limit", "limit-after"))
+	s.running(soon, 6, 0)
+	s.noDoubleOwners()
+	if holds := s.holds(node()); len(holds) != 6 {
+		s.Errorf("%d holds for 6 pods: %v", len(holds), holds)
+	}
+}

@@ -12,7 +12,6 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
-	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/tandem-gpu/tandem/hack/install"
@@ -56,98 +55,6 @@ func hasAll(text string, words []string) bool {
 		}
 	}
 	return true
-}
-
-// TestClaimForADeviceThatIsNotThere: an allocation names a device that does not exist, as after a GPU was removed. Claim and pod
-// report it.
-func TestClaimForADeviceThatIsNotThere(t *testing.T) {
-	s := begin(t)
-	s.manifest(`
-apiVersion: resource.k8s.io/v1
-kind: ResourceClaim
-metadata: {name: stale}
-spec:
-  devices:
-    requests:
-    - name: gpu
-      exactly: {deviceClassName: gpu.nvidia.com}
-`)
-	s.manifest(`
-apiVersion: v1
-kind: Pod
-metadata: {name: stale}
-spec:
-  # No scheduler takes it, so the claim stays as it is.
-  schedulerName: none
-  terminationGracePeriodSeconds: 1
-  resourceClaims: [{name: gpu, resourceClaimName: stale}]
-  containers:
-  - name: work
-    image: docker.io/library/busybox:1.37
-    imagePullPolicy: Never
-    command: [sleep, infinity]
-    resources: {claims: [{name: gpu}]}
-`)
-	claim, err := theClient.ResourceV1().ResourceClaims(s.namespace).Get(s.ctx, "stale", metav1.GetOptions{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	claim.Status.Allocation = &resourceapi.AllocationResult{Devices: resourceapi.DeviceAllocationResult{
-		Results: []resourceapi.DeviceRequestAllocationResult{
-			{Request: "gpu", Driver: install.DriverName, Pool: gpuNode, Device: "gpu-99"},
-		},
-	}}
-	claim.Status.ReservedFor = []resourceapi.ResourceClaimConsumerReference{{Resource: "pods", Name: "stale", UID: s.pod("stale").UID}}
-	if _, err := theClient.ResourceV1().ResourceClaims(s.namespace).UpdateStatus(s.ctx, claim, metav1.UpdateOptions{}); err != nil {
-		t.Fatal(err)
-	}
-	binding := &corev1.Binding{ObjectMeta: metav1.ObjectMeta{Name: "stale"}, Target: corev1.ObjectReference{Kind: "Node", Name: gpuNode}}
-	if err := theClient.CoreV1().Pods(s.namespace).Bind(s.ctx, binding, metav1.CreateOptions{}); err != nil {
-		t.Fatal(err)
-	}
-	s.event("ResourceClaim", "stale", "UnknownDevice", "gpu-99", "does not exist")
-	s.event("Pod", "stale", "FailedPrepareDynamicResources", "gpu-99", "does not exist")
-	s.wantHolds(0, 0)
-}
-
-// TestParametersThatCannotBeHonoured are refused with the path of the field, and nothing is held.
-func TestParametersThatCannotBeHonoured(t *testing.T) {
-	s := begin(t)
-	for name, parameters := range map[string]string{
-		"other": `{apiVersion: resource.nvidia.com/v1beta1, kind: GpuConfig, sharing: {strategy: MPS, mpsConfig: {defaultPerDevicePinnedMemoryLimit: {GPU-00000000-0000-0000-0000-000000000000: 5Gi}}}}`,
-	} {
-		s.manifest(fmt.Sprintf(`
-apiVersion: resource.k8s.io/v1
-kind: ResourceClaim
-metadata: {name: %[1]s}
-spec:
-  devices:
-    requests:
-    - name: gpu
-      exactly: {deviceClassName: gpu.nvidia.com}
-    config:
-    - opaque:
-        driver: gpu.nvidia.com
-        parameters: %[2]s
----
-apiVersion: v1
-kind: Pod
-metadata: {name: %[1]s}
-spec:
-  terminationGracePeriodSeconds: 1
-  resourceClaims: [{name: gpu, resourceClaimName: %[1]s}]
-  containers:
-  - name: work
-    image: docker.io/library/busybox:1.37
-    imagePullPolicy: Never
-    command: [sleep, infinity]
-    resources: {claims: [{name: gpu}]}
-`, name, parameters))
-	}
-	const field = "config[0].opaque.parameters.sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit[GPU-00000000-0000-0000-0000-000000000000]"
-	s.event("ResourceClaim", "other", "InvalidParameters", field, "retrying does not help")
-	s.event("Pod", "other", "FailedPrepareDynamicResources", field)
-	s.wantHolds(0, 0)
 }
 
 // TestRunDirectoryFull: a full run directory refuses no pod, and the ledger holds the GPUs of new pods and claims. They start when there
@@ -245,52 +152,4 @@ func TestCDIDirectoryWiped(t *testing.T) {
 		}
 	}
 	s.noDoubleOwners()
-}
-
-// TestWrongConfiguration: helm refuses a wrong key. An agent that starts with one, from a ConfigMap that was edited by hand, says so, running
-// pods continue, and the right configuration is all it takes.
-func TestWrongConfiguration(t *testing.T) {
-	s := begin(t)
-	before := s.occupy()
-	values := append([]string{"config.version=v1"}, installValues...)
-	wrong := append([]string{"config.flags.plugin.devicelistStrategy={cdi-cri}"}, values...)
-	err := install.Tandem(s.ctx, theCluster, install.Options{Detached: true, Values: wrong})
-	if err == nil || !strings.Contains(err.Error(), "config.flags.plugin.devicelistStrategy: unknown key") {
-		t.Errorf("helm says %v", err)
-	}
-	t.Cleanup(func() {
-		if err := install.Tandem(s.ctx, theCluster, install.Options{Values: installValues}); err != nil {
-			t.Error(err)
-		}
-	})
-	if err := install.Tandem(s.ctx, theCluster, install.Options{Values: values}); err != nil {
-		t.Fatal(err)
-	}
-	s.kubectl("patch", "configmap", "-n", install.Namespace, install.Release, "--type=merge", `--patch={"data": {"config.yaml": "flags: {plugin: {devicelistStrategy: [cdi-cri]}}"}}`)
-	s.kubectl("delete", "pod", "-n", install.Namespace, "-l", agentLabel, "--wait=false")
-	s.await(soon, "an agent to say what is wrong", func() error {
-		list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{LabelSelector: agentLabel})
-		if err != nil {
-			return err
-		}
-		said := errors.New("all run")
-		for _, pod := range list.Items {
-			for _, status := range pod.Status.ContainerStatuses {
-				for _, state := range []corev1.ContainerState{status.State, status.LastTerminationState} {
-					if state.Terminated == nil {
-						continue
-					}
-					if said = errors.New(state.Terminated.Message); strings.Contains(state.Terminated.Message, "flags.plugin.devicelistStrategy") {
-						return nil
-					}
-				}
-			}
-		}
-		return said
-	})
-	s.same(before)
-	if err := install.Tandem(s.ctx, theCluster, install.Options{Values: installValues}); err != nil {
-		t.Fatal(err)
-	}
-	s.undisturbed(before)
 }

@@ -3,6 +3,20 @@
 package e2e
 
 import (
+	"bufio"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+	auditapi "k8s.io/apiserver/pkg/apis/audit/v1"
+
 	"github.com/tandem-gpu/tandem/hack/install"
 )
 
@@ -17,3 +31,108 @@ rules:
   verbs: [create, update, patch, delete, deletecollection]
 - level: None
 `
+
+// spending is how many requests of a kind were made, and how many bytes their bodies had.
+type spending struct{ requests, bytes int }
+
+// bill has them by who asked for what: "agent gpunodes/status".
+type bill map[string]spending
+
+// writesSince reads what kube-apiserver has written down of our requests from a place in its file, and answers the next place.
+// Leases are left out: they cost the same whatever happens.
+func (s *story) writesSince(from int64) (b bill, next int64) {
+	s.Helper()
+	file, err := os.Open(theCluster.AuditLog())
+	if err != nil {
+		s.Fatal(err)
+	}
+	defer file.Close()
+	if _, err := file.Seek(from, io.SeekStart); err != nil {
+		s.Fatal(err)
+	}
+	b = bill{}
+	for lines := bufio.NewReader(file); ; {
+		line, err := lines.ReadBytes('\n')
+		if errors.Is(err, io.EOF) {
+			return b, from
+		}
+		if err != nil {
+			s.Fatal(err)
+		}
+		from += int64(len(line))
+		var event auditapi.Event
+		if err := json.Unmarshal(line, &event); err != nil {
+			s.Fatalf("audit log: %v: %s", err, line)
+		}
+		if event.Stage != auditapi.StageResponseComplete || event.ObjectRef == nil || event.ObjectRef.Resource == "leases" {
+			continue
+		}
+		key := s.who(event.User.Username) + " " + event.Verb + " " + event.ObjectRef.Resource
+		if event.ObjectRef.Subresource != "" {
+			key += "/" + event.ObjectRef.Subresource
+		}
+		b[key] = spending{b[key].requests + 1, b[key].bytes + s.bodyOf(event)}
+	}
+}
+
+func (s *story) who(user string) string {
+	name := strings.TrimPrefix(user, "system:serviceaccount:"+install.Namespace+":")
+	if name == "tandem" {
+		return "agent"
+	}
+	return strings.TrimPrefix(name, "tandem-")
+}
+
+// bodyOf is how many bytes the body of a request had: JSON, but for slices, which the agent sends as protobuf.
+func (s *story) bodyOf(event auditapi.Event) int {
+	s.Helper()
+	if event.RequestObject == nil {
+		return 0
+	}
+	if event.ObjectRef.Resource == "resourceslices" && event.Verb != "delete" {
+		var slice resourceapi.ResourceSlice
+		if err := json.Unmarshal(event.RequestObject.Raw, &slice); err != nil {
+			s.Fatalf("audit log: %v", err)
+		}
+		return slice.Size()
+	}
+	return len(event.RequestObject.Raw)
+}
+
+// billed waits until nothing of ours has been written for a while, and answers the place in the log.
+func (s *story) billed(from int64) (b bill, next int64) {
+	s.Helper()
+	began := from
+	s.await(patient, "nothing to be written", func() error {
+		_, from = s.writesSince(from)
+		time.Sleep(3 * time.Second)
+		if more, _ := s.writesSince(from); len(more) > 0 {
+			return fmt.Errorf("%v", more)
+		}
+		return nil
+	})
+	return s.writesSince(began)
+}
+
+func (b bill) sum() (all spending) {
+	for _, one := range b {
+		all.requests, all.bytes = all.requests+one.requests, all.bytes+one.bytes
+	}
+	return all
+}
+
+// each is the bill shared by so many pods.
+func (b bill) each(pods int) string {
+	var parts []string
+	for _, what := range slices.Sorted(maps.Keys(b)) {
+		one := b[what]
+		parts = append(parts, fmt.Sprintf("%s=%.2f (%d bytes each)", what, float64(one.requests)/float64(pods), one.bytes/one.requests))
+	}
+	return strings.Join(parts, ", ")
+}
+
+// Bounds of what a pod may cost in writes, one by one and eight at once: about twice what was measured.
+const (
+	writesAlone    = 12.0
+	writesTogether = 6.0
+)

@@ -293,27 +293,6 @@ func (s *story) files() string {
 		"ls -A /var/run/cdi /etc/cdi /var/lib/kubelet/plugins/gpu.nvidia.com /var/lib/kubelet/plugins_registry /var/lib/kubelet/device-plugins; ls -A /run/tandem")
 }
 
-// TestSocketDeletedByHand: the device plugin is back soon, under another name.
-func TestSocketDeletedByHand(t *testing.T) {
-	s := begin(t)
-	list := func() string {
-		return s.on(node(), "sh", "-c", "ls /var/lib/kubelet/device-plugins | grep tandem || true")
-	}
-	before := list()
-	s.on(node(), "sh", "-c", "rm /var/lib/kubelet/device-plugins/tandem-*.sock")
-	s.took("a new socket", func() {
-		s.await(15*time.Second, "a new socket", func() error {
-			if now := list(); now == "" || now == before {
-				return fmt.Errorf("sockets: %q, before: %q", now, before)
-			}
-			return nil
-		})
-	})
-	s.ready()
-	s.manifest(one("limit", "limit"))
-	s.running(soon, 1, 0)
-}
-
 // TestUninstallWithPodsRunning: pods keep their GPUs while the chart is uninstalled, and while NVIDIA's device plugin serves the other ones
 // meanwhile. When Tandem is back, no other pod gets the GPUs of either, and both APIs offer those that are left.
 func TestUninstallWithPodsRunning(t *testing.T) {

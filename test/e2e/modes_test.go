@@ -176,31 +176,6 @@ func TestModeChangesOnALiveNode(t *testing.T) {
 	s.noDoubleOwners()
 }
 
-// TestEditedConfiguration: a change of the ConfigMap, which is all that a change of the chart's value is, reaches the agent that
-// runs, and a wrong one is refused.
-func TestEditedConfiguration(t *testing.T) {
-	s := begin(t)
-	s.installed("split.values.yaml", "config.tandem.mode=Dual")
-	s.served("Dual", gpusANode, gpusANode)
-	gpus := s.occupy()
-	containers, agent := s.containers(), s.agentPod(gpuNode)
-	edit := func(devices string) {
-		patch := fmt.Sprintf(`{"data": {"config.yaml": "{version: v1, tandem: {mode: Split, devices: [%s]}}"}}`, devices)
-		s.kubectl("patch", "configmap", "-n", install.Namespace, install.Release, "--type=merge", "--patch="+patch)
-		// Kubelet brings a new file within a minute or two, and at once to a pod that changes.
-		s.kubectl("annotate", "pod", "-n", install.Namespace, agent.Name, "--overwrite", fmt.Sprintf("look=%d", len(devices)))
-	}
-	edit("{match: {index: 0}, use: limits}, {match: {index: 77}, use: limits}")
-	s.event("Node", gpuNode, "ConfigRejected", "tandem.devices[1].match", "index 77")
-	s.served("Dual", 6, 6)
-	edit("{match: {index: 0}, use: limits}, {match: {index: 1}, use: limits}")
-	s.served("Split", 2, 4)
-	s.unchanged(containers, gpus)
-	if now := s.agentPod(gpuNode); now.UID != agent.UID || now.Status.ContainerStatuses[0].RestartCount != agent.Status.ContainerStatuses[0].RestartCount {
-		t.Errorf("the agent's pod %s restarted or was replaced by %s", agent.Name, now.Name)
-	}
-}
-
 // TestLimitsByClaims: in ClaimsOnly the manifests with limits work unchanged, and in Dual with a class that is mapped to the same
 // resource nothing goes wrong, whichever way the scheduler takes.
 func TestLimitsByClaims(t *testing.T) {

@@ -385,33 +385,3 @@ func TestSharedPartitions(t *testing.T) {
 		t.Errorf("instances: %v", found)
 	}
 }
-
-// TestParametersOfOtherClients: Python's puts spaces into what it sends, and others send fields in an order of their own. How the
-// device is shared is told all the same.
-func TestParametersOfOtherClients(t *testing.T) {
-	s := begin(t)
-	body := fmt.Sprintf(`{"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": "odd"}, "spec": {"devices": {`+
-		`"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}], "config": [{"opaque": {"driver": %q, "parameters": `+
-		`{"kind": "GpuConfig", "apiVersion": "resource.nvidia.com/v1beta1", "sharing": {"strategy": "TimeSlicing"}}}}]}}}`, install.DriverName)
-	err := theClient.ResourceV1().RESTClient().Post().AbsPath("/apis/resource.k8s.io/v1/namespaces", s.namespace, "resourceclaims").
-		SetHeader("Content-Type", "application/json").Body([]byte(body)).Do(s.ctx).Error()
-	if err != nil {
-		t.Fatal(err)
-	}
-	s.manifest(`
-apiVersion: v1
-kind: Pod
-metadata: {name: odd}
-spec:
-  terminationGracePeriodSeconds: 1
-  resourceClaims: [{name: gpu, resourceClaimName: odd}]
-  containers:
-  - name: main
-    image: docker.io/library/busybox:1.37
-    imagePullPolicy: Never
-    command: [sleep, infinity]
-    resources: {claims: [{name: gpu}]}
-`)
-	s.running(patient, 1, 0)
-	s.says("odd", map[string]string{"gpu": "TimeSlicing, limit Advisory"})
-}

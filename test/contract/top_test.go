@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package e2e
+package contract
 
 import (
 	"encoding/json"
@@ -142,4 +142,17 @@ subjects: [{kind: ServiceAccount, name: guest, namespace: ` + s.namespace + `}]
 	s.await(soon, "top to report the missing right to the proxy", measured("you may not get pods/proxy", as, "--exporter-namespace", s.namespace))
 	role(list + ", " + proxy)
 	s.await(soon, "top to read with the documented rights", measured("", as, "--exporter-namespace", s.namespace))
+}
+
+// applyAnywhere applies a manifest that names its namespace.
+func (s *story) applyAnywhere(text string) error {
+	cmd, err := theCluster.Command(s.ctx, "kubectl", "apply", "-f", "-")
+	if err != nil {
+		return err
+	}
+	cmd.Stdin = strings.NewReader(text)
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("kubectl apply: %w: %s", err, out)
+	}
+	return nil
 }

@@ -1,0 +1,475 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package contract
+
+import (
+	"bufio"
+	"debug/elf"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	corev1 "k8s.io/api/core/v1"
+
+	gpunode "github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/hack/gotool"
+	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/internal/browser"
+	"github.com/tandem-gpu/tandem/pkg/overview"
+	"github.com/tandem-gpu/tandem/test/oracle"
+)
+
+// TestKubectlGPU: on a node that both APIs have filled, the plugin's list is kubelet's own, it says why a pod waits, and draws the node. A
+// user with few rights learns which are missing, and no names of other namespaces.
+func TestKubectlGPU(t *testing.T) {
+	s := begin(t)
+	plugin := s.buildPlugin()
+	gpu := func(args ...string) string {
+		t.Helper()
+		out, err := s.kubectlGPU(plugin, args...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return out
+	}
+	s.example("more-than-gpus.yaml")
+	s.running(soon, gpusANode, 2)
+
+	s.await(soon, "ls to list what kubelet has given to pods", func() error {
+		want, err := oracle.Granted(s.ctx, node())
+		if err != nil {
+			return err
+		}
+		for pod, devices := range want {
+			if len(devices) == 0 {
+				delete(want, pod)
+			}
+		}
+		if diff := cmp.Diff(want, s.listed(gpu("ls", gpuNode, "-o", "json"))); diff != "" || len(want) != gpusANode {
+			return fmt.Errorf("kubelet has given devices to %d pods (-kubelet +ls):\n%s", len(want), diff)
+		}
+		return nil
+	})
+	table := gpu("ls")
+	t.Log("\n" + table)
+	if n := strings.Count(table, "("); n != gpusANode || !strings.Contains(table, numaNode) {
+		t.Errorf("ls has %d holders", n)
+	}
+
+	var waits corev1.Pod
+	for _, pod := range s.pods() {
+		if pod.Status.Phase == corev1.PodPending {
+			waits = pod
+		}
+	}
+	why := gpu("why", waits.Name, "-n", s.namespace)
+	t.Log("\n" + why)
+	for _, words := range []string{
+		"Pod " + s.namespace + "/" + waits.Name + " waits: all 8 GPUs of " + gpuNode + " are held", gpuNode + ": is full: 0 of 8",
+		"The scheduler says", numaNode + ": cannot run it: the pod does not tolerate its taint " + numaKey + "=true:NoSchedule", "once its holder has ended",
+	} {
+		if !strings.Contains(why, words) {
+			t.Errorf("why has no %q", words)
+		}
+	}
+	if n := strings.Count(why, "  "+s.namespace+"/"); n != gpusANode {
+		t.Errorf("why names %d holders", n)
+	}
+	i := slices.IndexFunc(s.pods(), func(p corev1.Pod) bool { return p.Status.Phase == corev1.PodRunning })
+	if running := gpu("why", s.pods()[i].Name, "-n", s.namespace); !strings.Contains(running, "runs on "+gpuNode+" with gpu-") {
+		t.Errorf("why of a pod that runs:\n%s", running)
+	}
+	picture := gpu("node", gpuNode)
+	t.Log("\n" + picture)
+	for _, words := range []string{"NUMA node 0", "NUMA node 1", "NVLink A: gpu-0", "gpu-7  NVIDIA H100", "* Claim", "* Pod"} {
+		if !strings.Contains(picture, words) {
+			t.Errorf("node has no %q", words)
+		}
+	}
+	s.pluginWithFewRights(plugin, waits.Name)
+	s.page(plugin, waits.Name)
+}
+
+// page serves the page as an administrator and as a user with few rights: it has what ls and why print, a browser shows the same, names of
+// other namespaces are not in it, and it follows a change.
+func (s *story) page(plugin, waits string) {
+	s.Helper()
+	address := s.serveUI(plugin)
+	want, err := s.kubectlGPU(plugin, "ls", "-o", "json")
+	if err != nil {
+		s.Fatal(err)
+	}
+	var o overview.Overview
+	if err := json.Unmarshal([]byte(want), &o); err != nil {
+		s.Fatalf("decode the list: %v", err)
+	}
+	var devices []string
+	for _, n := range o.Nodes {
+		for _, d := range n.Devices {
+			devices = append(devices, fmt.Sprint(d.Name, d.State, len(d.Holders) > 0))
+		}
+	}
+	listed := func(page string) error {
+		var got []string
+		for _, row := range browser.Devices(page) {
+			got = append(got, fmt.Sprint(row[0], row[2], row[4] != ""))
+		}
+		if diff := cmp.Diff(devices, got); diff != "" || strings.Count(page, s.namespace+"/") < gpusANode {
+			return fmt.Errorf("the page differs from ls (-ls +page):\n%s\n%s", diff, page)
+		}
+		if n := strings.Count(page, `href="why?namespace=`+s.namespace); n != 2 || strings.Count(page, "<td>0/2 nodes are available") != n {
+			return fmt.Errorf("%d pods wait:\n%s", n, page)
+		}
+		return nil
+	}
+	s.await(soon, "the page to be that of ls", func() error { return listed(s.read(address)) })
+	s.browsed(address, listed)
+	answer := s.read(address + "why?namespace=" + s.namespace + "&pod=" + waits)
+	if words := "all 8 GPUs of " + gpuNode + " are held"; !strings.Contains(answer, words) {
+		s.Errorf("no %q in the answer of why:\n%s", words, answer)
+	}
+
+	guest := s.serveUI(plugin, "--as=system:serviceaccount:"+s.namespace+":guest")
+	s.await(soon, "a page without names", func() error {
+		page := s.read(guest)
+		if n := strings.Count(page, "<td>another namespace ("); n != gpusANode || strings.Contains(page, s.namespace+"/") {
+			return fmt.Errorf("%d holders without a name:\n%s", n, page)
+		}
+		return nil
+	})
+
+	s.kubectl("scale", "deployment", "-n", s.namespace, "more-claims", "--replicas=4")
+	s.await(soon, "the page to follow", func() error {
+		if n := strings.Count(s.read(address), `href="why?namespace=`+s.namespace); n != 1 {
+			return fmt.Errorf("%d pods wait", n)
+		}
+		return nil
+	})
+}
+
+// serveUI runs kubectl gpu ui until the story ends, and returns the page's address.
+func (s *story) serveUI(plugin string, flags ...string) (address string) {
+	s.Helper()
+	cmd, err := theCluster.Command(s.ctx, "sh", append([]string{"-c", `PATH="$0:$PATH" exec kubectl gpu ui "$@"`, filepath.Dir(plugin)}, flags...)...)
+	if err != nil {
+		s.Fatal(err)
+	}
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		s.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		s.Fatal(err)
+	}
+	s.Cleanup(func() {
+		if err := errors.Join(cmd.Process.Signal(os.Interrupt), cmd.Wait()); err != nil {
+			s.Errorf("kubectl gpu ui: %v", err)
+		}
+	})
+	address, err = bufio.NewReader(out).ReadString('\n')
+	if err != nil {
+		s.Fatalf("kubectl gpu ui prints no address: %v", err)
+	}
+	return strings.TrimSpace(address)
+}
+
+// read returns a page as the server sends it.
+func (s *story) read(address string) string {
+	s.Helper()
+	cmd, err := theCluster.Command(s.ctx, "busybox", "wget", "-q", "-O", "-", address)
+	if err != nil {
+		s.Fatal(err)
+	}
+	page, err := cmd.Output()
+	if err != nil {
+		s.Fatalf("read the page: %v", err)
+	}
+	return string(page)
+}
+
+// browsed checks the document that a browser has of a page.
+func (s *story) browsed(address string, check func(page string) error) {
+	s.Helper()
+	if err := browser.Find(); err != nil {
+		s.Log("the page is not opened in a browser:", err)
+		return
+	}
+	cmd, err := theCluster.Command(s.ctx, browser.Program, browser.Args(s.TempDir(), "--dump-dom", address)...)
+	if err != nil {
+		s.Fatal(err)
+	}
+	var complaints strings.Builder
+	cmd.Stderr = &complaints
+	document, err := cmd.Output()
+	if err != nil {
+		s.Fatalf("open the page in a browser: %v\n%s", err, &complaints)
+	}
+	if err := check(string(document)); err != nil {
+		s.Error(err)
+	}
+	for _, complaint := range browser.Complaints(complaints.String()) {
+		s.Error(complaint)
+	}
+}
+
+// pluginWithFewRights runs the plugin as users of the namespace.
+func (s *story) pluginWithFewRights(plugin, waits string) {
+	s.Helper()
+	as := "--as=system:serviceaccount:" + s.namespace + ":"
+	s.manifest(`
+apiVersion: rbac.authorization.k8s.io/v1
+kind: RoleBinding
+metadata: {name: viewer}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: view}
+subjects: [{kind: ServiceAccount, name: viewer, namespace: ` + s.namespace + `}]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: Role
+metadata: {name: one}
+rules: [{apiGroups: [""], resources: [pods], verbs: [get]}]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: RoleBinding
+metadata: {name: one}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: Role, name: one}
+subjects: [{kind: ServiceAccount, name: guest, namespace: ` + s.namespace + `}]
+`)
+	s.guestMay(readGPUNodes, `{apiGroups: [""], resources: [nodes], verbs: [get, list]}`,
+		`{apiGroups: [resource.k8s.io], resources: [resourceslices, deviceclasses, resourceclaims], verbs: [get, list]}`)
+	if out, err := s.kubectlGPU(plugin, "ls", as+"viewer"); err == nil || !strings.Contains(err.Error(), "resources: [gpunodes]") {
+		s.Errorf("ls of a user without the right to list GPUNodes: %v\n%s", err, out)
+	}
+	out, err := s.kubectlGPU(plugin, "why", waits, "-n", s.namespace, as+"viewer")
+	if err != nil || !strings.Contains(out, "What you may not read") || !strings.Contains(out, "The scheduler says") {
+		s.Errorf("why of a user who may view the namespace: %v\n%s", err, out)
+	}
+	// A new rule takes a moment to be known to the API server.
+	s.await(soon, "an answer without names", func() error {
+		out, err := s.kubectlGPU(plugin, "why", waits, "-n", s.namespace, as+"guest")
+		if err != nil {
+			return err
+		}
+		if n := strings.Count(out, "another namespace ("); n != gpusANode || strings.Count(out, "  "+s.namespace+"/") > 0 {
+			return fmt.Errorf("%d holders without a name:\n%s", n, out)
+		}
+		return nil
+	})
+}
+
+// readGPUNodes is the rule by which a user may read GPUNodes.
+const readGPUNodes = `{apiGroups: [tandem-gpu.dev], resources: [gpunodes], verbs: [get, list, watch]}`
+
+// guestMay gives the account guest of the story's namespace these rules in the whole cluster.
+func (s *story) guestMay(rules ...string) {
+	s.Helper()
+	s.undo(func() error {
+		_, err := theCluster.Kubectl(s.ctx, "delete", "--ignore-not-found", "clusterrole,clusterrolebinding", s.namespace)
+		return err
+	})
+	s.manifest(`
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRole
+metadata: {name: ` + s.namespace + `}
+rules: [` + strings.Join(rules, ", ") + `]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {name: ` + s.namespace + `}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: ` + s.namespace + `}
+subjects: [{kind: ServiceAccount, name: guest, namespace: ` + s.namespace + `}]
+`)
+}
+
+// listed returns what the plugin lists for pods, as oracle.Granted does: limits by UUID, claims by the names of their devices.
+func (s *story) listed(text string) map[string][]string {
+	s.Helper()
+	var o overview.Overview
+	if err := json.Unmarshal([]byte(text), &o); err != nil {
+		s.Fatalf("decode the list: %v", err)
+	}
+	pods := map[string][]string{}
+	for _, n := range o.Nodes {
+		for _, d := range n.Devices {
+			for _, h := range d.Holders {
+				id := d.UUID
+				if h.Claim != nil {
+					id = d.Name
+				}
+				for _, p := range h.Pods {
+					pods[p.Namespace+"/"+p.Name] = append(pods[p.Namespace+"/"+p.Name], id)
+				}
+			}
+		}
+	}
+	for _, ids := range pods {
+		slices.Sort(ids)
+	}
+	return pods
+}
+
+// buildPlugin returns the path of the plugin, which is one static program.
+func (s *story) buildPlugin() string {
+	s.Helper()
+	root, err := gotool.Root(s.ctx)
+	if err != nil {
+		s.Fatal(err)
+	}
+	dir := s.TempDir()
+	program := filepath.Join(dir, "kubectl-gpu")
+	cmd := gotool.Command(s.ctx, dir, []string{"CGO_ENABLED=0"}, "build", "-o", program, "./cmd/kubectl-gpu")
+	cmd.Dir = root
+	if out, err := cmd.CombinedOutput(); err != nil {
+		s.Fatalf("build the plugin: %v\n%s", err, out)
+	}
+	file, err := elf.Open(program)
+	if err != nil {
+		s.Fatal(err)
+	}
+	defer file.Close()
+	for _, part := range file.Progs {
+		if part.Type == elf.PT_INTERP {
+			s.Error("the plugin is not static")
+		}
+	}
+	return program
+}
+
+// kubectlGPU runs the plugin as kubectl does: kubectl finds it in its PATH.
+func (s *story) kubectlGPU(program string, args ...string) (string, error) {
+	s.Helper()
+	path := filepath.Dir(program)
+	cmd, err := theCluster.Command(s.ctx, "sh", append([]string{"-c", `PATH="$0:$PATH" exec kubectl gpu "$@"`, path}, args...)...)
+	if err != nil {
+		return "", err
+	}
+	out, err := cmd.Output()
+	var exit *exec.ExitError
+	if errors.As(err, &exit) {
+		err = fmt.Errorf("kubectl gpu %v: %w: %s", args, err, exit.Stderr)
+	}
+	return string(out), err
+}
+
+// TestDoctor: doctor finds nothing on a cluster as the chart made it, and names what is broken afterwards.
+func TestDoctor(t *testing.T) {
+	s := begin(t)
+	s.replaceAgent() // what agents reported in earlier stories is over
+	plugin := s.buildPlugin()
+	nothing := func() error {
+		out, err := s.kubectlGPU(plugin, "doctor")
+		if err == nil && !strings.HasPrefix(out, "no problem found: Kubernetes v1.") {
+			err = errors.New(out)
+		}
+		return err
+	}
+	s.await(soon, "doctor to find nothing", nothing)
+
+	const policy = "tandem-gpunode-status"
+	startControllers := s.withoutControllers()
+	binding := s.kubectl("get", "validatingadmissionpolicybinding", policy, "-o", "yaml")
+	bind := s.undo(func() error { return s.apply(binding) })
+	s.kubectl("delete", "validatingadmissionpolicybinding", policy)
+	want := []string{
+		"error deployment tandem-system/tandem-controller", "warning validatingadmissionpolicy " + policy, "warning validatingwebhookconfiguration tandem-webhook",
+	}
+	s.await(soon, "doctor to name what is broken", func() error {
+		out, err := s.kubectlGPU(plugin, "doctor", "-o", "json")
+		if err == nil || !strings.Contains(err.Error(), "the installation has errors") {
+			return fmt.Errorf("exit status: %w, %s", err, out)
+		}
+		var found struct {
+			Findings []struct{ Severity, Object, Action string }
+		}
+		if err := json.Unmarshal([]byte(out), &found); err != nil {
+			return err
+		}
+		var got []string
+		for _, f := range found.Findings {
+			if f.Action != "" {
+				got = append(got, f.Severity+" "+f.Object)
+			}
+		}
+		slices.Sort(got)
+		if !slices.Equal(got, want) {
+			return fmt.Errorf("it found %q", got)
+		}
+		return nil
+	})
+	bind()
+	startControllers()
+	s.await(soon, "doctor to find nothing again", nothing)
+}
+
+// withoutControllers ends the controllers, and returns a function that starts as many again.
+func (s *story) withoutControllers() (start func()) {
+	s.Helper()
+	deployment := "deployment/" + install.Release + "-controller"
+	scale := func(replicas string) error {
+		_, err := theCluster.Kubectl(s.ctx, "scale", "-n", install.Namespace, deployment, "--replicas="+replicas)
+		return err
+	}
+	replicas := s.kubectl("get", "-n", install.Namespace, deployment, "-o", "jsonpath={.spec.replicas}")
+	start = s.undo(func() error { return errors.Join(scale(replicas), install.Ready(s.ctx, theCluster)) })
+	if err := scale("0"); err != nil {
+		s.Fatal(err)
+	}
+	return start
+}
+
+// TestWhoHasWhichGPU: kubectl answers it, for both APIs, and GPUNode outlives what people do to it.
+func TestWhoHasWhichGPU(t *testing.T) {
+	s := begin(t)
+	s.manifest(singleTemplate + one("claim", "train") + one("limit", "infer"))
+	s.running(soon, 2, 0)
+	claim := *s.pod("train").Status.ResourceClaimStatuses[0].ResourceClaimName
+	holders := fmt.Sprintf("%s=%s/%s(claim) %s=%s/infer(pod)",
+		gpuName(s.gpus("train", "")[0]), s.namespace, claim, gpuName(s.gpus("infer", "")[0]), s.namespace)
+	told := func(n gpunode.GPUNode) bool {
+		withdrawn := 0
+		for _, d := range n.Status.Devices {
+			if d.ExtendedResourceState == gpunode.ExtendedResourceWithdrawn {
+				withdrawn++
+			}
+		}
+		return n.Status.Holders == holders && withdrawn == 1 && n.Status.Counts.Free == gpusANode-2 &&
+			len(n.Spec.Claims) == 1 && n.Status.ObservedGeneration == n.Generation
+	}
+	before := s.shows("both holders", told)
+	table := s.kubectl("get", "gpunodes", "-o", "wide")
+	for _, words := range []string{"MODE", "HOLDERS", "Dual", holders} {
+		if !strings.Contains(table, words) {
+			t.Errorf("kubectl get gpunodes -o wide has no %q:\n%s", words, table)
+		}
+	}
+	t.Log("\n" + table)
+
+	// Nothing changes, so nothing is written.
+	const idle = 15 * time.Second
+	time.Sleep(idle)
+	if now := s.shows("both holders", told); now.ResourceVersion != before.ResourceVersion {
+		t.Errorf("GPUNode was written within %s in which nothing happened:\n%+v\n%+v", idle, before, now)
+	}
+
+	s.kubectl("delete", "gpunode", before.Name)
+	after := s.shows("both holders again", told)
+	if after.UID == before.UID {
+		t.Error("kubectl did not delete it")
+	}
+
+	s.kubectl("delete", "pods", "-n", s.namespace, "train", "infer")
+	s.await(soon, "GPUNode to show no holder", func() error {
+		n, err := s.gpuNodeObject()
+		if err == nil && (n.Status.Holders != "" || n.Status.Counts.Free != gpusANode || len(n.Spec.Claims) > 0) {
+			err = errors.New(n.Status.Holders)
+		}
+		return err
+	})
+}
