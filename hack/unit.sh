@@ -5,14 +5,19 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # Tests make and remove many files, which takes a multiple on ext4. Where root may, they have a tmpfs, whose mount ends with the last process.
-readonly tmp=/run/unit
-if [ $# -eq 0 ] && [ "$(id -u)" -eq 0 ] && [ "${TMPDIR:-}" != "$tmp" ]; then
-	mkdir -p "$tmp"
-	TMPDIR=$tmp exec unshare --mount --propagation private "$0"
+# The go command keeps its own directory: the pages of a test program on a tmpfs would count as shared memory.
+readonly tmp=/var/tmp/unit
+run=()
+if [ $# -eq 0 ] && [ "$(id -u)" -eq 0 ]; then
+	if [ -z "${UNIT_MOUNTS:-}" ]; then
+		mkdir -p "$tmp"
+		UNIT_MOUNTS=1 exec unshare --mount --propagation private "$0"
+	fi
+	mount -t tmpfs -o mode=1777 tandem-unit "$tmp"
+	run=(-exec "env TMPDIR=$tmp")
 fi
-[ "${TMPDIR:-}" != "$tmp" ] || mount -t tmpfs -o mode=1777 tandem-unit "$tmp"
 GOWORK=off go -C hack/tools build -o ../../bin/tools/ gotest.tools/gotestsum
 packages=${*:-$(go list ./... ./hack/... ./test/... | grep -v -E '/test/(e2e|contract|facts|intruder)$|/deployments/helm')}
 # shellcheck disable=SC2086
 exec bin/tools/gotestsum --format pkgname ${TEST_RESULTS:+--jsonfile "$TEST_RESULTS"} -- \
-	-race -vet=off -count=1 -parallel 16 -timeout 1h $packages
+	"${run[@]}" -race -vet=off -count=1 -parallel 16 -timeout 1h $packages

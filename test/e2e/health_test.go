@@ -7,32 +7,11 @@ import (
 	"fmt"
 	"slices"
 	"testing"
-	"time"
 
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/tandem-gpu/tandem/test/gpufaults"
 )
-
-// seenWithin and recoveredWithin are the goals for when a fault and its end are seen everywhere. The latter counts from the end of the fault.
-// They fail no story, because other clusters run beside it; make bench measures.
-const seenWithin, recoveredWithin = 2 * time.Second, 4 * time.Second
-
-// place is a place where a user sees the health of GPUs.
-type place struct {
-	name string
-	// shows returns nil if the place shows the GPUs as unhealthy, or as healthy.
-	shows func(unhealthy bool) error
-}
-
-func everywhere(places []place, unhealthy bool) (err error) {
-	for _, p := range places {
-		if shown := p.shows(unhealthy); shown != nil {
-			err = errors.Join(err, fmt.Errorf("%s: %w", p.name, shown))
-		}
-	}
-	return err
-}
 
 // TestOneOfEightIsLost: eight pods by each API have the GPUs of a node, and one GPU is lost. The others run on, and none fails admission:
 // the replacement of the pod that had it waits until the GPU is back.

@@ -14,20 +14,6 @@ import (
 	"github.com/tandem-gpu/tandem/hack/gotool"
 )
 
-// read returns a page as the server sends it.
-func (s *story) read(address string) string {
-	s.Helper()
-	cmd, err := theCluster.Command(s.ctx, "busybox", "wget", "-q", "-O", "-", address)
-	if err != nil {
-		s.Fatal(err)
-	}
-	page, err := cmd.Output()
-	if err != nil {
-		s.Fatalf("read the page: %v", err)
-	}
-	return string(page)
-}
-
 // buildPlugin returns the path of the plugin, which is one static program.
 func (s *story) buildPlugin() string {
 	s.Helper()

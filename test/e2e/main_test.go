@@ -193,7 +193,6 @@ func clusterConfig(dir string) (cluster.Config, error) {
 		KubernetesVersion: os.Getenv("KUBERNETES"),
 		ContainerRuntime:  os.Getenv(runtimeVariable),
 		Progress:          os.Stdout,
-		AuditPolicy:       ourWrites,
 		Nodes: []cluster.NodeConfig{
 			{Name: gpuNode, Kubelet: map[string]any{"staticPodPath": staticPodDir, "fileCheckFrequency": "1s"}},
 			{

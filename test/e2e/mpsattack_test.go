@@ -11,20 +11,10 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 
-	gpunode "github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/hack/install"
 )
 
 // The stories in this file attack through MPS: with stolen tokens, and from a client's container.
-
-// forged is a daemon that an attacker with the agent's token requests.
-func forged(change func(*gpunode.MPSDaemon)) gpunode.MPSDaemon {
-	d := gpunode.MPSDaemon{Name: "forged", MPSSettings: gpunode.MPSSettings{
-		Devices: []string{"GPU-1"}, DriverRoot: simulatedMachine + "/driver",
-	}}
-	change(&d)
-	return d
-}
 
 // TestHostileClient: a client that is root fills what it shares with its daemon and leaves links there. The host's /run has as much room as
 // before, another daemon's clients go on, and its own daemon starts again.

@@ -8,13 +8,6 @@ import (
 	"github.com/tandem-gpu/tandem/hack/install"
 )
 
-const (
-	webhookName = "tandem-webhook"
-	webhookPath = "parameters"
-	// told is what a denial by the webhook begins with.
-	told = `admission webhook "parameters.tandem-gpu.dev" denied the request`
-)
-
 // values installs with others than usual until the story ends.
 func (s *story) values(values ...string) {
 	s.Helper()

@@ -87,19 +87,9 @@ type writes struct {
 
 var dryRun = []string{metav1.DryRunAll}
 
-func (w writes) create(slice *resourceapi.ResourceSlice) error {
-	fresh := &resourceapi.ResourceSlice{ObjectMeta: metav1.ObjectMeta{GenerateName: "stolen-"}, Spec: slice.Spec}
-	_, err := w.client.ResourceV1().ResourceSlices().Create(w.ctx, fresh, metav1.CreateOptions{DryRun: dryRun})
-	return err
-}
-
 func (w writes) update(slice *resourceapi.ResourceSlice) error {
 	_, err := w.client.ResourceV1().ResourceSlices().Patch(w.ctx, slice.Name, types.MergePatchType, []byte(`{"metadata":{"labels":{"stolen":"true"}}}`), metav1.PatchOptions{DryRun: dryRun})
 	return err
-}
-
-func (w writes) remove(slice *resourceapi.ResourceSlice) error {
-	return w.client.ResourceV1().ResourceSlices().Delete(w.ctx, slice.Name, metav1.DeleteOptions{DryRun: dryRun})
 }
 
 // TestAgentIsConfined: what the kernel says of the agent's process on a node without real GPUs, where it needs no privilege.
