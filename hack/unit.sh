@@ -4,17 +4,13 @@
 # vet. $TEST_RESULTS is a file for the events.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-# Tests make and remove many files, which takes a multiple on ext4. Where root may, they have a tmpfs, whose mount ends with the last process.
-# The go command keeps its own directory: the pages of a test program on a tmpfs would count as shared memory.
-readonly tmp=/var/tmp/unit
+# Tests make and remove many files, which takes a multiple on ext4. Where root may, each test program has a tmpfs, which ends with it. The
+# program itself stays on disk: pages of a program on a tmpfs would count as shared memory.
 run=()
 if [ $# -eq 0 ] && [ "$(id -u)" -eq 0 ]; then
-	if [ -z "${UNIT_MOUNTS:-}" ]; then
-		mkdir -p "$tmp"
-		UNIT_MOUNTS=1 exec unshare --mount --propagation private "$0"
-	fi
-	mount -t tmpfs -o mode=1777 tandem-unit "$tmp"
-	run=(-exec "env TMPDIR=$tmp")
+	readonly tmp=/var/tmp/unit
+	mkdir -p "$tmp"
+	run=(-exec "unshare --mount --propagation private sh -c 'mount -t tmpfs -o mode=1777 unit $tmp && TMPDIR=$tmp exec \"\$0\" \"\$@\"'")
 fi
 GOWORK=off go -C hack/tools build -o ../../bin/tools/ gotest.tools/gotestsum
 packages=${*:-$(go list ./... ./hack/... ./test/... | grep -v -E '/test/(e2e|contract|facts|intruder)$|/deployments/helm')}
