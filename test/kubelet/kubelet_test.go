@@ -247,3 +247,24 @@ func TestClaims(t *testing.T) {
 		t.Errorf("the checkpoint still has %+v (%v)", claims, err)
 	}
 }
+
+// A driver that is killed leaves its sockets. kubelet registers the one that puts its own in their place.
+func TestDriverAfterAKilledOne(t *testing.T) {
+	k := startOne(t, Options{})
+	registry := filepath.Join(k.Dir, "plugins_registry", "d-reg.sock")
+	d := &draDriver{endpoint: filepath.Join(k.Dir, "plugins", "dra.sock")}
+	register := func(s *grpc.Server) { registerapi.RegisterRegistrationServer(s, d) }
+	serve(t, registry, register)
+	await(t, k, "the driver", func() bool { _, ok := k.Driver(driverName); return ok })
+	killed, _ := k.Driver(driverName)
+
+	fresh := filepath.Join(t.TempDir(), "fresh.sock")
+	serve(t, fresh, register)
+	if err := os.Rename(fresh, registry); err != nil {
+		t.Fatal(err)
+	}
+	await(t, k, "the next driver", func() bool {
+		next, ok := k.Driver(driverName)
+		return ok && next.Identified.After(killed.Identified)
+	})
+}
