@@ -24,6 +24,7 @@ import (
 	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/controller"
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 // TestStolenToken: a process with the token of a node's agent can write that node's slices and read what the agent reads, and
@@ -174,7 +175,7 @@ func TestWhoMayWriteWhat(t *testing.T) {
 	unbound := s.as(agent.Spec.ServiceAccountName, nil)
 	leader := s.controllerPod()
 	control := s.as(leader.Spec.ServiceAccountName, &leader)
-	s.manifest(one("limit", "victim"))
+	s.manifest(manifests.Pod("limit", "victim"))
 	s.running(soon, 1, 0)
 	victim := *s.pod("victim")
 	s.await(soon, "both nodes' GPUNodes", func() error {

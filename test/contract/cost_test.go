@@ -19,6 +19,7 @@ import (
 	auditapi "k8s.io/apiserver/pkg/apis/audit/v1"
 
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 // ourWrites makes kube-apiserver log the requests of our components that change something.
@@ -141,7 +142,7 @@ const (
 // TestWritesAPod counts what we write to the API server for each pod from its creation to its end, for both kinds.
 func TestWritesAPod(t *testing.T) {
 	s := begin(t)
-	s.manifest(singleTemplate)
+	s.manifest(manifests.SingleTemplate)
 	_, place := s.billed(0)
 	for _, c := range []struct {
 		kind  string
@@ -151,8 +152,8 @@ func TestWritesAPod(t *testing.T) {
 	}{
 		{"claim pod alone", writesAlone, func() int { return s.oneByOne("claim") }},
 		{"limits pod alone", writesAlone, func() int { return s.oneByOne("limit") }},
-		{"claim pod among eight", writesTogether, func() int { return s.eightAtOnce(claimDeployment("many", "single", gpusANode)) }},
-		{"limits pod among eight", writesTogether, func() int { return s.eightAtOnce(deployment("many", gpusANode)) }},
+		{"claim pod among eight", writesTogether, func() int { return s.eightAtOnce(manifests.ClaimDeployment("many", "single", gpusANode)) }},
+		{"limits pod among eight", writesTogether, func() int { return s.eightAtOnce(manifests.Deployment("many", gpusANode)) }},
 	} {
 		pods := c.play()
 		var b bill
@@ -172,7 +173,7 @@ func (s *story) oneByOne(kind string) (pods int) {
 	s.Helper()
 	for ; pods < 3; pods++ {
 		name := fmt.Sprintf("%s-%d", kind, pods)
-		s.manifest(one(kind, name))
+		s.manifest(manifests.Pod(kind, name))
 		s.running(soon, 1, 0)
 		s.kubectl("delete", "pod", "-n", s.namespace, name)
 		s.noPods()

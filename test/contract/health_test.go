@@ -20,6 +20,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/simulated"
 	"github.com/tandem-gpu/tandem/test/gpufaults"
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 // seenWithin and recoveredWithin are the goals for when a fault and its end are seen everywhere. The latter counts from the end of the fault.
@@ -43,7 +44,7 @@ func TestFaultsAreSeen(t *testing.T) {
 			t.Error(err)
 		}
 	})
-	s.manifest(singleTemplate + one("claim", "claim") + one("limit", "limit"))
+	s.manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim") + manifests.Pod("limit", "limit"))
 	s.running(soon, 2, 0)
 	seen := s.seen()
 	gpus := []int{seen["claim"][0], seen["limit"][0]}
@@ -283,7 +284,7 @@ func TestRestartForgetsNoXID(t *testing.T) {
 	s.killAgent()
 	s.ready()
 	s.await(soon, "the new agent to withdraw the GPU", unhealthy)
-	s.manifest(deployment("others", gpusANode))
+	s.manifest(manifests.Deployment("others", gpusANode))
 	s.running(soon, gpusANode-1, 1)
 	s.unschedulable(1)
 	for _, pod := range s.pods() {
@@ -335,7 +336,7 @@ func TestFaultOfAPartition(t *testing.T) {
 		unhealthy := slices.DeleteFunc(n.Status.Devices, func(d gpunode.DeviceStatus) bool { return d.UnhealthyReason == "" })
 		return len(unhealthy) == 1 && strings.HasPrefix(unhealthy[0].UnhealthyReason, device.ReasonXID+":")
 	})
-	s.manifest(profileTemplate("ones", "1g.10gb") + partitioned("healthy", "ones") + partitioned("waits", "ones"))
+	s.manifest(manifests.PartitionTemplate("ones", "1g.10gb") + manifests.ClaimPod("healthy", "ones") + manifests.ClaimPod("waits", "ones"))
 	s.running(soon, 1, 1)
 	s.deleteAll()
 	s.await(soon, "the ledger to be empty", s.empty)
@@ -368,7 +369,7 @@ func TestFaultEndsByAReset(t *testing.T) {
 			s.await(patient, "the GPUs to be offered", func() error {
 				return errors.Join(s.offeredToPods(gpusANode), s.offeredToClaims(gpusANode))
 			})
-			s.manifest(singleTemplate + one(api, "holder"))
+			s.manifest(manifests.SingleTemplate + manifests.Pod(api, "holder"))
 			s.running(patient, 1, 0)
 			gpu := s.gpus("holder", "")[0]
 			uuid := s.uuidOf(gpu)
@@ -377,7 +378,7 @@ func TestFaultEndsByAReset(t *testing.T) {
 			s.await(soon, "the GPU to be withdrawn", func() error {
 				return errors.Join(s.withdrawn(gpu), s.offeredToPods(gpusANode-1))
 			})
-			s.manifest(one(api, "other"))
+			s.manifest(manifests.Pod(api, "other"))
 			s.running(soon, 2, 0)
 			if now := s.resets(uuid); now != before {
 				t.Errorf("the GPU was reset although a pod has it")
@@ -454,9 +455,9 @@ func (s *story) broken(breaks func(gpus ...int)) {
 	if now := s.seen(); !maps.EqualFunc(before, now, slices.Equal) {
 		s.Errorf("the pods saw GPUs %v, now %v", before, now)
 	}
-	s.manifest(one("claim", "claim-late"))
+	s.manifest(manifests.Pod("claim", "claim-late"))
 	s.running(soon, 5, 0)
-	s.manifest(one("limit", "limit-late"))
+	s.manifest(manifests.Pod("limit", "limit-late"))
 	s.running(soon, 6, 0)
 	for _, name := range []string{"claim-late", "limit-late"} {
 		if got := s.gpus(name, ""); len(got) != 1 || got[0] == free || used[got[0]] {
@@ -468,7 +469,7 @@ func (s *story) broken(breaks func(gpus ...int)) {
 	s.await(soon, "the GPU to be offered again", func() error {
 		return errors.Join(s.offeredToPods(gpusANode-3), s.offeredToClaims(gpusANode-3))
 	})
-	s.manifest(one("claim", "claim-last"))
+	s.manifest(manifests.Pod("claim", "claim-last"))
 	s.running(soon, 7, 0)
 	if got := s.gpus("claim-last", ""); !slices.Equal(got, []int{free}) {
 		s.Errorf("the GPU %d is whole again and the first that is free, but the claim got %v", free, got)
@@ -498,6 +499,6 @@ func TestSocketDeletedByHand(t *testing.T) {
 		})
 	})
 	s.ready()
-	s.manifest(one("limit", "limit"))
+	s.manifest(manifests.Pod("limit", "limit"))
 	s.running(soon, 1, 0)
 }

@@ -4,12 +4,10 @@ package contract
 
 import (
 	"bufio"
-	"debug/elf"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -20,10 +18,11 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	gpunode "github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
-	"github.com/tandem-gpu/tandem/hack/gotool"
 	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/internal/browser"
 	"github.com/tandem-gpu/tandem/pkg/overview"
+	"github.com/tandem-gpu/tandem/test/kubectlgpu"
+	"github.com/tandem-gpu/tandem/test/manifests"
 	"github.com/tandem-gpu/tandem/test/oracle"
 )
 
@@ -315,47 +314,18 @@ func (s *story) listed(text string) map[string][]string {
 	return pods
 }
 
-// buildPlugin returns the path of the plugin, which is one static program.
+// buildPlugin returns the path of the plugin.
 func (s *story) buildPlugin() string {
 	s.Helper()
-	root, err := gotool.Root(s.ctx)
+	program, err := kubectlgpu.Build(s.ctx, s.TempDir())
 	if err != nil {
 		s.Fatal(err)
-	}
-	dir := s.TempDir()
-	program := filepath.Join(dir, "kubectl-gpu")
-	cmd := gotool.Command(s.ctx, dir, []string{"CGO_ENABLED=0"}, "build", "-o", program, "./cmd/kubectl-gpu")
-	cmd.Dir = root
-	if out, err := cmd.CombinedOutput(); err != nil {
-		s.Fatalf("build the plugin: %v\n%s", err, out)
-	}
-	file, err := elf.Open(program)
-	if err != nil {
-		s.Fatal(err)
-	}
-	defer file.Close()
-	for _, part := range file.Progs {
-		if part.Type == elf.PT_INTERP {
-			s.Error("the plugin is not static")
-		}
 	}
 	return program
 }
 
-// kubectlGPU runs the plugin as kubectl does: kubectl finds it in its PATH.
 func (s *story) kubectlGPU(program string, args ...string) (string, error) {
-	s.Helper()
-	path := filepath.Dir(program)
-	cmd, err := theCluster.Command(s.ctx, "sh", append([]string{"-c", `PATH="$0:$PATH" exec kubectl gpu "$@"`, path}, args...)...)
-	if err != nil {
-		return "", err
-	}
-	out, err := cmd.Output()
-	var exit *exec.ExitError
-	if errors.As(err, &exit) {
-		err = fmt.Errorf("kubectl gpu %v: %w: %s", args, err, exit.Stderr)
-	}
-	return string(out), err
+	return kubectlgpu.Run(s.ctx, theCluster, program, args...)
 }
 
 // TestDoctor: doctor finds nothing on a cluster as the chart made it, and names what is broken afterwards.
@@ -428,7 +398,7 @@ func (s *story) withoutControllers() (start func()) {
 // TestWhoHasWhichGPU: kubectl answers it, for both APIs, and GPUNode outlives what people do to it.
 func TestWhoHasWhichGPU(t *testing.T) {
 	s := begin(t)
-	s.manifest(singleTemplate + one("claim", "train") + one("limit", "infer"))
+	s.manifest(manifests.SingleTemplate + manifests.Pod("claim", "train") + manifests.Pod("limit", "infer"))
 	s.running(soon, 2, 0)
 	claim := *s.pod("train").Status.ResourceClaimStatuses[0].ResourceClaimName
 	holders := fmt.Sprintf("%s=%s/%s(claim) %s=%s/infer(pod)",

@@ -36,6 +36,7 @@ import (
 	"github.com/tandem-gpu/tandem/simulated"
 	"github.com/tandem-gpu/tandem/simulated/programs"
 	"github.com/tandem-gpu/tandem/simulated/smi"
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 const (
@@ -424,86 +425,6 @@ func (s *story) wantHolds(claims, limits int) {
 	})
 }
 
-// one is a pod that asks for one GPU by a claim or by limits.
-func one(api, name string) string {
-	resources, claims := "limits: {nvidia.com/gpu: 1}", ""
-	if api == "claim" {
-		resources = "claims: [{name: gpu}]"
-		claims = "\n  resourceClaims: [{name: gpu, resourceClaimTemplateName: single}]"
-	}
-	return fmt.Sprintf(`
----
-apiVersion: v1
-kind: Pod
-metadata: {name: %s}
-spec:
-  terminationGracePeriodSeconds: 1
-  containers:
-  - name: work
-    image: docker.io/library/busybox:1.37
-    imagePullPolicy: Never
-    command: [sleep, infinity]
-    resources: {%s}%s
-`, name, resources, claims)
-}
-
-const singleTemplate = `
-apiVersion: resource.k8s.io/v1
-kind: ResourceClaimTemplate
-metadata: {name: single}
-spec:
-  spec:
-    devices:
-      requests:
-      - name: gpu
-        exactly: {deviceClassName: gpu.nvidia.com}
-`
-
-func deployment(name string, replicas int) string {
-	return fmt.Sprintf(`
----
-apiVersion: apps/v1
-kind: Deployment
-metadata: {name: %[1]s}
-spec:
-  replicas: %[2]d
-  selector: {matchLabels: {app: %[1]s}}
-  template:
-    metadata: {labels: {app: %[1]s}}
-    spec:
-      terminationGracePeriodSeconds: 1
-      containers:
-      - name: work
-        image: docker.io/library/busybox:1.37
-        imagePullPolicy: Never
-        command: [sleep, infinity]
-        resources: {limits: {nvidia.com/gpu: 1}}
-`, name, replicas)
-}
-
-func claimDeployment(name, template string, replicas int) string {
-	return fmt.Sprintf(`
----
-apiVersion: apps/v1
-kind: Deployment
-metadata: {name: %[1]s}
-spec:
-  replicas: %[2]d
-  selector: {matchLabels: {app: %[1]s}}
-  template:
-    metadata: {labels: {app: %[1]s}}
-    spec:
-      terminationGracePeriodSeconds: 1
-      resourceClaims: [{name: gpu, resourceClaimTemplateName: %[3]s}]
-      containers:
-      - name: work
-        image: docker.io/library/busybox:1.37
-        imagePullPolicy: Never
-        command: [sleep, infinity]
-        resources: {claims: [{name: gpu}]}
-`, name, replicas, template)
-}
-
 // noPods waits until the story has none.
 func (s *story) noPods() {
 	s.Helper()
@@ -518,10 +439,10 @@ func (s *story) noPods() {
 // occupy starts two pods of each kind and answers which GPUs each sees.
 func (s *story) occupy() map[string][]int {
 	s.Helper()
-	s.manifest(singleTemplate)
+	s.manifest(manifests.SingleTemplate)
 	for i := range 2 {
-		s.manifest(one("claim", fmt.Sprintf("claim-%d", i)))
-		s.manifest(one("limit", fmt.Sprintf("limit-%d", i)))
+		s.manifest(manifests.Pod("claim", fmt.Sprintf("claim-%d", i)))
+		s.manifest(manifests.Pod("limit", fmt.Sprintf("limit-%d", i)))
 		s.running(soon, 2*i+2, 0)
 	}
 	return s.seen()
@@ -973,29 +894,6 @@ func (s *story) instanceIDs(gpu, profile string) (ids []string) {
 	return ids
 }
 
-// profileTemplate is a ResourceClaimTemplate for one partition.
-func profileTemplate(name, profile string) string {
-	return fmt.Sprintf(`
----
-apiVersion: resource.k8s.io/v1
-kind: ResourceClaimTemplate
-metadata: {name: %s}
-spec:
-  spec:
-    devices:
-      requests:
-      - name: gpu
-        exactly:
-          deviceClassName: mig.nvidia.com
-          selectors: [{cel: {expression: 'device.attributes["gpu.nvidia.com"].profile == "%s"'}}]
-`, name, profile)
-}
-
-// partitioned is one pod with a claim from a template.
-func partitioned(name, template string) string {
-	return strings.Replace(one("claim", name), "resourceClaimTemplateName: single", "resourceClaimTemplateName: "+template, 1)
-}
-
 // withdrawn reports whether exactly these GPUs of the node are not offered to claims.
 func (s *story) withdrawn(gpus ...int) error {
 	want := map[string]bool{}
@@ -1169,9 +1067,9 @@ func (s *story) undisturbed(before map[string][]int) {
 		}
 	}
 	s.noDoubleOwners()
-	s.manifest(one("claim", "claim-after"))
+	s.manifest(manifests.Pod("claim", "claim-after"))
 	s.took("the next claim's pod to run", func() { s.running(patient, 5, 0) })
-	s.manifest(one("limit", "limit-after"))
+	s.manifest(manifests.Pod("limit", "limit-after"))
 	s.running(soon, 6, 0)
 	s.noDoubleOwners()
 	if holds := s.holds(node()); len(holds) != 6 {

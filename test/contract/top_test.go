@@ -12,6 +12,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/tandem-gpu/tandem/pkg/overview"
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 // exporterStandIn is a pod with the labels and the port of GPU Operator's dcgm-exporter. The real one needs its image and DCGM. The page has the
@@ -91,7 +92,7 @@ func TestKubectlGPUTop(t *testing.T) {
 	}
 	s.await(soon, "top to report that dcgm-exporter is missing", measured("no pod of dcgm-exporter found"))
 
-	s.manifest(one("limit", "worker"))
+	s.manifest(manifests.Pod("limit", "worker"))
 	if err := s.applyAnywhere(exporterStandIn(s.namespace, page.String())); err != nil {
 		t.Fatal(err)
 	}

@@ -9,13 +9,14 @@ import (
 	"testing"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 // TestRestartsWithoutAPIServer: while the API server is away the agent is killed and comes back, and containers with GPUs end. kubelet
 // starts both again, each container with its GPU. Afterwards everything goes on.
 func TestRestartsWithoutAPIServer(t *testing.T) {
 	s := begin(t)
-	s.manifest(singleTemplate + one("claim", "claim") + one("limit", "limit"))
+	s.manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim") + manifests.Pod("limit", "limit"))
 	s.running(soon, 2, 0)
 	uids := map[string]string{}
 	before := map[string]string{}
@@ -66,7 +67,7 @@ func TestRestartsWithoutAPIServer(t *testing.T) {
 
 	s.ready()
 	s.running(patient, 2, 0)
-	s.manifest(one("claim", "next-claim") + one("limit", "next-limit"))
+	s.manifest(manifests.Pod("claim", "next-claim") + manifests.Pod("limit", "next-limit"))
 	s.running(patient, 4, 0)
 	s.wantHolds(2, 2)
 	s.noDoubleOwners()

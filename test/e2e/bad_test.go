@@ -16,6 +16,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/test/faults"
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 // event waits for an event of the story's namespace, of the node where the kind is Node, or of our Secret, whose message has all the
@@ -63,7 +64,7 @@ func TestRunDirectoryFull(t *testing.T) {
 	s := begin(t)
 	before := s.occupy()
 	_, stop := s.fill()
-	s.manifest(one("limit", "limit-full") + one("claim", "claim-full"))
+	s.manifest(manifests.Pod("limit", "limit-full") + manifests.Pod("claim", "claim-full"))
 	// Their containers do not start, because the runtime needs space as well.
 	s.wantHolds(3, 3)
 	if pod := s.pod("limit-full"); pod.Status.Phase == corev1.PodFailed {
@@ -123,9 +124,9 @@ func TestRunDirectoryWiped(t *testing.T) {
 	s := begin(t)
 	before := s.occupy()
 	s.on(node(), "sh", "-c", "rm -rf /run/tandem/*")
-	s.manifest(one("limit", "limit-wiped"))
+	s.manifest(manifests.Pod("limit", "limit-wiped"))
 	s.running(soon, 5, 0)
-	s.manifest(one("claim", "claim-wiped"))
+	s.manifest(manifests.Pod("claim", "claim-wiped"))
 	s.running(patient, 6, 0)
 	s.noDoubleOwners()
 	s.remove("limit-wiped", "claim-wiped")
@@ -139,12 +140,12 @@ func TestRunDirectoryWiped(t *testing.T) {
 // TestCDIDirectoryWiped: the next pod of each kind starts all the same.
 func TestCDIDirectoryWiped(t *testing.T) {
 	s := begin(t)
-	s.manifest(singleTemplate)
+	s.manifest(manifests.SingleTemplate)
 	s.on(node(), "sh", "-c", "rm -rf /var/run/cdi/*")
-	s.manifest(one("claim", "claim"))
+	s.manifest(manifests.Pod("claim", "claim"))
 	s.running(soon, 1, 0)
 	s.on(node(), "sh", "-c", "rm -rf /var/run/cdi/*")
-	s.manifest(one("limit", "limit"))
+	s.manifest(manifests.Pod("limit", "limit"))
 	s.running(soon, 2, 0)
 	for _, pod := range []string{"claim", "limit"} {
 		if gpus := s.gpus(pod, ""); len(gpus) != 1 {

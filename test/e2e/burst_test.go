@@ -11,6 +11,8 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 // repetitionsVariable says how often the stories that measure something play.
@@ -25,10 +27,10 @@ const freedWithin = time.Minute
 func TestEightAndEight(t *testing.T) {
 	repetitions := repetitions(t, 1)
 	s := begin(t)
-	s.manifest(singleTemplate)
+	s.manifest(manifests.SingleTemplate)
 	var sum outcome
 	for i := range repetitions {
-		s.manifest(deployment("limits", gpusANode) + claimDeployment("claims", "single", gpusANode))
+		s.manifest(manifests.Deployment("limits", gpusANode) + manifests.ClaimDeployment("claims", "single", gpusANode))
 		r := s.burst()
 		t.Logf("%d of %d: %s", i+1, repetitions, r)
 		sum.add(r)
@@ -123,27 +125,4 @@ func (s *story) noPods() {
 		}
 		return nil
 	})
-}
-
-func claimDeployment(name, template string, replicas int) string {
-	return fmt.Sprintf(`
----
-apiVersion: apps/v1
-kind: Deployment
-metadata: {name: %[1]s}
-spec:
-  replicas: %[2]d
-  selector: {matchLabels: {app: %[1]s}}
-  template:
-    metadata: {labels: {app: %[1]s}}
-    spec:
-      terminationGracePeriodSeconds: 1
-      resourceClaims: [{name: gpu, resourceClaimTemplateName: %[3]s}]
-      containers:
-      - name: work
-        image: docker.io/library/busybox:1.37
-        imagePullPolicy: Never
-        command: [sleep, infinity]
-        resources: {claims: [{name: gpu}]}
-`, name, replicas, template)
 }

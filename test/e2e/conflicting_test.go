@@ -19,6 +19,7 @@ import (
 	registerapi "k8s.io/kubelet/pkg/apis/pluginregistration/v1"
 
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 // uuids of the node's GPUs with their minors, as published.
@@ -87,13 +88,13 @@ func TestConflictingDevicePlugin(t *testing.T) {
 	})
 	s.await(soon, "claims to be offered nothing", func() error { return s.offeredToClaims(0) })
 	s.await(soon, "kubelet to offer the other plugin's GPUs", func() error { return s.offeredToPods(int64(len(minors))) })
-	s.manifest(one("limit", "foreign"))
+	s.manifest(manifests.Pod("limit", "foreign"))
 	s.running(patient, 5, 0)
 	before["foreign"] = s.gpus("foreign", "")
 	if given := plugin.Allocated(); len(before["foreign"]) != 1 || len(given) != 1 || plugin.Minor(given[0]) != before["foreign"][0] {
 		t.Fatalf("the pod sees %v, the other plugin gave away %v", before["foreign"], given)
 	}
-	s.manifest(one("claim", "claim-beside"))
+	s.manifest(manifests.Pod("claim", "claim-beside"))
 	s.unschedulable(1)
 	s.running(soon, 5, 1)
 	s.same(before)
@@ -107,9 +108,9 @@ func TestConflictingDevicePlugin(t *testing.T) {
 	s.wantHolds(3, 3)
 	s.killAgent()
 	s.ready()
-	s.manifest(one("limit", "limit-after"))
+	s.manifest(manifests.Pod("limit", "limit-after"))
 	s.running(patient, 7, 0)
-	s.manifest(one("claim", "claim-after"))
+	s.manifest(manifests.Pod("claim", "claim-after"))
 	s.running(patient, gpusANode, 0)
 	s.noDoubleOwners()
 	s.same(before)
@@ -118,7 +119,7 @@ func TestConflictingDevicePlugin(t *testing.T) {
 			t.Errorf("%s restarted %d times", name, restarts)
 		}
 	}
-	s.manifest(one("claim", "late"))
+	s.manifest(manifests.Pod("claim", "late"))
 	s.running(soon, gpusANode, 1)
 	s.remove("foreign")
 	s.running(patient, gpusANode, 0)
@@ -138,7 +139,7 @@ func TestConflictingDriver(t *testing.T) {
 	s.readyz(http.StatusServiceUnavailable, "claims", registryDir+"/toy-reg.sock")
 	// kubelet has the withdrawn devices once it reports so.
 	s.await(soon, "pods to be offered only what they hold", func() error { return s.offeredToPods(2) })
-	s.manifest(one("limit", "limit-beside"))
+	s.manifest(manifests.Pod("limit", "limit-beside"))
 	s.running(soon, 4, 1)
 	s.same(before)
 	if err := errors.Join(registration.Stop(), service.Stop()); err != nil {

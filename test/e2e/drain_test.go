@@ -12,6 +12,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	gpunode "github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 // TestDrainGPUs: of a full node one GPU of a pod with limits and one of a claim are drained. Both pods run on, pods of both APIs that wait
@@ -20,9 +21,9 @@ func TestDrainGPUs(t *testing.T) {
 	s := begin(t)
 	plugin := s.buildPlugin()
 	undrain := s.undrains(plugin)
-	s.manifest(singleTemplate)
+	s.manifest(manifests.SingleTemplate)
 	for i := range gpusANode / 2 {
-		s.manifest(one("claim", fmt.Sprintf("claim-%d", i)) + one("limit", fmt.Sprintf("limit-%d", i)))
+		s.manifest(manifests.Pod("claim", fmt.Sprintf("claim-%d", i)) + manifests.Pod("limit", fmt.Sprintf("limit-%d", i)))
 	}
 	s.running(soon, gpusANode, 0)
 	drained := map[string]string{} // the argument by holder
@@ -49,7 +50,7 @@ func TestDrainGPUs(t *testing.T) {
 	s.event("Node", gpuNode, "GPUMaintenance", "replace the fan", "kubectl gpu undrain "+gpuNode)
 
 	// Both may get the GPU that is free first. The claim's pod then has an owner that creates another one.
-	s.manifest(claimDeployment("claim-late", "single", 1) + one("limit", "limit-late"))
+	s.manifest(manifests.ClaimDeployment("claim-late", "single", 1) + manifests.Pod("limit", "limit-late"))
 	s.running(soon, gpusANode, 2)
 	before := s.gpuOf("claim-0", "limit-0")
 	s.remove("claim-0", "limit-0")
@@ -81,7 +82,7 @@ func TestDrainGPUs(t *testing.T) {
 	}
 	undrain()
 	s.event("Node", gpuNode, "GPUInService", "in service again")
-	s.manifest(one("claim", "claim-next") + one("limit", "limit-next"))
+	s.manifest(manifests.Pod("claim", "claim-next") + manifests.Pod("limit", "limit-next"))
 	s.running(soon, gpusANode, 0)
 	after := s.gpuOf("claim-next", "limit-next")
 	got := []int{after["claim-next"], after["limit-next"]}
@@ -100,7 +101,7 @@ func TestDrainEvicts(t *testing.T) {
 	plugin := s.buildPlugin()
 	undrain := s.undrains(plugin)
 	s.example("deployment-limits.yaml")
-	s.manifest(one("limit", "bare"))
+	s.manifest(manifests.Pod("limit", "bare"))
 	s.running(soon, 4, 0)
 	bare := fmt.Sprintf("%s/%d", gpuNode, s.gpus("bare", "")[0])
 	if _, err := s.kubectlGPU(plugin, "drain", bare, "--evict", "--timeout", "1m"); err == nil || !strings.Contains(err.Error(),

@@ -10,6 +10,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 // Stories that count the pods that kubelet fails for good although nothing is wrong with them: the scheduler sent them after a
@@ -26,7 +28,7 @@ const failedForceDeleted = 15
 func TestForceDeletedOnAFullNode(t *testing.T) {
 	s := begin(t)
 	const waiting = 2
-	s.manifest(deployment("limits", gpusANode+waiting))
+	s.manifest(manifests.Deployment("limits", gpusANode+waiting))
 	s.running(patient, gpusANode, waiting)
 	var counts []int
 	for range repetitions(t, 1) {
@@ -131,7 +133,7 @@ func TestAgentKilledOnAFullNode(t *testing.T) {
 func (s *story) onAFullNode(what string, bound int, ends ...func(victim string)) {
 	s.Helper()
 	const waiting = 2
-	s.manifest(deployment("limits", gpusANode+waiting))
+	s.manifest(manifests.Deployment("limits", gpusANode+waiting))
 	s.running(patient, gpusANode, waiting)
 	var counts []int
 	for range repetitions(s.T, 1) {

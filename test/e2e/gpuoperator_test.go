@@ -16,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/wait"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 // operandLabels are the node labels by which GPU Operator's components are selected, with the label app of their pods. NSM's pods are not
@@ -139,8 +140,8 @@ func TestMIGManager(t *testing.T) {
 	s.await(soon, "limits to see the partitions", func() error {
 		return errors.Join(s.allocatable("nvidia.com/mig-1g.10gb", 2), s.allocatable("nvidia.com/mig-3g.40gb", 1), s.offeredToPods(gpusANode-3))
 	})
-	s.manifest(profileTemplate("ones", "1g.10gb") + partitioned("by-claim", "ones") +
-		strings.Replace(one("limit", "by-limit"), "nvidia.com/gpu", "nvidia.com/mig-1g.10gb", 1))
+	s.manifest(manifests.PartitionTemplate("ones", "1g.10gb") + manifests.ClaimPod("by-claim", "ones") +
+		strings.Replace(manifests.Pod("limit", "by-limit"), "nvidia.com/gpu", "nvidia.com/mig-1g.10gb", 1))
 	s.running(soon, 7, 0)
 	for name, container := range s.containers() {
 		if was, occupied := containers[name]; occupied && container != was {

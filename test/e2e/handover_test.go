@@ -15,6 +15,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/simulated"
 	"github.com/tandem-gpu/tandem/simulated/programs"
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 // TestHandOver: a holder leaves a changed compute mode and a process outside its pod. The GPU is withdrawn from both APIs until the process
@@ -23,7 +24,7 @@ func TestHandOver(t *testing.T) {
 	for _, api := range []string{"claim", "limit"} {
 		t.Run(api, func(t *testing.T) {
 			s := begin(t)
-			s.manifest(singleTemplate)
+			s.manifest(manifests.SingleTemplate)
 			gpu, uuid, pid := s.leave(api)
 			s.remove("last")
 			s.event("Node", gpuNode, "GPUNotClean", uuid, "process "+pid+" (sleep", "withdrawn from claims and limits")
@@ -42,10 +43,10 @@ func TestHandOver(t *testing.T) {
 // TestReset: where the administrator asks for it, a GPU is reset between two holders, of either API.
 func TestReset(t *testing.T) {
 	s := begin(t)
-	s.manifest(singleTemplate)
+	s.manifest(manifests.SingleTemplate)
 	for i, api := range []string{"claim", "limit", "claim"} {
 		name := fmt.Sprintf("%s-%d", api, i)
-		s.manifest(one(api, name))
+		s.manifest(manifests.Pod(api, name))
 		s.running(patient, 1, 0)
 		uuid := s.uuidOf(s.gpus(name, "")[0])
 		before := s.resets(uuid)
@@ -63,7 +64,7 @@ func TestReset(t *testing.T) {
 // leave runs a pod that leaves a changed compute mode and a process outside the pod on its GPU.
 func (s *story) leave(api string) (gpu int, uuid, pid string) {
 	s.Helper()
-	s.manifest(one(api, "last"))
+	s.manifest(manifests.Pod(api, "last"))
 	s.running(soon, 1, 0)
 	gpu = s.gpus("last", "")[0]
 	uuid = s.uuidOf(gpu)

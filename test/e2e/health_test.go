@@ -11,6 +11,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/tandem-gpu/tandem/test/gpufaults"
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 // TestOneOfEightIsLost: eight pods by each API have the GPUs of a node, and one GPU is lost. The others run on, and none fails admission:
@@ -26,9 +27,9 @@ func TestOneOfEightIsLost(t *testing.T) {
 				}
 			})
 			if api == "claim" {
-				s.manifest(singleTemplate + claimDeployment("eight", "single", gpusANode))
+				s.manifest(manifests.SingleTemplate + manifests.ClaimDeployment("eight", "single", gpusANode))
 			} else {
-				s.manifest(deployment("eight", gpusANode))
+				s.manifest(manifests.Deployment("eight", gpusANode))
 			}
 			s.running(soon, gpusANode, 0)
 			before := s.seen()

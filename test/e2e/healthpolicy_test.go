@@ -13,6 +13,7 @@ import (
 
 	gpunode "github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 // replaceAgent has the DaemonSet make another agent. Unlike a killed one, it starts without delay.
@@ -30,7 +31,7 @@ func TestDriverPaused(t *testing.T) {
 		_, err := theCluster.Kubectl(context.WithoutCancel(s.ctx), "label", "node", gpuNode, label+"-")
 		return err
 	})
-	s.manifest(singleTemplate + one("claim", "claim-stays") + one("limit", "limit-stays") + one("claim", "claim-ends") + one("limit", "limit-ends"))
+	s.manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim-stays") + manifests.Pod("limit", "limit-stays") + manifests.Pod("claim", "claim-ends") + manifests.Pod("limit", "limit-ends"))
 	s.running(soon, 4, 0)
 	before := s.containers()
 	s.kubectl("label", "node", gpuNode, "--overwrite", label+"=paused-for-driver-upgrade")
@@ -45,7 +46,7 @@ func TestDriverPaused(t *testing.T) {
 		})
 	})
 	s.remove("claim-ends", "limit-ends")
-	s.manifest(one("claim", "claim-late") + one("limit", "limit-late"))
+	s.manifest(manifests.Pod("claim", "claim-late") + manifests.Pod("limit", "limit-late"))
 	s.unschedulable(2)
 
 	s.kubectl("label", "node", gpuNode, "--overwrite", label+"=true")

@@ -14,6 +14,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/test/faults"
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 // hang keeps a pod's processes from ending (faults.Hang), until the returned function is called or the story ends.
@@ -52,12 +53,12 @@ func TestHungGPU(t *testing.T) {
 // of its process.
 func (s *story) hungGPU(api string) (others, returned time.Duration) {
 	s.Helper()
-	s.manifest(singleTemplate + one(api, "hung"))
+	s.manifest(manifests.SingleTemplate + manifests.Pod(api, "hung"))
 	s.running(soon, 1, 0)
 	before := s.seen()["hung"]
 	end, state := s.hang(node(), s.pod("hung").UID)
 	s.kubectl("delete", "pod", "-n", s.namespace, "hung", "--force", "--grace-period=0")
-	s.manifest(deployment("limits", 3) + claimDeployment("claims", "single", 4))
+	s.manifest(manifests.Deployment("limits", 3) + manifests.ClaimDeployment("claims", "single", 4))
 	others = s.took("seven pods to run beside the hung GPU", func() { s.running(soon, gpusANode-1, 0) })
 	s.noDoubleOwners()
 	for _, pod := range s.pods() {
@@ -80,7 +81,7 @@ func (s *story) hungGPU(api string) (others, returned time.Duration) {
 			return err
 		})
 	})
-	s.manifest(one("claim", "next"))
+	s.manifest(manifests.Pod("claim", "next"))
 	s.running(soon, gpusANode, 0)
 	s.noDoubleOwners()
 	return others, returned

@@ -13,6 +13,7 @@ import (
 	"github.com/tandem-gpu/tandem/hack/install"
 
 	gpunode "github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 // TestSpecThatCannotBeWritten: the CDI spec is lost while the disk is full. No device is offered until there is room, so new pods wait and
@@ -36,7 +37,7 @@ func TestSpecThatCannotBeWritten(t *testing.T) {
 		return len(g.Status.Devices) == gpusANode
 	})
 	s.event("Node", gpuNode, "DeviceNotInjectable", "/var/run/cdi", "no space left on device")
-	s.manifest(one("limit", "limit-late") + one("claim", "claim-late"))
+	s.manifest(manifests.Pod("limit", "limit-late") + manifests.Pod("claim", "claim-late"))
 	s.running(soon, 4, 2)
 	stop()
 	s.took("the waiting pods to run", func() { s.running(patient, 6, 0) })

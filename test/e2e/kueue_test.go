@@ -19,6 +19,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/binaries"
 	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 // kueueVariable lets TestKueue run. It is not part of make test because it compiles Kueue the first time.
@@ -40,7 +41,7 @@ func TestKueue(t *testing.T) {
 	s := begin(t)
 	values, queues := kueuePage(t)
 	s.startKueue(values)
-	s.manifest(queues + "---" + singleTemplate)
+	s.manifest(queues + "---" + manifests.SingleTemplate)
 
 	s.manifest(queued("limit", "limit-0") + queued("claim", "claim-0") + queued("limit", "limit-1") + queued("claim", "claim-1"))
 	s.admitted(4, 0)
@@ -98,7 +99,7 @@ func TestKueue(t *testing.T) {
 
 // queued returns a Job in the queue with one GPU. The Job ends when finish is called.
 func queued(api, name string) string {
-	pod := one(api, name)
+	pod := manifests.Pod(api, name)
 	pod = strings.ReplaceAll(pod[strings.Index(pod, "spec:"):], "\n", "\n    ")
 	pod = strings.Replace(pod, "[sleep, infinity]", `[sh, -c, "until [ -e /tmp/end ]; do sleep 1; done"]`, 1)
 	return fmt.Sprintf(`

@@ -19,16 +19,17 @@ import (
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/internal/podstatus"
+	"github.com/tandem-gpu/tandem/test/manifests"
 	"github.com/tandem-gpu/tandem/test/newer"
 )
 
 // occupy starts two pods of each kind and answers which GPUs each sees.
 func (s *story) occupy() map[string][]int {
 	s.Helper()
-	s.manifest(singleTemplate)
+	s.manifest(manifests.SingleTemplate)
 	for i := range 2 {
-		s.manifest(one("claim", fmt.Sprintf("claim-%d", i)))
-		s.manifest(one("limit", fmt.Sprintf("limit-%d", i)))
+		s.manifest(manifests.Pod("claim", fmt.Sprintf("claim-%d", i)))
+		s.manifest(manifests.Pod("limit", fmt.Sprintf("limit-%d", i)))
 		s.running(soon, 2*i+2, 0)
 	}
 	return s.seen()
@@ -55,9 +56,9 @@ func (s *story) undisturbed(before map[string][]int) {
 		}
 	}
 	s.noDoubleOwners()
-	s.manifest(one("claim", "claim-after"))
+	s.manifest(manifests.Pod("claim", "claim-after"))
 	s.took("the next claim's pod to run", func() { s.running(patient, 5, 0) })
-	s.manifest(one("limit", "limit-after"))
+	s.manifest(manifests.Pod("limit", "limit-after"))
 	s.running(soon, 6, 0)
 	s.noDoubleOwners()
 	if holds := s.holds(node()); len(holds) != 6 {
@@ -111,14 +112,14 @@ func (s *story) agentRestarts() (total int32) {
 // fullNode starts four pods of each kind and one more of each, which wait.
 func (s *story) fullNode() map[string][]int {
 	s.Helper()
-	s.manifest(singleTemplate)
+	s.manifest(manifests.SingleTemplate)
 	for i := range gpusANode / 2 {
-		s.manifest(one("claim", fmt.Sprintf("claim-%d", i)) + one("limit", fmt.Sprintf("limit-%d", i)))
+		s.manifest(manifests.Pod("claim", fmt.Sprintf("claim-%d", i)) + manifests.Pod("limit", fmt.Sprintf("limit-%d", i)))
 	}
 	s.running(soon, gpusANode, 0)
 	before := s.seen()
 	// Both may get the GPU that is free first. The claim's pod then has an owner that creates another one.
-	s.manifest(claimDeployment("late-claim", "single", 1) + one("limit", "late-limit"))
+	s.manifest(manifests.ClaimDeployment("late-claim", "single", 1) + manifests.Pod("limit", "late-limit"))
 	return before
 }
 
@@ -157,7 +158,7 @@ func TestUpgradedAndBack(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s.manifest(singleTemplate + one("claim", "claim-0") + one("claim", "claim-1") + one("limit", "limit-0") + one("limit", "limit-1"))
+	s.manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim-0") + manifests.Pod("claim", "claim-1") + manifests.Pod("limit", "limit-0") + manifests.Pod("limit", "limit-1"))
 	s.running(soon, 4, 0)
 	tandem := func(o install.Options) error { return install.Tandem(context.WithoutCancel(s.ctx), theCluster, o) }
 	today := s.undo(func() error { return tandem(install.Options{Values: installValues}) })
@@ -188,17 +189,17 @@ func TestContainerdRestarted(t *testing.T) {
 // that has no owner stays as it is.
 func TestReboot(t *testing.T) {
 	s := begin(t)
-	s.manifest(singleTemplate)
+	s.manifest(manifests.SingleTemplate)
 	for i := range 2 {
-		s.manifest(one("claim", fmt.Sprintf("claim-%d", i)))
+		s.manifest(manifests.Pod("claim", fmt.Sprintf("claim-%d", i)))
 	}
-	s.manifest(claimDeployment("claims", "single", 1))
+	s.manifest(manifests.ClaimDeployment("claims", "single", 1))
 	s.running(soon, 3, 0)
 	before, uids := s.seen(), map[string]types.UID{}
 	for _, pod := range s.pods() {
 		uids[pod.Name] = pod.UID
 	}
-	s.manifest(deployment("limits", 4) + one("limit", "bare"))
+	s.manifest(manifests.Deployment("limits", 4) + manifests.Pod("limit", "bare"))
 	s.running(soon, gpusANode, 0)
 	boot, err := node().BootID()
 	if err != nil {
@@ -240,32 +241,10 @@ func TestReboot(t *testing.T) {
 	s.noDoubleOwners()
 }
 
-func deployment(name string, replicas int) string {
-	return fmt.Sprintf(`
----
-apiVersion: apps/v1
-kind: Deployment
-metadata: {name: %[1]s}
-spec:
-  replicas: %[2]d
-  selector: {matchLabels: {app: %[1]s}}
-  template:
-    metadata: {labels: {app: %[1]s}}
-    spec:
-      terminationGracePeriodSeconds: 1
-      containers:
-      - name: work
-        image: docker.io/library/busybox:1.37
-        imagePullPolicy: Never
-        command: [sleep, infinity]
-        resources: {limits: {nvidia.com/gpu: 1}}
-`, name, replicas)
-}
-
 // TestDeleteAndRecreate by each API leaves nothing: no record, no CDI file, no socket.
 func TestDeleteAndRecreate(t *testing.T) {
 	s := begin(t)
-	s.manifest(singleTemplate)
+	s.manifest(manifests.SingleTemplate)
 	before := s.files()
 	for round := range 4 {
 		var names []string
@@ -273,7 +252,7 @@ func TestDeleteAndRecreate(t *testing.T) {
 			for i := range gpusANode / 2 {
 				name := fmt.Sprintf("%s-%d-%d", api, round, i)
 				names = append(names, name)
-				s.manifest(one(api, name))
+				s.manifest(manifests.Pod(api, name))
 			}
 			s.running(patient, len(names), 0)
 			s.await(soon, "what claims have left to be allocatable", func() error { return s.offeredToPods(gpusANode / 2) })
@@ -315,7 +294,7 @@ func TestUninstallWithPodsRunning(t *testing.T) {
 	}
 	nvidia, _ := s.devicePlugin("nvidia-gpu.sock", free)
 	s.await(soon, "kubelet to offer the other plugin's GPUs", func() error { return s.offeredToPods(int64(len(free))) })
-	s.manifest(one("limit", "nvidia-0") + one("limit", "nvidia-1"))
+	s.manifest(manifests.Pod("limit", "nvidia-0") + manifests.Pod("limit", "nvidia-1"))
 	s.running(soon, 6, 0)
 	for _, pod := range []string{"nvidia-0", "nvidia-1"} {
 		before[pod] = s.gpus(pod, "")
@@ -331,11 +310,11 @@ func TestUninstallWithPodsRunning(t *testing.T) {
 	s.wantHolds(2, 4)
 	s.await(soon, "claims to be offered what limits do not have", func() error { return s.offeredToClaims(gpusANode - 4) })
 	s.same(before)
-	s.manifest(one("claim", "claim-after"))
+	s.manifest(manifests.Pod("claim", "claim-after"))
 	s.running(patient, 7, 0)
-	s.manifest(one("limit", "limit-after"))
+	s.manifest(manifests.Pod("limit", "limit-after"))
 	s.running(soon, gpusANode, 0)
-	s.manifest(one("claim", "late"))
+	s.manifest(manifests.Pod("claim", "late"))
 	s.unschedulable(1)
 	s.noDoubleOwners()
 	s.same(before)

@@ -24,6 +24,7 @@ import (
 	"github.com/tandem-gpu/tandem/internal/podstatus"
 	"github.com/tandem-gpu/tandem/simulated"
 	"github.com/tandem-gpu/tandem/simulated/smi"
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 // onesAGPU is how many 1g.10gb an H100 has room for.
@@ -167,29 +168,6 @@ func (s *story) explained() {
 	}
 }
 
-// profileTemplate is a ResourceClaimTemplate for one partition.
-func profileTemplate(name, profile string) string {
-	return fmt.Sprintf(`
----
-apiVersion: resource.k8s.io/v1
-kind: ResourceClaimTemplate
-metadata: {name: %s}
-spec:
-  spec:
-    devices:
-      requests:
-      - name: gpu
-        exactly:
-          deviceClassName: mig.nvidia.com
-          selectors: [{cel: {expression: 'device.attributes["gpu.nvidia.com"].profile == "%s"'}}]
-`, name, profile)
-}
-
-// partitioned is one pod with a claim from a template.
-func partitioned(name, template string) string {
-	return strings.Replace(one("claim", name), "resourceClaimTemplateName: single", "resourceClaimTemplateName: "+template, 1)
-}
-
 // onDemand begins a story of GPUs that are partitioned for claims. It ends when the partitions are gone, the counters have their first
 // values, and both APIs offer all GPUs again.
 func onDemand(t *testing.T) *story {
@@ -216,7 +194,7 @@ func onDemand(t *testing.T) *story {
 // whole when the claim ends.
 func TestPartitionPolicyEnds(t *testing.T) {
 	s := onDemand(t)
-	s.manifest(profileTemplate("ones", "1g.10gb") + partitioned("one", "ones"))
+	s.manifest(manifests.PartitionTemplate("ones", "1g.10gb") + manifests.ClaimPod("one", "ones"))
 	s.running(soon, 1, 0)
 	agents, before := s.agentRestarts(), s.partitions()
 	s.configure("{version: v1}")
@@ -227,7 +205,7 @@ func TestPartitionPolicyEnds(t *testing.T) {
 		}
 		return s.offeredToPods(gpusANode - 1)
 	})
-	s.manifest(partitioned("late", "ones"))
+	s.manifest(manifests.ClaimPod("late", "ones"))
 	s.unschedulable(1)
 	if now := s.partitions(); !slices.Equal(now["one"], before["one"]) || s.agentRestarts() != agents {
 		t.Errorf("the pod could use %v, now %v; the agent restarted %d times", before, now, s.agentRestarts()-agents)
@@ -261,7 +239,7 @@ func TestPartitionsOnDemand(t *testing.T) {
 		return
 	}
 	s := onDemand(t)
-	s.manifest(profileTemplate("ones", "1g.10gb") + partitioned("one", "ones"))
+	s.manifest(manifests.PartitionTemplate("ones", "1g.10gb") + manifests.ClaimPod("one", "ones"))
 	s.running(soon, 1, 0)
 	s.wantHolds(1, 0)
 	if found := s.migInstances(); len(found) != 1 {
@@ -298,9 +276,9 @@ func TestPartitionsOfExamples(t *testing.T) {
 	}
 	// Of the other GPUs all but one are taken by limits, and of that one the half that leaves a 3g.
 	whole := gpusANode - len(s.gpusInUse()) - 1
-	s.manifest(deployment("limits", whole))
+	s.manifest(manifests.Deployment("limits", whole))
 	s.running(patient, 8+whole, 0)
-	s.manifest(profileTemplate("four", "4g.40gb") + partitioned("four", "four"))
+	s.manifest(manifests.PartitionTemplate("four", "4g.40gb") + manifests.ClaimPod("four", "four"))
 	s.running(soon, 9+whole, 0)
 	s.example("mig-first-available.yaml")
 	s.running(soon, 10+whole, 0)
@@ -327,9 +305,9 @@ func TestGPUsFullOfPartitions(t *testing.T) {
 	const all = (gpusANode - whole) * onesAGPU
 	s := onDemand(t)
 	s.fillWithLimits(whole)
-	s.manifest(profileTemplate("ones", "1g.10gb"))
+	s.manifest(manifests.PartitionTemplate("ones", "1g.10gb"))
 	began := time.Now()
-	s.manifest(claimDeployment("ones", "ones", all+1))
+	s.manifest(manifests.ClaimDeployment("ones", "ones", all+1))
 	s.running(patient, 1+all, 1)
 	s.Logf("%d partitions are used %.1f s after their pods were made", all, time.Since(began).Seconds())
 	if found := s.migInstances(); len(found) != all {
@@ -379,14 +357,14 @@ func TestMixOfPartitions(t *testing.T) {
 	const whole, first, each = 2, 1, 4
 	s := onDemand(t)
 	refusals := s.refusedPrepares()
-	s.manifest(deployment("limits", whole))
+	s.manifest(manifests.Deployment("limits", whole))
 	s.running(soon, whole, 0)
 	deploymentOf := map[string]string{}
 	// The largest first: so there is room for some of each.
 	for _, profile := range slices.Backward(profiles) {
 		name := "p-" + strings.NewReplacer(".", "-", "+", "-").Replace(profile)
 		deploymentOf[profile] = name
-		s.manifest(profileTemplate(name, profile) + claimDeployment(name, name, first))
+		s.manifest(manifests.PartitionTemplate(name, profile) + manifests.ClaimDeployment(name, name, first))
 	}
 	s.running(patient, whole+first*len(profiles), 0)
 	s.kubectl("scale", "deployment", "-n", s.namespace, "--all", fmt.Sprintf("--replicas=%d", each))
@@ -514,9 +492,9 @@ func (s *story) metric(name string) float64 {
 // TestWholeOrParts: a GPU is either a limit's or partitioned, and becomes the other when it is free.
 func TestWholeOrParts(t *testing.T) {
 	s := onDemand(t)
-	s.manifest(deployment("limits", gpusANode))
+	s.manifest(manifests.Deployment("limits", gpusANode))
 	s.running(soon, gpusANode, 0)
-	s.manifest(profileTemplate("ones", "1g.10gb") + partitioned("one", "ones"))
+	s.manifest(manifests.PartitionTemplate("ones", "1g.10gb") + manifests.ClaimPod("one", "ones"))
 	s.unschedulable(1)
 	s.kubectl("scale", "deployment", "-n", s.namespace, "limits", fmt.Sprintf("--replicas=%d", gpusANode-1))
 	s.running(patient, gpusANode, 0)
@@ -556,9 +534,9 @@ func failing(call string, fault simulated.CallFault) (faults []simulated.GPUFaul
 func TestPartitionFaults(t *testing.T) {
 	const furnish, destroy = "GpuInstance.CreateComputeInstance", "GpuInstance.Destroy"
 	s := onDemand(t)
-	s.manifest(profileTemplate("ones", "1g.10gb") + profileTemplate("threes", "3g.40gb"))
+	s.manifest(manifests.PartitionTemplate("ones", "1g.10gb") + manifests.PartitionTemplate("threes", "3g.40gb"))
 	s.breaks(failing(furnish, simulated.CallFault{Return: "ERROR_UNKNOWN"})...)
-	s.manifest(partitioned("refused", "ones"))
+	s.manifest(manifests.ClaimPod("refused", "ones"))
 	s.await(soon, "the claim's owner to be told", func() error {
 		events := s.kubectl("get", "events", "-n", s.namespace, "--field-selector=reason=PartitionNotMade")
 		if !strings.Contains(events, "cannot be created") {
@@ -572,7 +550,7 @@ func TestPartitionFaults(t *testing.T) {
 
 	// Killed between GPU instance and compute instance.
 	s.breaks(failing(furnish, simulated.CallFault{Delay: simulated.Duration(time.Minute)})...)
-	s.manifest(partitioned("interrupted", "threes"))
+	s.manifest(manifests.ClaimPod("interrupted", "threes"))
 	s.await(soon, "a GPU instance", s.instances(2))
 	s.killAgent()
 	s.breaks()
@@ -611,7 +589,7 @@ func (s *story) instances(n int) func() error {
 // delays only claims for the same placement.
 func TestBusyPartition(t *testing.T) {
 	s := onDemand(t)
-	s.manifest(profileTemplate("ones", "1g.10gb") + partitioned("busy", "ones"))
+	s.manifest(manifests.PartitionTemplate("ones", "1g.10gb") + manifests.ClaimPod("busy", "ones"))
 	s.running(soon, 1, 0)
 	claim := s.claims()[0]
 	place := strings.Split(s.migInstances()[0], "@")[1] + "+1"
@@ -619,7 +597,7 @@ func TestBusyPartition(t *testing.T) {
 	s.remove("busy")
 	s.event("ResourceClaim", claim.Name, "PartitionInUse", "partition 1g.10gb of gpu-0", "process 4242", s.namespace+"/busy")
 	// The scheduler may choose the place before it hears that it is not free yet: that pod is moved.
-	s.manifest(claimDeployment("others", "ones", onesAGPU))
+	s.manifest(manifests.ClaimDeployment("others", "ones", onesAGPU))
 	s.running(patient, onesAGPU, 0)
 	s.noDoubleOwners()
 	s.kubectl("scale", "deployment", "-n", s.namespace, "others", "--replicas=0")
@@ -631,11 +609,11 @@ func TestBusyPartition(t *testing.T) {
 // TestPartitionsRebooted: a reboot takes all partitions. The claims are the same, and theirs are made again in the same places.
 func TestPartitionsRebooted(t *testing.T) {
 	s := onDemand(t)
-	s.manifest(profileTemplate("ones", "1g.10gb") + profileTemplate("threes", "3g.40gb"))
-	s.manifest(partitioned("one", "ones") + partitioned("three", "threes"))
+	s.manifest(manifests.PartitionTemplate("ones", "1g.10gb") + manifests.PartitionTemplate("threes", "3g.40gb"))
+	s.manifest(manifests.ClaimPod("one", "ones") + manifests.ClaimPod("three", "threes"))
 	s.running(soon, 2, 0)
 	before := slices.Sorted(slices.Values(s.migInstances()))
-	s.manifest(deployment("limits", gpusANode-1))
+	s.manifest(manifests.Deployment("limits", gpusANode-1))
 	s.running(soon, gpusANode+1, 0)
 	if err := node().Reboot(s.ctx); err != nil {
 		s.Fatal(err)

@@ -22,6 +22,7 @@ import (
 	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/pkg/migrate"
 	"github.com/tandem-gpu/tandem/test/faults"
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 // nvidiaPlugin is a DaemonSet like that of NVIDIA's device plugin. Its pods only sleep.
@@ -166,7 +167,7 @@ func TestMigrateThereAndBack(t *testing.T) {
 	s.readyz(http.StatusServiceUnavailable, "limits", "nvidia-gpu.sock")
 	s.await(soon, "kubelet to offer NVIDIA's GPUs", func() error { return s.offeredToPods(gpusANode) })
 	for i := range gpusANode {
-		s.manifest(one("limit", fmt.Sprintf("old-%d", i)))
+		s.manifest(manifests.Pod("limit", fmt.Sprintf("old-%d", i)))
 	}
 	s.running(patient, gpusANode, 0)
 	if text := s.inside("old-0", "env"); !strings.Contains(text, "FOREIGN=true") {
@@ -186,7 +187,7 @@ func TestMigrateThereAndBack(t *testing.T) {
 
 	// Tandem serves the next pod.
 	s.remove("old-0")
-	s.manifest(one("limit", "new"))
+	s.manifest(manifests.Pod("limit", "new"))
 	s.running(patient, gpusANode, 0)
 	if text := s.inside("new", "env"); strings.Contains(text, "FOREIGN=true") {
 		t.Errorf("the new pod was served by the stand-in: %s", text)
@@ -207,7 +208,7 @@ func TestMigrateThereAndBack(t *testing.T) {
 	}
 	// NVIDIA's plugin serves the next pod.
 	s.remove("old-1")
-	s.manifest(one("limit", "newer"))
+	s.manifest(manifests.Pod("limit", "newer"))
 	s.running(patient, gpusANode, 0)
 	if text := s.inside("newer", "env"); !strings.Contains(text, "FOREIGN=true") {
 		t.Errorf("the newer pod was not served by the stand-in: %s", text)

@@ -13,6 +13,8 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 // TestStaticPartitions are made and removed by an administrator while the agent runs, given out by both APIs, and never touched
@@ -38,15 +40,15 @@ func TestStaticPartitions(t *testing.T) {
 	// Each API gets one of the small partitions, and a third request gets none.
 	s.example("mig-limits.yaml")
 	s.running(soon, 1, 0)
-	s.manifest(profileTemplate("ones", "1g.10gb") + partitioned("by-claim", "ones"))
+	s.manifest(manifests.PartitionTemplate("ones", "1g.10gb") + manifests.ClaimPod("by-claim", "ones"))
 	s.running(soon, 2, 0)
 	s.wantHolds(1, 1)
 	used := s.partitions()
 	if len(used["mig-limits"]) != 1 || len(used["by-claim"]) != 1 || used["mig-limits"][0] == used["by-claim"][0] {
 		t.Errorf("the pods can use %v", used)
 	}
-	lateLimit := strings.Replace(one("limit", "late-limit"), "nvidia.com/gpu", "nvidia.com/mig-1g.10gb", 1)
-	s.manifest(partitioned("late-claim", "ones") + lateLimit)
+	lateLimit := strings.Replace(manifests.Pod("limit", "late-limit"), "nvidia.com/gpu", "nvidia.com/mig-1g.10gb", 1)
+	s.manifest(manifests.ClaimPod("late-claim", "ones") + lateLimit)
 	s.unschedulable(2)
 	s.explained()
 	s.noDoubleOwners()
@@ -80,8 +82,8 @@ func TestStaticPartitions(t *testing.T) {
 	s.await(patient, "limits to see them", func() error {
 		return errors.Join(s.allocatable("nvidia.com/mig-1c.3g.40gb", 1), s.allocatable("nvidia.com/mig-2c.3g.40gb", 1))
 	})
-	s.manifest(profileTemplate("half", "1c.3g.40gb") + partitioned("half", "half") +
-		strings.Replace(one("limit", "other-half"), "nvidia.com/gpu", "nvidia.com/mig-2c.3g.40gb", 1))
+	s.manifest(manifests.PartitionTemplate("half", "1c.3g.40gb") + manifests.ClaimPod("half", "half") +
+		strings.Replace(manifests.Pod("limit", "other-half"), "nvidia.com/gpu", "nvidia.com/mig-2c.3g.40gb", 1))
 	s.running(soon, 4, 2)
 	s.wantHolds(2, 2)
 	if used := s.partitions(); len(used["half"]) != 1 || len(used["other-half"]) != 1 || slices.Equal(used["half"], used["other-half"]) {
@@ -122,13 +124,13 @@ func TestSingleStrategy(t *testing.T) {
 	s.await(patient, "halves to be offered in place of GPUs", func() error {
 		return errors.Join(s.offeredToPods(halves), s.offeredToClaims(halves))
 	})
-	s.manifest(profileTemplate("half", "3g.40gb") + partitioned("by-claim", "half") + one("limit", "by-limit"))
+	s.manifest(manifests.PartitionTemplate("half", "3g.40gb") + manifests.ClaimPod("by-claim", "half") + manifests.Pod("limit", "by-limit"))
 	s.running(soon, 2, 0)
 	s.wantHolds(1, 1)
 	if used := s.partitions(); len(used["by-claim"]) != 1 || len(used["by-limit"]) != 1 || slices.Equal(used["by-claim"], used["by-limit"]) {
 		t.Errorf("the pods can use %v", used)
 	}
-	s.manifest(deployment("rest", halves-1))
+	s.manifest(manifests.Deployment("rest", halves-1))
 	s.running(patient, halves, 1)
 	s.noDoubleOwners()
 
@@ -142,7 +144,7 @@ func TestSingleStrategy(t *testing.T) {
 	s.await(patient, "the odd one to be left out of limits", func() error {
 		return errors.Join(s.offeredToPods(halves-2), s.offeredToClaims(halves-1))
 	})
-	s.manifest(one("limit", "still-served"))
+	s.manifest(manifests.Pod("limit", "still-served"))
 	s.running(soon, 1, 0)
 	s.explained()
 }

@@ -16,6 +16,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 const modeLabel = "tandem-gpu.dev/mode"
@@ -157,15 +158,15 @@ func TestModeChangesOnALiveNode(t *testing.T) {
 	s.remove("claim-0")
 	s.served("DevicePluginOnly", 7, 0)
 	s.wantHolds(1, 1)
-	s.manifest(one("limit", "limit-after"))
+	s.manifest(manifests.Pod("limit", "limit-after"))
 	s.running(soon, 3, 0)
 	s.noDoubleOwners()
 
 	s.labelled("Split")
 	// Limits: 0 is free, 1 has a claim; of the last ones two have limits.
 	s.served("Split", 3, 4)
-	s.manifest(one("limit", "limit-split"))
-	s.manifest(one("claim", "claim-split"))
+	s.manifest(manifests.Pod("limit", "limit-split"))
+	s.manifest(manifests.Pod("claim", "claim-split"))
 	s.running(soon, 5, 0)
 	if got := s.gpus("limit-split", ""); !slices.Equal(got, []int{0}) {
 		t.Errorf("a limit in Split has GPUs %v, not 0", got)
@@ -200,12 +201,12 @@ func TestLimitsByClaims(t *testing.T) {
 	s.labelled("Dual")
 	s.served("Dual", 2, gpusANode)
 	s.unchanged(containers, gpus)
-	s.manifest(singleTemplate + one("claim", "claim-0") + one("claim", "claim-1"))
+	s.manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim-0") + manifests.Pod("claim", "claim-1"))
 	s.running(soon, 7, 0)
 	s.await(soon, "nothing to be allocatable", func() error { return s.offeredToPods(0) })
 
 	// Two limits pods wait, on one side or the other, also over a restart of the agent; then one GPU after the other is free.
-	s.manifest(one("limit", "limit-0") + one("limit", "limit-1"))
+	s.manifest(manifests.Pod("limit", "limit-0") + manifests.Pod("limit", "limit-1"))
 	s.running(soon, 7, 2)
 	s.killAgent()
 	s.running(soon, 7, 2)

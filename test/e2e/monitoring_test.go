@@ -25,6 +25,7 @@ import (
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/simulated"
+	"github.com/tandem-gpu/tandem/test/manifests"
 	"github.com/tandem-gpu/tandem/test/oracle"
 )
 
@@ -75,15 +76,15 @@ func TestHolderMetric(t *testing.T) {
 	pods := 5
 	if s.countersKept() {
 		s.dynamic()
-		s.manifest(profileTemplate("ones", "1g.10gb") + partitioned("part", "ones"))
+		s.manifest(manifests.PartitionTemplate("ones", "1g.10gb") + manifests.ClaimPod("part", "ones"))
 		pods++
 	}
-	s.manifest(singleTemplate + one("claim", "claim") + one("limit", "limit") + sharers)
+	s.manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim") + manifests.Pod("limit", "limit") + sharers)
 	s.running(soon, pods, 0)
 	s.holdersEqual(pods)
 	s.kubectl("delete", "pod", "-n", s.namespace, "late", "limit")
 	s.holdersEqual(pods - 2)
-	s.manifest(one("limit", "next"))
+	s.manifest(manifests.Pod("limit", "next"))
 	s.running(soon, pods-1, 0)
 	s.holdersEqual(pods - 1)
 	before := s.holderMetric()
@@ -164,7 +165,7 @@ func TestMonitoring(t *testing.T) {
 		return err
 	})
 
-	s.manifest(singleTemplate + one("claim", "claim") + one("limit", "limit") + one("claim", "ended-claim") + one("limit", "ended-limit"))
+	s.manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim") + manifests.Pod("limit", "limit") + manifests.Pod("claim", "ended-claim") + manifests.Pod("limit", "ended-limit"))
 	s.running(soon, 5, 0) // Prometheus is one
 	s.kubectl("delete", "pod", "-n", s.namespace, "ended-claim", "ended-limit")
 	t.Cleanup(func() { s.breaks() })
@@ -195,7 +196,7 @@ func TestMonitoring(t *testing.T) {
 	s.stops("TandemConfigRejected")
 
 	allow := s.holdSlices()
-	s.manifest(one("limit", "withdraws"))
+	s.manifest(manifests.Pod("limit", "withdraws"))
 	s.fires("TandemPublishErrors")
 	allow()
 	s.stops("TandemPublishErrors")

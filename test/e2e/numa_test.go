@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 // onNUMANode sends a pod to the node where kubelet aligns; only pods that ask for it run there.
@@ -105,7 +106,7 @@ func (s *story) aligned() {
 		})
 	})
 	// It runs on all CPUs that no pod has exclusively.
-	s.manifest(one("limit", "shared") + `
+	s.manifest(manifests.Pod("limit", "shared") + `
   nodeSelector: {` + numaKey + `: "true"}
   tolerations: [{key: ` + numaKey + `, operator: Exists}]
 `)

@@ -13,6 +13,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/test/dropin"
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 // quotaUsed waits until the quota of the example counts so many GPUs.
@@ -39,17 +40,17 @@ func TestQuota(t *testing.T) {
 	}
 	s.example("quota.yaml")
 	s.quotaUsed(0)
-	s.manifest(singleTemplate + one("claim", "claim-0"))
+	s.manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim-0"))
 	s.running(soon, 1, 0)
-	s.manifest(one("limit", "limit-0"))
+	s.manifest(manifests.Pod("limit", "limit-0"))
 	s.running(soon, 2, 0)
 	s.quotaUsed(2)
 	s.wantHolds(1, 1)
 
-	if err := s.apply(one("limit", "limit-1")); err == nil || !strings.Contains(err.Error(), "exceeded quota: gpus") {
+	if err := s.apply(manifests.Pod("limit", "limit-1")); err == nil || !strings.Contains(err.Error(), "exceeded quota: gpus") {
 		t.Errorf("a third pod with limits: %v", err)
 	}
-	s.manifest(one("claim", "claim-1"))
+	s.manifest(manifests.Pod("claim", "claim-1"))
 	s.event("Pod", "claim-1", "FailedResourceClaimCreation", "exceeded quota: gpus")
 	s.running(soon, 2, 1)
 
@@ -86,14 +87,14 @@ func TestLimitsStayWithTheDevicePlugin(t *testing.T) {
 	if !s.extendedResources() {
 		t.Skip("extended resources of device classes are off by default before Kubernetes 1.36")
 	}
-	pods := singleTemplate
+	pods := manifests.SingleTemplate
 	for i := range gpusANode {
-		pods += one("claim", fmt.Sprintf("claim-%d", i))
+		pods += manifests.Pod("claim", fmt.Sprintf("claim-%d", i))
 	}
 	s.manifest(pods)
 	s.running(soon, gpusANode, 0)
 	s.await(soon, "nothing to be allocatable", func() error { return s.offeredToPods(0) })
-	s.manifest(one("limit", "limit-0"))
+	s.manifest(manifests.Pod("limit", "limit-0"))
 	s.running(soon, gpusANode, 1)
 	if err := theCluster.Component(cluster.Scheduler).Restart(s.ctx); err != nil {
 		t.Fatal(err)

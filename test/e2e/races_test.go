@@ -19,6 +19,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 // Each story here forces one row of the table of races (docs/design/0007-coexistence.md): it delays one component while others
@@ -51,7 +52,7 @@ func (s *story) loseToPod(start func()) {
 	s.Helper()
 	before := len(s.pods())
 	allow := s.holdSlices()
-	s.manifest(one("limit", "winner"))
+	s.manifest(manifests.Pod("limit", "winner"))
 	s.running(soon, before+1, 0)
 	gpu := s.devices("winner")[0]
 	s.manifest(preferring("preferring", gpu.GPU.UUID))
@@ -83,7 +84,7 @@ func TestClaimConflictsWithPod(t *testing.T) {
 	s := begin(t)
 	var healed []time.Duration
 	for range repetitions {
-		s.loseToPod(func() { s.manifest(claimDeployment("conflicting", "preferring", 1)) })
+		s.loseToPod(func() { s.manifest(manifests.ClaimDeployment("conflicting", "preferring", 1)) })
 		lost := s.conflict(soon, true)
 		s.await(soon, "the owner's next pod to run", func() error {
 			for _, pod := range s.pods() {
@@ -127,7 +128,7 @@ func repetitions(t *testing.T, otherwise int) int {
 // free.
 func TestBareClaimWaitsForPod(t *testing.T) {
 	s := begin(t)
-	s.loseToPod(func() { s.manifest(withTemplate(one("claim", "bare"), "preferring")) })
+	s.loseToPod(func() { s.manifest(withTemplate(manifests.Pod("claim", "bare"), "preferring")) })
 	if lost := s.conflict(soon, false); !slices.Equal(lost.Devices, []string{gpuName(s.gpus("winner", "")[0])}) {
 		t.Errorf("it lost %v", lost.Devices)
 	}
@@ -152,7 +153,7 @@ func withTemplate(pod, template string) string {
 func TestConflictWithoutController(t *testing.T) {
 	s := begin(t)
 	thaw := s.freezeController()
-	s.loseToPod(func() { s.manifest(claimDeployment("conflicting", "preferring", 1)) })
+	s.loseToPod(func() { s.manifest(manifests.ClaimDeployment("conflicting", "preferring", 1)) })
 	s.conflict(soon, true)
 	s.remove("winner")
 	s.wantHolds(0, 0)
@@ -172,10 +173,10 @@ func TestConflictWithoutController(t *testing.T) {
 func TestPodRefusedForClaim(t *testing.T) {
 	s := begin(t)
 	allow := s.holdNodeStatus()
-	s.manifest(singleTemplate + one("claim", "claim"))
+	s.manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim"))
 	s.await(soon, "the claim to be allocated", s.allocated(1))
 	s.await(soon, "allocatable to tell", func() error { return s.offeredToPods(gpusANode - 1) })
-	s.manifest(deployment("limits", gpusANode))
+	s.manifest(manifests.Deployment("limits", gpusANode))
 	s.running(soon, gpusANode, 1)
 	s.noDoubleOwners()
 	if failed := s.failed(); len(failed) > 0 {
@@ -206,9 +207,9 @@ func TestPodRefusedForClaimWithoutController(t *testing.T) {
 	s := begin(t)
 	thaw := s.freezeController()
 	allow := s.holdNodeStatus()
-	s.manifest(singleTemplate + one("claim", "claim"))
+	s.manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim"))
 	s.running(soon, 1, 0)
-	s.manifest(deployment("limits", gpusANode))
+	s.manifest(manifests.Deployment("limits", gpusANode))
 	s.await(soon, "a pod to be refused", func() error {
 		if len(s.failed()) == 0 {
 			return errors.New("none is")
@@ -228,12 +229,12 @@ func TestPodRefusedForClaimWithoutController(t *testing.T) {
 // once, of the claim's pod first. No limits pod fails: the claim has waited for them, and lost.
 func TestBoundPodsFirst(t *testing.T) {
 	s := begin(t)
-	s.manifest(singleTemplate)
+	s.manifest(manifests.SingleTemplate)
 	// Kubelet admits pods in the order in which they were made.
-	s.manifest(one("claim", "claim") + "  schedulingGates: [{name: example.com/later}]\n")
+	s.manifest(manifests.Pod("claim", "claim") + "  schedulingGates: [{name: example.com/later}]\n")
 	thaw := s.freeze(node().Component(cluster.Kubelet))
 	for i := range gpusANode {
-		s.manifest(one("limit", fmt.Sprintf("limit-%d", i)))
+		s.manifest(manifests.Pod("limit", fmt.Sprintf("limit-%d", i)))
 	}
 	s.bound(gpusANode)
 	s.kubectl("patch", "pod", "-n", s.namespace, "claim", "--type=json", "-p", `[{"op": "remove", "path": "/spec/schedulingGates"}]`)
@@ -254,7 +255,7 @@ func TestBoundPodsFirst(t *testing.T) {
 // as free. A pod or claim that requests them does not get them before the containers are gone.
 func TestForceDeletedAndRunning(t *testing.T) {
 	s := begin(t)
-	s.manifest(singleTemplate + one("claim", "claim") + one("limit", "limit"))
+	s.manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim") + manifests.Pod("limit", "limit"))
 	s.running(soon, 2, 0)
 	before := s.seen()
 	var thaws []func()
@@ -263,7 +264,7 @@ func TestForceDeletedAndRunning(t *testing.T) {
 		thaws = append(thaws, s.freezeProcess(node(), s.shimOf(node(), pod.UID)))
 		s.kubectl("delete", "pod", "-n", s.namespace, name, "--force", "--grace-period=0")
 	}
-	s.manifest(deployment("limits", gpusANode) + claimDeployment("claims", "single", gpusANode))
+	s.manifest(manifests.Deployment("limits", gpusANode) + manifests.ClaimDeployment("claims", "single", gpusANode))
 	s.running(soon, gpusANode-2, -1)
 	s.wantHoldsInAll(gpusANode)
 	s.noDoubleOwners()
@@ -348,8 +349,8 @@ func (s *story) killAtRecord(kind string, ask func()) {
 // pod fails, its owner creates another one, and the agent finds the stale hold.
 func TestKilledBetweenRecordAndAnswer(t *testing.T) {
 	s := begin(t)
-	s.manifest(singleTemplate)
-	s.killAtRecord("claim", func() { s.manifest(one("claim", "claim")) })
+	s.manifest(manifests.SingleTemplate)
+	s.killAtRecord("claim", func() { s.manifest(manifests.Pod("claim", "claim")) })
 	s.ready()
 	// The record says that the claim has its GPU. kubelet itself would retry after 60 to 90 s. The controller makes it retry
 	// after 5 s, and once more if kubelet's connection was still that of the previous agent.
@@ -358,7 +359,7 @@ func TestKilledBetweenRecordAndAnswer(t *testing.T) {
 	}
 	s.wantHolds(1, 0)
 
-	s.killAtRecord("pod", func() { s.manifest(deployment("limits", 1)) })
+	s.killAtRecord("pod", func() { s.manifest(manifests.Deployment("limits", 1)) })
 	s.ready()
 	s.running(patient, 2, 0)
 	t.Logf("%d pods failed", len(s.failed()))
@@ -431,7 +432,7 @@ func TestAgentsOverlap(t *testing.T) {
 	thaw := s.freezeProcess(node(), s.shimOf(node(), pod.UID))
 	s.kubectl("delete", "pod", "-n", pod.Namespace, pod.Name, "--force", "--grace-period=0")
 	s.event("Node", gpuNode, "LedgerLocked", "another")
-	s.manifest(one("claim", "claim-overlap") + one("limit", "limit-overlap"))
+	s.manifest(manifests.Pod("claim", "claim-overlap") + manifests.Pod("limit", "limit-overlap"))
 	s.await(soon, "limits to be served by the first", func() error {
 		if pod := s.pod("limit-overlap"); pod.Status.Phase != corev1.PodRunning {
 			return errors.New(string(pod.Status.Phase))
@@ -502,9 +503,9 @@ func (s *story) nodeUID() string {
 // TestAgentFrozen between any two of its steps: requests wait meanwhile, and no holder gets a device of another one.
 func TestAgentFrozen(t *testing.T) {
 	s := begin(t)
-	s.manifest(singleTemplate)
+	s.manifest(manifests.SingleTemplate)
 	thaw := s.freezeProcess(node(), s.agentProcess(node()))
-	s.manifest(deployment("limits", gpusANode) + claimDeployment("claims", "single", gpusANode))
+	s.manifest(manifests.Deployment("limits", gpusANode) + manifests.ClaimDeployment("claims", "single", gpusANode))
 	s.await(soon, "the claims to be allocated", s.allocated(gpusANode))
 	thaw()
 	s.running(patient, gpusANode, gpusANode)

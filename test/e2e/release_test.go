@@ -23,6 +23,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/test/faults"
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 // Stories of how GPUs become free. Each ends, as all do, when every GPU is free in both APIs and the ledger is empty.
@@ -183,7 +184,7 @@ func TestStaticPod(t *testing.T) {
 		t.Fatal(err)
 	}
 	// Not with an init container: its GPU would be refused to the other container (docs/design/0002-ledger.md, known limits).
-	text := strings.Replace(one("limit", "static"), "metadata: {name: static}", "metadata: {name: static, namespace: "+s.namespace+"}", 1)
+	text := strings.Replace(manifests.Pod("limit", "static"), "metadata: {name: static}", "metadata: {name: static, namespace: "+s.namespace+"}", 1)
 	if err := os.WriteFile(file, []byte(text), 0o644); err != nil {
 		t.Fatal(err)
 	}
@@ -404,7 +405,7 @@ func TestKubeletForgetsRunningPods(t *testing.T) {
 	s.withoutKubelet(func() { s.on(node(), "rm", deviceState, claimState) })
 	s.ready()
 	s.same(before)
-	s.manifest(deployment("limits", gpusANode) + claimDeployment("claims", "single", gpusANode))
+	s.manifest(manifests.Deployment("limits", gpusANode) + manifests.ClaimDeployment("claims", "single", gpusANode))
 	s.awaitGPUsInUse(gpusANode)
 	s.noDoubleOwners()
 	s.same(before)

@@ -14,6 +14,7 @@ import (
 
 	gpunode "github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 // sharesKept reports whether the API server keeps what shares are published by.
@@ -65,8 +66,8 @@ func TestMemoryShares(t *testing.T) {
 	s.running(soon, 4, 2)
 	first := map[string]int{gpuNode + "/gpu-0": 2, gpuNode + "/gpu-1": 2}
 	s.wantPerGPU("memory-shares", first)
-	s.manifest(singleTemplate)
-	s.manifest(one("claim", "exclusive"))
+	s.manifest(manifests.SingleTemplate)
+	s.manifest(manifests.Pod("claim", "exclusive"))
 	s.running(soon, 5, 2)
 	if got := s.gpus("exclusive", ""); !slices.Equal(got, []int{2}) {
 		t.Errorf("the exclusive claim has GPUs %v beside shares on %v", got, first)
@@ -121,7 +122,7 @@ func TestSharesOfClaims(t *testing.T) {
 	s.running(soon, 3, 0)
 	s.await(soon, "one replica for limits", func() error { return s.offeredToPods(4) })
 	for i := range 4 {
-		s.manifest(one("limits", fmt.Sprintf("limits-%d", i)))
+		s.manifest(manifests.Pod("limits", fmt.Sprintf("limits-%d", i)))
 	}
 	s.running(soon, 7, 0)
 	s.kubectl("scale", "-n", s.namespace, "deployment/equal-shares", "--replicas=4")
@@ -191,8 +192,8 @@ func TestOneBudget(t *testing.T) {
 	s.running(soon, 1+4, 2)
 	mixed := map[string]int{gpuNode + "/gpu-0": 2, gpuNode + "/gpu-1": 1, gpuNode + "/gpu-2": 1}
 	s.wantPerGPU("limits-shared", mixed)
-	s.manifest(singleTemplate)
-	s.manifest(one("claim", "exclusive"))
+	s.manifest(manifests.SingleTemplate)
+	s.manifest(manifests.Pod("claim", "exclusive"))
 	s.manifest(shareOfFirst("another", "10Gi"))
 	s.await(soon, "pods without room to wait", func() error {
 		waiting := 0

@@ -8,6 +8,8 @@ import (
 	"testing"
 
 	"k8s.io/apimachinery/pkg/api/meta"
+
+	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
 // TestStrict: with the option a pod is bound only when its node has reserved the GPU. A claim that was allocated on a GPU of a
@@ -22,11 +24,11 @@ func TestStrict(t *testing.T) {
 	}
 
 	allow := s.holdSlices()
-	s.manifest(one("limit", "winner"))
+	s.manifest(manifests.Pod("limit", "winner"))
 	s.running(soon, 2, 0)
 	gpu := s.devices("winner")[0]
 	s.manifest(preferring("preferring", gpu.GPU.UUID))
-	s.manifest(withTemplate(one("claim", "bare"), "preferring"))
+	s.manifest(withTemplate(manifests.Pod("claim", "bare"), "preferring"))
 	s.await(patient, "the node to refuse the GPU of the limit", func() error {
 		for _, claim := range s.claims() {
 			for _, device := range claim.Status.Devices {
