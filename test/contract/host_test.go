@@ -317,7 +317,7 @@ for dir in proc sys dev; do mount --rbind /$dir $dir; done
 	} else if len(c.Command) == 0 {
 		argv = append([]string{"/usr/bin/kubelet-plugin"}, argv...) // the image's entry point
 	}
-	// A child of this shell: nsenter stops itself with a child that is stopped (SIGSTOP), and never learns of its end.
+	// The program is a child of this shell, not of nsenter, which stops together with a child that is stopped (SIGSTOP) and does not reap it.
 	fmt.Fprintf(&script, "chroot --groups= --userspec=%d:%d %s", user, group, root)
 	for _, arg := range argv {
 		script.WriteString(" " + quoted(arg))

@@ -331,7 +331,6 @@ func (s *story) kubectlGPU(program string, args ...string) (string, error) {
 // TestDoctor: doctor finds nothing on a cluster as the chart made it, and names what is broken afterwards.
 func TestDoctor(t *testing.T) {
 	s := begin(t)
-	s.replaceAgent()
 	s.kubectl("delete", "events", "-n", "default", "--all") // what agents reported in earlier stories
 	plugin := s.buildPlugin()
 	nothing := func() error {
