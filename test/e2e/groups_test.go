@@ -171,6 +171,10 @@ func (s *story) has(g *group) {
 	if g.from136 != "" && older {
 		s.Skip(g.from136)
 	}
+	// An agent ends MPS daemons by their GPUs, and those of another machine are others.
+	if theGroup != nil && theGroup.daemons && theGroup.profile != g.profile {
+		s.has(usualGroup)
+	}
 	s.limits, s.offered, s.daemonsStay = g.limits, g.devices, g.daemons
 	if g.since136 && older {
 		s.offered = -1

@@ -206,7 +206,8 @@ func TestMigrateThereAndBack(t *testing.T) {
 	if _, left := n.Labels[migrate.Label]; left {
 		t.Errorf("node labels %v", n.Labels)
 	}
-	// NVIDIA's plugin serves the next pod.
+	// NVIDIA's plugin serves the next pod, once it has registered.
+	s.readyz(http.StatusServiceUnavailable, "limits", "nvidia-gpu.sock")
 	s.remove("old-1")
 	s.manifest(manifests.Pod("limit", "newer"))
 	s.running(patient, gpusANode, 0)
