@@ -69,7 +69,7 @@ func run(m *testing.M) (code int, err error) {
 	signal.Ignore(syscall.SIGPIPE)
 	theContext = ctx
 	// Paths of sockets below it may have 107 bytes.
-	dir, err := os.MkdirTemp("", "tdm")
+	dir, err := cluster.OwnedDir(ctx, "tdm", os.Stdout)
 	if err != nil {
 		return 1, err
 	}
