@@ -25,16 +25,17 @@ import (
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/controller"
 	"github.com/tandem-gpu/tandem/test/manifests"
+	"github.com/tandem-gpu/tandem/test/stories"
 )
 
 // TestStolenToken: a process with the token of a node's agent can write that node's slices and read what the agent reads, and
 // nothing else. Nothing of what it tries here is stored: requests that the API server would allow are dry runs.
 func TestStolenToken(t *testing.T) {
 	s := begin(t)
-	pod := s.agentPod(gpuNode)
+	pod := s.AgentPod(gpuNode)
 	account := pod.Spec.ServiceAccountName
-	stolen := s.as(account, &pod)
-	own, other := s.sliceOf(gpuNode), s.sliceOf(numaNode)
+	stolen := s.As(account, &pod)
+	own, other := s.SliceOf(gpuNode), s.SliceOf(numaNode)
 	const notYours = "the agent on node '" + gpuNode + "' may write ResourceSlices of that node only"
 	otherDriver, otherPool, allNodes := own.DeepCopy(), own.DeepCopy(), own.DeepCopy()
 	otherDriver.Spec.Driver = "gpu.example.com"
@@ -56,7 +57,7 @@ func TestStolenToken(t *testing.T) {
 		"for all nodes":       {slicesOf(stolen).create(allNodes), notYours},
 		"of another driver":   {slicesOf(stolen).create(otherDriver), "of the driver " + install.DriverName + " only"},
 		"in another's pool":   {slicesOf(stolen).create(otherPool), "may write pools named '" + gpuNode + "'"},
-		"token bound to none": {slicesOf(s.as(account, nil)).update(own), "bound to its pod"},
+		"token bound to none": {slicesOf(s.As(account, nil)).update(own), "bound to its pod"},
 	} {
 		switch {
 		case c.want == "" && c.err != nil:
@@ -76,17 +77,17 @@ type writes struct {
 
 func (w writes) create(slice *resourceapi.ResourceSlice) error {
 	fresh := &resourceapi.ResourceSlice{ObjectMeta: metav1.ObjectMeta{GenerateName: "stolen-"}, Spec: slice.Spec}
-	_, err := w.client.ResourceV1().ResourceSlices().Create(w.ctx, fresh, metav1.CreateOptions{DryRun: dryRun})
+	_, err := w.client.ResourceV1().ResourceSlices().Create(w.Ctx, fresh, metav1.CreateOptions{DryRun: dryRun})
 	return err
 }
 
 func (w writes) update(slice *resourceapi.ResourceSlice) error {
-	_, err := w.client.ResourceV1().ResourceSlices().Patch(w.ctx, slice.Name, types.MergePatchType, []byte(`{"metadata":{"labels":{"stolen":"true"}}}`), metav1.PatchOptions{DryRun: dryRun})
+	_, err := w.client.ResourceV1().ResourceSlices().Patch(w.Ctx, slice.Name, types.MergePatchType, []byte(`{"metadata":{"labels":{"stolen":"true"}}}`), metav1.PatchOptions{DryRun: dryRun})
 	return err
 }
 
 func (w writes) remove(slice *resourceapi.ResourceSlice) error {
-	return w.client.ResourceV1().ResourceSlices().Delete(w.ctx, slice.Name, metav1.DeleteOptions{DryRun: dryRun})
+	return w.client.ResourceV1().ResourceSlices().Delete(w.Ctx, slice.Name, metav1.DeleteOptions{DryRun: dryRun})
 }
 
 var dryRun = []string{metav1.DryRunAll}
@@ -96,49 +97,49 @@ func (s *story) forbidden(client kubernetes.Interface) {
 	s.Helper()
 	list, dry := metav1.ListOptions{}, metav1.PatchOptions{DryRun: dryRun}
 	patch := []byte(`{"metadata":{"labels":{"stolen":"true"}}}`)
-	s.manifest(`
+	s.Manifest(`
 apiVersion: resource.k8s.io/v1
 kind: ResourceClaim
 metadata: {name: not-allocated}
 spec: {devices: {requests: [{name: gpu, exactly: {deviceClassName: gpu.nvidia.com}}]}}
 `)
 	for name, err := range map[string]error{
-		"list secrets": func() error { _, err := client.CoreV1().Secrets("").List(s.ctx, list); return err }(),
+		"list secrets": func() error { _, err := client.CoreV1().Secrets("").List(s.Ctx, list); return err }(),
 		"list secrets of its namespace": func() error {
-			_, err := client.CoreV1().Secrets(install.Namespace).List(s.ctx, list)
+			_, err := client.CoreV1().Secrets(install.Namespace).List(s.Ctx, list)
 			return err
 		}(),
-		"list configmaps":       func() error { _, err := client.CoreV1().ConfigMaps("").List(s.ctx, list); return err }(),
-		"list service accounts": func() error { _, err := client.CoreV1().ServiceAccounts("").List(s.ctx, list); return err }(),
-		"list claims":           func() error { _, err := client.ResourceV1().ResourceClaims("").List(s.ctx, list); return err }(),
-		"list roles":            func() error { _, err := client.RbacV1().ClusterRoles().List(s.ctx, list); return err }(),
-		"list device classes":   func() error { _, err := client.ResourceV1().DeviceClasses().List(s.ctx, list); return err }(),
+		"list configmaps":       func() error { _, err := client.CoreV1().ConfigMaps("").List(s.Ctx, list); return err }(),
+		"list service accounts": func() error { _, err := client.CoreV1().ServiceAccounts("").List(s.Ctx, list); return err }(),
+		"list claims":           func() error { _, err := client.ResourceV1().ResourceClaims("").List(s.Ctx, list); return err }(),
+		"list roles":            func() error { _, err := client.RbacV1().ClusterRoles().List(s.Ctx, list); return err }(),
+		"list device classes":   func() error { _, err := client.ResourceV1().DeviceClasses().List(s.Ctx, list); return err }(),
 		"patch its node": func() error {
-			_, err := client.CoreV1().Nodes().Patch(s.ctx, gpuNode, types.MergePatchType, patch, dry)
+			_, err := client.CoreV1().Nodes().Patch(s.Ctx, gpuNode, types.MergePatchType, patch, dry)
 			return err
 		}(),
 		"patch its node's state": func() error {
-			_, err := client.CoreV1().Nodes().Patch(s.ctx, gpuNode, types.MergePatchType, patch, dry, "status")
+			_, err := client.CoreV1().Nodes().Patch(s.Ctx, gpuNode, types.MergePatchType, patch, dry, "status")
 			return err
 		}(),
 		"create a pod": func() error {
-			_, err := client.CoreV1().Pods(install.Namespace).Create(s.ctx, &corev1.Pod{
+			_, err := client.CoreV1().Pods(install.Namespace).Create(s.Ctx, &corev1.Pod{
 				ObjectMeta: metav1.ObjectMeta{Name: "stolen"},
 				Spec:       corev1.PodSpec{Containers: []corev1.Container{{Name: "c", Image: "i"}}},
 			}, metav1.CreateOptions{DryRun: dryRun})
 			return err
 		}(),
-		"delete pods": client.CoreV1().Pods(install.Namespace).Delete(s.ctx, s.agentPod(numaNode).Name, metav1.DeleteOptions{DryRun: dryRun}),
+		"delete pods": client.CoreV1().Pods(install.Namespace).Delete(s.Ctx, s.AgentPod(numaNode).Name, metav1.DeleteOptions{DryRun: dryRun}),
 		"write a claim's status": func() error {
-			_, err := client.ResourceV1().ResourceClaims(s.namespace).UpdateStatus(s.ctx, s.claim("not-allocated"), metav1.UpdateOptions{DryRun: dryRun})
+			_, err := client.ResourceV1().ResourceClaims(s.Namespace).UpdateStatus(s.Ctx, s.Claim("not-allocated"), metav1.UpdateOptions{DryRun: dryRun})
 			return err
 		}(),
 		"write a claim": func() error {
-			_, err := client.ResourceV1().ResourceClaims(s.namespace).Update(s.ctx, s.claim("not-allocated"), metav1.UpdateOptions{DryRun: dryRun})
+			_, err := client.ResourceV1().ResourceClaims(s.Namespace).Update(s.Ctx, s.Claim("not-allocated"), metav1.UpdateOptions{DryRun: dryRun})
 			return err
 		}(),
 		"make a token": func() error {
-			_, err := client.CoreV1().ServiceAccounts(install.Namespace).CreateToken(s.ctx, "default", &authenticationv1.TokenRequest{}, metav1.CreateOptions{})
+			_, err := client.CoreV1().ServiceAccounts(install.Namespace).CreateToken(s.Ctx, "default", &authenticationv1.TokenRequest{}, metav1.CreateOptions{})
 			return err
 		}(),
 	} {
@@ -146,19 +147,6 @@ spec: {devices: {requests: [{name: gpu, exactly: {deviceClassName: gpu.nvidia.co
 			s.Errorf("%s is not forbidden: %v", name, err)
 		}
 	}
-}
-
-// sliceOf is one slice of a node.
-func (s *story) sliceOf(nodeName string) *resourceapi.ResourceSlice {
-	s.Helper()
-	list, err := theClient.ResourceV1().ResourceSlices().List(s.ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + nodeName})
-	if err != nil {
-		s.Fatal(err)
-	}
-	if len(list.Items) == 0 {
-		s.Fatalf("no slice of %s", nodeName)
-	}
-	return &list.Items[0]
 }
 
 const (
@@ -170,24 +158,24 @@ const (
 // controller may write what it is there for. Nothing here is stored: where the API server would allow it, it is a dry run.
 func TestWhoMayWriteWhat(t *testing.T) {
 	s := begin(t)
-	agent := s.agentPod(gpuNode)
-	own := s.as(agent.Spec.ServiceAccountName, &agent)
-	unbound := s.as(agent.Spec.ServiceAccountName, nil)
+	agent := s.AgentPod(gpuNode)
+	own := s.As(agent.Spec.ServiceAccountName, &agent)
+	unbound := s.As(agent.Spec.ServiceAccountName, nil)
 	leader := s.controllerPod()
-	control := s.as(leader.Spec.ServiceAccountName, &leader)
-	s.manifest(manifests.Pod("limit", "victim"))
-	s.running(soon, 1, 0)
-	victim := *s.pod("victim")
-	s.await(soon, "both nodes' GPUNodes", func() error {
+	control := s.As(leader.Spec.ServiceAccountName, &leader)
+	s.Manifest(manifests.Pod("limit", "victim"))
+	s.Running(soon, 1, 0)
+	victim := *s.Pod("victim")
+	s.Await(soon, "both nodes' GPUNodes", func() error {
 		for _, name := range []string{gpuNode, numaNode} {
-			if err := theClient.CoreV1().RESTClient().Get().AbsPath(gpuNodesPath, name).Do(s.ctx).Error(); err != nil {
+			if err := theClient.CoreV1().RESTClient().Get().AbsPath(gpuNodesPath, name).Do(s.Ctx).Error(); err != nil {
 				return err
 			}
 		}
 		return nil
 	})
-	s.await(soon, "the webhook's Secret, which a controller makes", func() error {
-		_, err := theClient.CoreV1().Secrets(install.Namespace).Get(s.ctx, webhookName, metav1.GetOptions{})
+	s.Await(soon, "the webhook's Secret, which a controller makes", func() error {
+		_, err := theClient.CoreV1().Secrets(install.Namespace).Get(s.Ctx, webhookName, metav1.GetOptions{})
 		return err
 	})
 	const (
@@ -231,20 +219,20 @@ func TestWhoMayWriteWhat(t *testing.T) {
 		"controller: evict whatever":   {s.evict(control, victim, nil), "with its UID and resourceVersion"},
 		"controller: evict by its UID": {s.evict(control, victim, &metav1.Preconditions{UID: &victim.UID}), "with its UID and resourceVersion"},
 		"controller: evict an agent":   {s.evict(control, agent, &metav1.Preconditions{UID: &agent.UID, ResourceVersion: &agent.ResourceVersion}), "may evict no pod in the namespace"},
-		"controller: delete a pod":     {control.CoreV1().Pods(agent.Namespace).Delete(s.ctx, agent.Name, metav1.DeleteOptions{DryRun: dryRun}), "may make and delete no pods but those of MPS daemons"},
-		"controller: read secrets":     {func() error { _, err := control.CoreV1().Secrets("").List(s.ctx, metav1.ListOptions{}); return err }(), notByRBAC},
+		"controller: delete a pod":     {control.CoreV1().Pods(agent.Namespace).Delete(s.Ctx, agent.Name, metav1.DeleteOptions{DryRun: dryRun}), "may make and delete no pods but those of MPS daemons"},
+		"controller: read secrets":     {func() error { _, err := control.CoreV1().Secrets("").List(s.Ctx, metav1.ListOptions{}); return err }(), notByRBAC},
 		"controller: its secret": {func() error {
-			_, err := control.CoreV1().Secrets(install.Namespace).Get(s.ctx, webhookName, metav1.GetOptions{})
+			_, err := control.CoreV1().Secrets(install.Namespace).Get(s.Ctx, webhookName, metav1.GetOptions{})
 			return err
 		}(), ""},
 		"controller: another secret": {func() error {
-			_, err := control.CoreV1().Secrets(install.Namespace).Get(s.ctx, "other", metav1.GetOptions{})
+			_, err := control.CoreV1().Secrets(install.Namespace).Get(s.Ctx, "other", metav1.GetOptions{})
 			return err
 		}(), notByRBAC},
 		"controller: make a secret": {s.makeSecret(control, "other", corev1.SecretTypeOpaque), "may create no Secret but " + webhookName},
 		"controller: make a token":  {s.makeSecret(control, webhookName, corev1.SecretTypeServiceAccountToken), "of type kubernetes.io/tls"},
 		"controller: every webhook": {func() error {
-			_, err := control.AdmissionregistrationV1().ValidatingWebhookConfigurations().List(s.ctx, metav1.ListOptions{})
+			_, err := control.AdmissionregistrationV1().ValidatingWebhookConfigurations().List(s.Ctx, metav1.ListOptions{})
 			return err
 		}(), notByRBAC},
 		"controller: whom to trust":    {s.patchWebhook(control, `"caBundle":"eA=="`, ""), ""},
@@ -252,7 +240,7 @@ func TestWhoMayWriteWhat(t *testing.T) {
 		"controller: asked everything": {s.patchWebhook(control, "", `"rules":[{"apiGroups":["*"],"apiVersions":["*"],"operations":["*"],"resources":["*/*"]}]`), "nothing of a webhook configuration but caBundle"},
 		"controller: without it none":  {s.patchWebhook(control, "", `"failurePolicy":"Fail"`), "nothing of a webhook configuration but caBundle"},
 		"controller: another's lease": {func() error {
-			_, err := control.CoordinationV1().Leases("kube-system").List(s.ctx, metav1.ListOptions{})
+			_, err := control.CoordinationV1().Leases("kube-system").List(s.Ctx, metav1.ListOptions{})
 			return err
 		}(), notByRBAC},
 	} {
@@ -264,7 +252,7 @@ func TestWhoMayWriteWhat(t *testing.T) {
 		}
 	}
 	// As it was seen, the pod may go; another version of it may not.
-	fresh := *s.pod("victim")
+	fresh := *s.Pod("victim")
 	if err := s.evict(control, fresh, &metav1.Preconditions{UID: &fresh.UID, ResourceVersion: &fresh.ResourceVersion}); err != nil {
 		t.Errorf("evict a pod as it is: %v", err)
 	}
@@ -281,12 +269,12 @@ func (s *story) patchWebhook(client kubernetes.Interface, clientConfig, webhook 
 	}
 	patch := fmt.Sprintf(`{"webhooks":[{"name":"parameters.tandem-gpu.dev","clientConfig":{%s}%s}]}`, clientConfig, webhook)
 	// Strategic: the webhook is found by its name, and what is not said stays.
-	_, err := client.AdmissionregistrationV1().ValidatingWebhookConfigurations().Patch(s.ctx, webhookName, types.StrategicMergePatchType, []byte(patch), metav1.PatchOptions{DryRun: dryRun})
+	_, err := client.AdmissionregistrationV1().ValidatingWebhookConfigurations().Patch(s.Ctx, webhookName, types.StrategicMergePatchType, []byte(patch), metav1.PatchOptions{DryRun: dryRun})
 	return err
 }
 
 func (s *story) makeSecret(client kubernetes.Interface, name string, kind corev1.SecretType) error {
-	_, err := client.CoreV1().Secrets(install.Namespace).Create(s.ctx, &corev1.Secret{
+	_, err := client.CoreV1().Secrets(install.Namespace).Create(s.Ctx, &corev1.Secret{
 		ObjectMeta: metav1.ObjectMeta{Name: name, Annotations: map[string]string{corev1.ServiceAccountNameKey: "tandem"}}, Type: kind,
 	}, metav1.CreateOptions{DryRun: dryRun})
 	return err
@@ -295,7 +283,7 @@ func (s *story) makeSecret(client kubernetes.Interface, name string, kind corev1
 // controllerPod is the one that leads, or waits to.
 func (s *story) controllerPod() corev1.Pod {
 	s.Helper()
-	list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{LabelSelector: controllerLabel})
+	list, err := theClient.CoreV1().Pods(install.Namespace).List(s.Ctx, metav1.ListOptions{LabelSelector: controllerLabel})
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -307,31 +295,31 @@ func (s *story) controllerPod() corev1.Pod {
 
 func (s *story) patchGPUNode(client kubernetes.Interface, path, patch string) error {
 	return client.CoreV1().RESTClient().Patch(types.MergePatchType).AbsPath(gpuNodesPath+"/"+path).Param("dryRun", metav1.DryRunAll).
-		Body([]byte(patch)).Do(s.ctx).Error()
+		Body([]byte(patch)).Do(s.Ctx).Error()
 }
 
 func (s *story) createGPUNode(client kubernetes.Interface, name string) error {
 	body := fmt.Sprintf(`{"apiVersion":"tandem-gpu.dev/v1alpha1","kind":"GPUNode","metadata":{"name":%q}}`, name)
 	return client.CoreV1().RESTClient().Post().AbsPath(gpuNodesPath).Param("dryRun", metav1.DryRunAll).
-		SetHeader("Content-Type", "application/json").Body([]byte(body)).Do(s.ctx).Error()
+		SetHeader("Content-Type", "application/json").Body([]byte(body)).Do(s.Ctx).Error()
 }
 
 func (s *story) deleteGPUNode(client kubernetes.Interface, name string) error {
-	return client.CoreV1().RESTClient().Delete().AbsPath(gpuNodesPath, name).Param("dryRun", metav1.DryRunAll).Do(s.ctx).Error()
+	return client.CoreV1().RESTClient().Delete().AbsPath(gpuNodesPath, name).Param("dryRun", metav1.DryRunAll).Do(s.Ctx).Error()
 }
 
 func (s *story) patchPod(client kubernetes.Interface, pod corev1.Pod, patch string) error {
-	_, err := client.CoreV1().Pods(pod.Namespace).Patch(s.ctx, pod.Name, types.StrategicMergePatchType, []byte(patch), metav1.PatchOptions{DryRun: dryRun})
+	_, err := client.CoreV1().Pods(pod.Namespace).Patch(s.Ctx, pod.Name, types.StrategicMergePatchType, []byte(patch), metav1.PatchOptions{DryRun: dryRun})
 	return err
 }
 
 func (s *story) patchNode(client kubernetes.Interface, patch string, subresources ...string) error {
-	_, err := client.CoreV1().Nodes().Patch(s.ctx, gpuNode, types.MergePatchType, []byte(patch), metav1.PatchOptions{DryRun: dryRun}, subresources...)
+	_, err := client.CoreV1().Nodes().Patch(s.Ctx, gpuNode, types.MergePatchType, []byte(patch), metav1.PatchOptions{DryRun: dryRun}, subresources...)
 	return err
 }
 
 func (s *story) evict(client kubernetes.Interface, pod corev1.Pod, preconditions *metav1.Preconditions) error {
-	return client.CoreV1().Pods(pod.Namespace).EvictV1(s.ctx, &policyv1.Eviction{
+	return client.CoreV1().Pods(pod.Namespace).EvictV1(s.Ctx, &policyv1.Eviction{
 		ObjectMeta:    metav1.ObjectMeta{Name: pod.Name, Namespace: pod.Namespace},
 		DeleteOptions: &metav1.DeleteOptions{DryRun: dryRun, Preconditions: preconditions},
 	})
@@ -341,7 +329,7 @@ func (s *story) evict(client kubernetes.Interface, pod corev1.Pod, preconditions
 func TestStolenControllerToken(t *testing.T) {
 	s := begin(t)
 	pod := s.controllerPod()
-	thief, made := s.as(pod.Spec.ServiceAccountName, &pod), s.wouldMake(pod)
+	thief, made := s.As(pod.Spec.ServiceAccountName, &pod), s.wouldMake(pod)
 	for name, c := range map[string]struct {
 		change func(*corev1.Pod)
 		want   string // empty for allowed
@@ -350,7 +338,7 @@ func TestStolenControllerToken(t *testing.T) {
 		"configuration":       {func(p *corev1.Pod) { s.volume(p, "driver-root").HostPath.Path = "/etc" }, "driver root of an MPS daemon"},
 		"files of containers": {func(p *corev1.Pod) { s.volume(p, "driver-root").HostPath.Path = "/run/containerd" }, "driver root of an MPS daemon"},
 		"all daemons' files": {func(p *corev1.Pod) {
-			p.Labels[daemonLabel], s.volume(p, "daemon").HostPath.Path = "", "/run/tandem/mps/"
+			p.Labels[stories.DaemonLabel], s.volume(p, "daemon").HostPath.Path = "", "/run/tandem/mps/"
 		}, "no pods but those"},
 		"another's name":        {func(p *corev1.Pod) { p.Name = "tandem-mps-other-00000000" }, "no pods but those"},
 		"pipes on the host":     {func(p *corev1.Pod) { *s.volume(p, "pipe") = *s.volume(p, "daemon"); p.Spec.Volumes[1].Name = "pipe" }, "nothing else of the host"},
@@ -361,7 +349,7 @@ func TestStolenControllerToken(t *testing.T) {
 	} {
 		asked := made.DeepCopy()
 		c.change(asked)
-		_, err := thief.CoreV1().Pods(install.Namespace).Create(s.ctx, asked, metav1.CreateOptions{DryRun: dryRun})
+		_, err := thief.CoreV1().Pods(install.Namespace).Create(s.Ctx, asked, metav1.CreateOptions{DryRun: dryRun})
 		switch {
 		case c.want == "" && err != nil:
 			t.Errorf("%s: %v", name, err)
@@ -387,7 +375,7 @@ func (s *story) wouldMake(pod corev1.Pod) *corev1.Pod {
 	if err != nil {
 		s.Fatal(err)
 	}
-	object, err := s.gpuNodeObject()
+	object, err := s.GPUNodeObject()
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -413,7 +401,7 @@ func (s *story) volume(pod *corev1.Pod, name string) *corev1.Volume {
 // forged is a daemon that an attacker with the agent's token requests.
 func forged(change func(*gpunode.MPSDaemon)) gpunode.MPSDaemon {
 	d := gpunode.MPSDaemon{Name: "forged", MPSSettings: gpunode.MPSSettings{
-		Devices: []string{"GPU-1"}, DriverRoot: simulatedMachine + "/driver",
+		Devices: []string{"GPU-1"}, DriverRoot: stories.SimulatedMachine + "/driver",
 	}}
 	change(&d)
 	return d
@@ -423,12 +411,12 @@ func forged(change func(*gpunode.MPSDaemon)) gpunode.MPSDaemon {
 // controller that believes it could not create that pod either.
 func TestForgedDaemons(t *testing.T) {
 	s := begin(t)
-	pod := s.agentPod(gpuNode)
-	thief := s.as(pod.Spec.ServiceAccountName, &pod)
+	pod := s.AgentPod(gpuNode)
+	thief := s.As(pod.Spec.ServiceAccountName, &pod)
 	// The agent would correct its status.
-	agent := s.agentProcess(node())
-	s.undo(func() error { s.on(node(), "kill", "-CONT", agent); return s.request(thief) })
-	s.on(node(), "kill", "-STOP", agent)
+	agent := s.AgentProcess(node())
+	s.Undo(func() error { s.On(node(), "kill", "-CONT", agent); return s.request(thief) })
+	s.On(node(), "kill", "-STOP", agent)
 	for name, c := range map[string]struct {
 		change func(*gpunode.MPSDaemon)
 		want   string
@@ -442,8 +430,8 @@ func TestForgedDaemons(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 			continue
 		}
-		s.await(soon, name+" to be refused", func() error {
-			object, err := s.gpuNodeObject()
+		s.Await(soon, name+" to be refused", func() error {
+			object, err := s.GPUNodeObject()
 			if err != nil {
 				return err
 			}
@@ -452,7 +440,7 @@ func TestForgedDaemons(t *testing.T) {
 			}
 			return nil
 		})
-		if pods := s.daemons(); len(pods) > 0 {
+		if pods := s.Daemons(); len(pods) > 0 {
 			t.Errorf("%s: there is pod %s", name, pods[0].Name)
 		}
 	}
@@ -480,5 +468,5 @@ func (s *story) request(client kubernetes.Interface, daemons ...gpunode.MPSDaemo
 	if err != nil {
 		s.Fatal(err)
 	}
-	return client.CoreV1().RESTClient().Patch(types.MergePatchType).AbsPath(gpuNodesPath, gpuNode, "status").Body(patch).Do(s.ctx).Error()
+	return client.CoreV1().RESTClient().Patch(types.MergePatchType).AbsPath(gpuNodesPath, gpuNode, "status").Body(patch).Do(s.Ctx).Error()
 }

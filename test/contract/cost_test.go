@@ -105,7 +105,7 @@ func (s *story) bodyOf(event auditapi.Event) int {
 func (s *story) billed(from int64) (b bill, next int64) {
 	s.Helper()
 	began := from
-	s.await(patient, "nothing to be written", func() error {
+	s.Await(patient, "nothing to be written", func() error {
 		_, from = s.writesSince(from)
 		time.Sleep(2 * time.Second)
 		if more, _ := s.writesSince(from); len(more) > 0 {
@@ -142,7 +142,7 @@ const (
 // TestWritesAPod counts what we write to the API server for each pod from its creation to its end, for both kinds.
 func TestWritesAPod(t *testing.T) {
 	s := begin(t)
-	s.manifest(manifests.SingleTemplate)
+	s.Manifest(manifests.SingleTemplate)
 	_, place := s.billed(0)
 	for _, c := range []struct {
 		kind  string
@@ -173,10 +173,10 @@ func (s *story) oneByOne(kind string) (pods int) {
 	s.Helper()
 	for ; pods < 3; pods++ {
 		name := fmt.Sprintf("%s-%d", kind, pods)
-		s.manifest(manifests.Pod(kind, name))
-		s.running(soon, 1, 0)
-		s.kubectl("delete", "pod", "-n", s.namespace, name)
-		s.noPods()
+		s.Manifest(manifests.Pod(kind, name))
+		s.Running(soon, 1, 0)
+		s.Kubectl("delete", "pod", "-n", s.Namespace, name)
+		s.NoPods()
 	}
 	return pods
 }
@@ -184,11 +184,11 @@ func (s *story) oneByOne(kind string) (pods int) {
 func (s *story) eightAtOnce(deployment string) (pods int) {
 	s.Helper()
 	for ; pods < gpusANode; pods += gpusANode {
-		s.manifest(deployment)
-		s.running(patient, gpusANode, 0)
-		s.kubectl("delete", "deployment", "-n", s.namespace, "many")
-		s.noPods()
-		s.allFree()
+		s.Manifest(deployment)
+		s.Running(patient, gpusANode, 0)
+		s.Kubectl("delete", "deployment", "-n", s.Namespace, "many")
+		s.NoPods()
+		s.AllFree()
 	}
 	return pods
 }

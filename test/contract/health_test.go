@@ -21,6 +21,7 @@ import (
 	"github.com/tandem-gpu/tandem/simulated"
 	"github.com/tandem-gpu/tandem/test/gpufaults"
 	"github.com/tandem-gpu/tandem/test/manifests"
+	"github.com/tandem-gpu/tandem/test/stories"
 )
 
 // seenWithin and recoveredWithin are the goals for when a fault and its end are seen everywhere. The latter counts from the end of the fault.
@@ -38,20 +39,20 @@ type place struct {
 // An XID of an application changes nothing. What was measured is in the log.
 func TestFaultsAreSeen(t *testing.T) {
 	s := begin(t)
-	machine := s.machine()
+	machine := s.Machine()
 	t.Cleanup(func() {
 		if err := gpufaults.Clear(machine); err != nil {
 			t.Error(err)
 		}
 	})
-	s.manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim") + manifests.Pod("limit", "limit"))
-	s.running(soon, 2, 0)
-	seen := s.seen()
+	s.Manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim") + manifests.Pod("limit", "limit"))
+	s.Running(soon, 2, 0)
+	seen := s.Seen()
 	gpus := []int{seen["claim"][0], seen["limit"][0]}
-	s.await(soon, "six GPUs to be allocatable to limits", func() error { return s.offeredToPods(gpusANode - 1) })
+	s.Await(soon, "six GPUs to be allocatable to limits", func() error { return s.OfferedToPods(gpusANode - 1) })
 
 	places := s.places(gpus)
-	s.await(soon, "the GPUs to be healthy everywhere", func() error { return everywhere(places, false) })
+	s.Await(soon, "the GPUs to be healthy everywhere", func() error { return everywhere(places, false) })
 	for _, xid := range gpufaults.Applications {
 		if err := gpufaults.RaiseXID(machine, xid, gpus...); err != nil {
 			t.Fatal(err)
@@ -61,7 +62,7 @@ func TestFaultsAreSeen(t *testing.T) {
 		if err := everywhere(places, false); err != nil {
 			t.Fatalf("after XIDs of applications: %v", err)
 		}
-		time.Sleep(lookAgain)
+		time.Sleep(stories.LookAgain)
 	}
 
 	samples := map[string][]time.Duration{}
@@ -99,10 +100,10 @@ func TestFaultsAreSeen(t *testing.T) {
 		half, most := took[len(took)/2], took[len(took)-1]
 		t.Logf("%-20s p50 %.2f s, p99 %.2f s of %d faults, goal %v", name, half.Seconds(), most.Seconds(), len(took), bound)
 	}
-	if now := s.seen(); !slices.Equal(now["claim"], seen["claim"]) || !slices.Equal(now["limit"], seen["limit"]) {
+	if now := s.Seen(); !slices.Equal(now["claim"], seen["claim"]) || !slices.Equal(now["limit"], seen["limit"]) {
 		t.Errorf("the pods saw %v, now %v", seen, now)
 	}
-	for _, pod := range s.pods() {
+	for _, pod := range s.Pods() {
 		if pod.Status.Phase != corev1.PodRunning || pod.Status.ContainerStatuses[0].RestartCount > 0 {
 			t.Errorf("%s is %s after %d restarts", pod.Name, pod.Status.Phase, pod.Status.ContainerStatuses[0].RestartCount)
 		}
@@ -113,7 +114,7 @@ func TestFaultsAreSeen(t *testing.T) {
 func (s *story) timed(fault string, places []place, unhealthy bool, began time.Time) map[string]time.Duration {
 	s.Helper()
 	took := map[string]time.Duration{}
-	s.await(soon, fmt.Sprintf("fault %q to be seen everywhere: %v", fault, unhealthy), func() error {
+	s.Await(soon, fmt.Sprintf("fault %q to be seen everywhere: %v", fault, unhealthy), func() error {
 		var missing error
 		for _, p := range places {
 			if took[p.name] != 0 {
@@ -150,7 +151,7 @@ func (s *story) places(gpus []int) []place {
 	}
 	places := []place{
 		{"slice", func(unhealthy bool) (err error) {
-			list, listErr := theClient.ResourceV1().ResourceSlices().List(s.ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
+			list, listErr := theClient.ResourceV1().ResourceSlices().List(s.Ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
 			if listErr != nil {
 				return listErr
 			}
@@ -173,10 +174,10 @@ func (s *story) places(gpus []int) []place {
 			if unhealthy {
 				want--
 			}
-			return s.offeredToPods(want)
+			return s.OfferedToPods(want)
 		}},
 		{"GPUNode", func(unhealthy bool) (err error) {
-			object, err := s.gpuNodeObject()
+			object, err := s.GPUNodeObject()
 			if err != nil {
 				return err
 			}
@@ -188,7 +189,7 @@ func (s *story) places(gpus []int) []place {
 			return err
 		}},
 		{"condition", func(unhealthy bool) error {
-			node, err := theClient.CoreV1().Nodes().Get(s.ctx, gpuNode, metav1.GetOptions{})
+			node, err := theClient.CoreV1().Nodes().Get(s.Ctx, gpuNode, metav1.GetOptions{})
 			if err != nil {
 				return err
 			}
@@ -206,11 +207,11 @@ func (s *story) places(gpus []int) []place {
 			return err
 		}},
 	}
-	if !s.countersKept() { // kubelet reports health by default from 1.36 on, as it keeps counters
+	if !s.CountersKept() { // kubelet reports health by default from 1.36 on, as it keeps counters
 		return places
 	}
 	return append(places, place{"pod status", func(unhealthy bool) (err error) {
-		for _, pod := range s.pods() {
+		for _, pod := range s.Pods() {
 			var health []string
 			for _, resource := range pod.Status.ContainerStatuses[0].AllocatedResourcesStatus {
 				for _, r := range resource.Resources {
@@ -233,7 +234,7 @@ func (s *story) places(gpus []int) []place {
 func (s *story) events() map[string]string {
 	s.Helper()
 	versions := map[string]string{}
-	list, err := theClient.CoreV1().Events(metav1.NamespaceDefault).List(s.ctx, metav1.ListOptions{FieldSelector: "involvedObject.kind=Node"})
+	list, err := theClient.CoreV1().Events(metav1.NamespaceDefault).List(s.Ctx, metav1.ListOptions{FieldSelector: "involvedObject.kind=Node"})
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -246,7 +247,7 @@ func (s *story) events() map[string]string {
 // reported reports whether an event since before says of one of the GPUs that it is unhealthy. Similar events are combined, and name the
 // last one.
 func (s *story) reported(before map[string]string, gpus []int) error {
-	list, err := theClient.CoreV1().Events(metav1.NamespaceDefault).List(s.ctx, metav1.ListOptions{FieldSelector: "involvedObject.kind=Node"})
+	list, err := theClient.CoreV1().Events(metav1.NamespaceDefault).List(s.Ctx, metav1.ListOptions{FieldSelector: "involvedObject.kind=Node"})
 	if err != nil {
 		return err
 	}
@@ -267,43 +268,43 @@ var withoutRecoveryAction = simulated.Condition{Fields: map[string]string{"230":
 func TestRestartForgetsNoXID(t *testing.T) {
 	const gpu = 3
 	s := begin(t)
-	machine := s.machine()
-	t.Cleanup(func() { s.breaks() })
-	s.breaks(simulated.GPUFaults{GPU: strconv.Itoa(gpu), Condition: withoutRecoveryAction})
-	s.replaceAgent() // the next one knows this driver from its first scan on
+	machine := s.Machine()
+	t.Cleanup(func() { s.Breaks() })
+	s.Breaks(simulated.GPUFaults{GPU: strconv.Itoa(gpu), Condition: withoutRecoveryAction})
+	s.ReplaceAgent() // the next one knows this driver from its first scan on
 	if err := simulated.RaiseXID(machine, simulated.Event{GPU: strconv.Itoa(gpu), XID: 48}); err != nil {
 		t.Fatal(err)
 	}
 	unhealthy := func() error {
-		return errors.Join(s.withdrawn(gpu), s.offeredToPods(gpusANode-1), s.unhealthyFor(map[string]string{fmt.Sprintf("gpu-%d", gpu): device.ReasonXID}))
+		return errors.Join(s.Withdrawn(gpu), s.OfferedToPods(gpusANode-1), s.unhealthyFor(map[string]string{fmt.Sprintf("gpu-%d", gpu): device.ReasonXID}))
 	}
-	s.await(soon, "the GPU to be withdrawn", unhealthy)
+	s.Await(soon, "the GPU to be withdrawn", unhealthy)
 	record := s.recordOfFaults()
-	s.event("Node", gpuNode, "GPUUnhealthy", fmt.Sprintf("gpu-%d ", gpu), "48", record)
+	s.Event("Node", gpuNode, "GPUUnhealthy", fmt.Sprintf("gpu-%d ", gpu), "48", record)
 
-	s.killAgent()
-	s.ready()
-	s.await(soon, "the new agent to withdraw the GPU", unhealthy)
-	s.manifest(manifests.Deployment("others", gpusANode))
-	s.running(soon, gpusANode-1, 1)
-	s.unschedulable(1)
-	for _, pod := range s.pods() {
-		if pod.Status.Phase == corev1.PodRunning && slices.Contains(s.gpus(pod.Name, ""), gpu) {
+	s.KillAgent()
+	s.Ready()
+	s.Await(soon, "the new agent to withdraw the GPU", unhealthy)
+	s.Manifest(manifests.Deployment("others", gpusANode))
+	s.Running(soon, gpusANode-1, 1)
+	s.Unschedulable(1)
+	for _, pod := range s.Pods() {
+		if pod.Status.Phase == corev1.PodRunning && slices.Contains(s.GPUs(pod.Name, ""), gpu) {
 			t.Errorf("%s got GPU %d, which has an XID", pod.Name, gpu)
 		}
 	}
 
-	s.on(node(), "rm", record)
-	s.took("the last pod to run", func() { s.running(soon, gpusANode, 0) })
-	s.deleteAll()
-	s.allFree()
-	s.replaceAgent()
-	s.allFree()
+	s.On(node(), "rm", record)
+	s.Took("the last pod to run", func() { s.Running(soon, gpusANode, 0) })
+	s.DeleteAll()
+	s.AllFree()
+	s.ReplaceAgent()
+	s.AllFree()
 	for until := time.Now().Add(seenWithin); time.Now().Before(until); {
-		if err := errors.Join(s.offeredToPods(gpusANode), s.offeredToClaims(s.offered)); err != nil {
+		if err := errors.Join(s.OfferedToPods(gpusANode), s.OfferedToClaims(s.Offered)); err != nil {
 			t.Fatalf("the XID that was ended is back: %v", err)
 		}
-		time.Sleep(lookAgain)
+		time.Sleep(stories.LookAgain)
 	}
 }
 
@@ -311,51 +312,51 @@ func TestRestartForgetsNoXID(t *testing.T) {
 func TestFaultOfAPartition(t *testing.T) {
 	const last, resource = "7", "nvidia.com/mig-1g.10gb"
 	s := begin(t)
-	s.installed("mig-limits.values.yaml")
-	t.Cleanup(func() { s.uncut(gpusANode - 1) })
-	t.Cleanup(func() { s.deleteAll() })
-	t.Cleanup(func() { s.breaks() })
-	s.retryAgent()
-	s.breaks(simulated.GPUFaults{GPU: last, Condition: withoutRecoveryAction})
-	s.administer("-i", last, "-mig", "1")
-	s.administer("mig", "-i", last, "-cgi", "1g.10gb,1g.10gb", "-C")
-	s.published("1g.10gb", "1g.10gb")
-	s.await(patient, "limits to see them", func() error { return s.allocatable(resource, 2) })
+	s.Installed("mig-limits.values.yaml")
+	t.Cleanup(func() { s.Uncut(gpusANode - 1) })
+	t.Cleanup(func() { s.DeleteAll() })
+	t.Cleanup(func() { s.Breaks() })
+	s.RetryAgent()
+	s.Breaks(simulated.GPUFaults{GPU: last, Condition: withoutRecoveryAction})
+	s.Administer("-i", last, "-mig", "1")
+	s.Administer("mig", "-i", last, "-cgi", "1g.10gb,1g.10gb", "-C")
+	s.Published("1g.10gb", "1g.10gb")
+	s.Await(patient, "limits to see them", func() error { return s.Allocatable(resource, 2) })
 
-	instances := s.instanceIDs(last, "1g.10gb")
+	instances := s.InstanceIDs(last, "1g.10gb")
 	instance, err := strconv.Atoi(instances[0])
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := simulated.RaiseXID(s.machine(), simulated.Event{GPU: last, XID: 94, GPUInstance: &instance}); err != nil {
+	if err := simulated.RaiseXID(s.Machine(), simulated.Event{GPU: last, XID: 94, GPUInstance: &instance}); err != nil {
 		t.Fatal(err)
 	}
-	s.await(soon, "one partition to be withdrawn", func() error { return s.allocatable(resource, 1) })
-	s.published("1g.10gb")
-	s.shows("one partition as unhealthy", func(n gpunode.GPUNode) bool {
+	s.Await(soon, "one partition to be withdrawn", func() error { return s.Allocatable(resource, 1) })
+	s.Published("1g.10gb")
+	s.Shows("one partition as unhealthy", func(n gpunode.GPUNode) bool {
 		unhealthy := slices.DeleteFunc(n.Status.Devices, func(d gpunode.DeviceStatus) bool { return d.UnhealthyReason == "" })
 		return len(unhealthy) == 1 && strings.HasPrefix(unhealthy[0].UnhealthyReason, device.ReasonXID+":")
 	})
-	s.manifest(manifests.PartitionTemplate("ones", "1g.10gb") + manifests.ClaimPod("healthy", "ones") + manifests.ClaimPod("waits", "ones"))
-	s.running(soon, 1, 1)
-	s.deleteAll()
-	s.await(soon, "the ledger to be empty", s.empty)
+	s.Manifest(manifests.PartitionTemplate("ones", "1g.10gb") + manifests.ClaimPod("healthy", "ones") + manifests.ClaimPod("waits", "ones"))
+	s.Running(soon, 1, 1)
+	s.DeleteAll()
+	s.Await(soon, "the ledger to be empty", s.Empty)
 
 	// The fault ends with the partition.
-	s.administer("mig", "-i", last, "-dci", "-gi", instances[0])
-	s.administer("mig", "-i", last, "-dgi", "-gi", instances[0])
-	s.await(soon, "the partition to be gone", func() error { return s.unhealthyFor(map[string]string{}) })
-	s.administer("mig", "-i", last, "-cgi", "1g.10gb", "-C")
-	s.published("1g.10gb", "1g.10gb")
+	s.Administer("mig", "-i", last, "-dci", "-gi", instances[0])
+	s.Administer("mig", "-i", last, "-dgi", "-gi", instances[0])
+	s.Await(soon, "the partition to be gone", func() error { return s.unhealthyFor(map[string]string{}) })
+	s.Administer("mig", "-i", last, "-cgi", "1g.10gb", "-C")
+	s.Published("1g.10gb", "1g.10gb")
 
-	if err := simulated.RaiseXID(s.machine(), simulated.Event{GPU: last, XID: 95}); err != nil {
+	if err := simulated.RaiseXID(s.Machine(), simulated.Event{GPU: last, XID: 95}); err != nil {
 		t.Fatal(err)
 	}
-	s.await(soon, "both partitions to be withdrawn", func() error {
-		return errors.Join(s.allocatable(resource, 0), s.offeredToPods(gpusANode-1), s.offeredToClaims(gpusANode-1))
+	s.Await(soon, "both partitions to be withdrawn", func() error {
+		return errors.Join(s.Allocatable(resource, 0), s.OfferedToPods(gpusANode-1), s.OfferedToClaims(gpusANode-1))
 	})
-	s.on(node(), "rm", s.recordOfFaults())
-	s.published("1g.10gb", "1g.10gb")
+	s.On(node(), "rm", s.recordOfFaults())
+	s.Published("1g.10gb", "1g.10gb")
 }
 
 // TestFaultEndsByAReset: where the administrator wants it, a GPU with a fault is reset, but not while a pod has it.
@@ -363,31 +364,31 @@ func TestFaultEndsByAReset(t *testing.T) {
 	for _, api := range []string{"claim", "limit"} {
 		t.Run(api, func(t *testing.T) {
 			s := begin(t)
-			s.installed("health.values.yaml")
-			s.retryAgent()
-			t.Cleanup(func() { s.breaks() })
-			s.await(patient, "the GPUs to be offered", func() error {
-				return errors.Join(s.offeredToPods(gpusANode), s.offeredToClaims(gpusANode))
+			s.Installed("health.values.yaml")
+			s.RetryAgent()
+			t.Cleanup(func() { s.Breaks() })
+			s.Await(patient, "the GPUs to be offered", func() error {
+				return errors.Join(s.OfferedToPods(gpusANode), s.OfferedToClaims(gpusANode))
 			})
-			s.manifest(manifests.SingleTemplate + manifests.Pod(api, "holder"))
-			s.running(patient, 1, 0)
-			gpu := s.gpus("holder", "")[0]
-			uuid := s.uuidOf(gpu)
-			before := s.resets(uuid)
-			s.breaks(simulated.GPUFaults{GPU: strconv.Itoa(gpu), Condition: simulated.Condition{RecoveryAction: "reset", EndsWithReset: true}})
-			s.await(soon, "the GPU to be withdrawn", func() error {
-				return errors.Join(s.withdrawn(gpu), s.offeredToPods(gpusANode-1))
+			s.Manifest(manifests.SingleTemplate + manifests.Pod(api, "holder"))
+			s.Running(patient, 1, 0)
+			gpu := s.GPUs("holder", "")[0]
+			uuid := s.UUIDOf(gpu)
+			before := s.Resets(uuid)
+			s.Breaks(simulated.GPUFaults{GPU: strconv.Itoa(gpu), Condition: simulated.Condition{RecoveryAction: "reset", EndsWithReset: true}})
+			s.Await(soon, "the GPU to be withdrawn", func() error {
+				return errors.Join(s.Withdrawn(gpu), s.OfferedToPods(gpusANode-1))
 			})
-			s.manifest(manifests.Pod(api, "other"))
-			s.running(soon, 2, 0)
-			if now := s.resets(uuid); now != before {
+			s.Manifest(manifests.Pod(api, "other"))
+			s.Running(soon, 2, 0)
+			if now := s.Resets(uuid); now != before {
 				t.Errorf("the GPU was reset although a pod has it")
 			}
-			s.kubectl("delete", "pod", "-n", s.namespace, "holder", "--timeout=60s")
-			s.event("Node", gpuNode, "GPUReset", fmt.Sprintf("gpu-%d", gpu))
-			s.kubectl("delete", "pod", "-n", s.namespace, "other", "--timeout=60s")
-			s.allFree()
-			if now := s.resets(uuid); now != before+1 {
+			s.Kubectl("delete", "pod", "-n", s.Namespace, "holder", "--timeout=60s")
+			s.Event("Node", gpuNode, "GPUReset", fmt.Sprintf("gpu-%d", gpu))
+			s.Kubectl("delete", "pod", "-n", s.Namespace, "other", "--timeout=60s")
+			s.AllFree()
+			if now := s.Resets(uuid); now != before+1 {
 				t.Errorf("%d resets, not one", now-before)
 			}
 		})
@@ -400,12 +401,12 @@ func TestMissingDeviceNode(t *testing.T) {
 	missing := map[int]bool{}
 	remove := func(gpus ...int) {
 		for gpu := range gpusANode {
-			path := fmt.Sprintf("%s/driver/dev/nvidia%d", simulatedMachine, gpu)
+			path := fmt.Sprintf("%s/driver/dev/nvidia%d", stories.SimulatedMachine, gpu)
 			switch wanted := slices.Contains(gpus, gpu); {
 			case wanted && !missing[gpu]:
-				s.on(node(), "rm", path)
+				s.On(node(), "rm", path)
 			case !wanted && missing[gpu]:
-				s.on(node(), "mknod", "-m", "666", path, "c", "195", strconv.Itoa(gpu))
+				s.On(node(), "mknod", "-m", "666", path, "c", "195", strconv.Itoa(gpu))
 			}
 			missing[gpu] = slices.Contains(gpus, gpu)
 		}
@@ -422,7 +423,7 @@ func TestLostGPU(t *testing.T) {
 		for _, gpu := range gpus {
 			faults = append(faults, simulated.GPUFaults{GPU: strconv.Itoa(gpu), Lost: true})
 		}
-		s.breaks(faults...)
+		s.Breaks(faults...)
 	}
 	t.Cleanup(func() { lose() })
 	s.broken(lose)
@@ -431,7 +432,7 @@ func TestLostGPU(t *testing.T) {
 // broken plays the story of GPUs that are broken by a function that breaks exactly those it is given.
 func (s *story) broken(breaks func(gpus ...int)) {
 	s.Helper()
-	before := s.occupy()
+	before := s.Occupy()
 	used := map[int]bool{}
 	for _, gpus := range before {
 		for _, gpu := range gpus {
@@ -443,39 +444,39 @@ func (s *story) broken(breaks func(gpus ...int)) {
 		free++
 	}
 	inUse := before["claim-0"][0]
-	s.await(soon, "the node to offer what is free", func() error {
-		return errors.Join(s.offeredToPods(gpusANode-2), s.offeredToClaims(gpusANode-2))
+	s.Await(soon, "the node to offer what is free", func() error {
+		return errors.Join(s.OfferedToPods(gpusANode-2), s.OfferedToClaims(gpusANode-2))
 	})
 
 	breaks(free, inUse)
-	s.await(soon, "the broken GPUs to be withdrawn, and no other", func() error {
+	s.Await(soon, "the broken GPUs to be withdrawn, and no other", func() error {
 		// Limits did not have the one that a claim holds.
-		return errors.Join(s.offeredToPods(gpusANode-3), s.withdrawn(append(before["limit-0"], before["limit-1"][0], free, inUse)...))
+		return errors.Join(s.OfferedToPods(gpusANode-3), s.Withdrawn(append(before["limit-0"], before["limit-1"][0], free, inUse)...))
 	})
-	if now := s.seen(); !maps.EqualFunc(before, now, slices.Equal) {
+	if now := s.Seen(); !maps.EqualFunc(before, now, slices.Equal) {
 		s.Errorf("the pods saw GPUs %v, now %v", before, now)
 	}
-	s.manifest(manifests.Pod("claim", "claim-late"))
-	s.running(soon, 5, 0)
-	s.manifest(manifests.Pod("limit", "limit-late"))
-	s.running(soon, 6, 0)
+	s.Manifest(manifests.Pod("claim", "claim-late"))
+	s.Running(soon, 5, 0)
+	s.Manifest(manifests.Pod("limit", "limit-late"))
+	s.Running(soon, 6, 0)
 	for _, name := range []string{"claim-late", "limit-late"} {
-		if got := s.gpus(name, ""); len(got) != 1 || got[0] == free || used[got[0]] {
+		if got := s.GPUs(name, ""); len(got) != 1 || got[0] == free || used[got[0]] {
 			s.Errorf("%s sees GPUs %v; %d is broken, %v are in use", name, got, free, slices.Sorted(maps.Keys(used)))
 		}
 	}
 
 	breaks()
-	s.await(soon, "the GPU to be offered again", func() error {
-		return errors.Join(s.offeredToPods(gpusANode-3), s.offeredToClaims(gpusANode-3))
+	s.Await(soon, "the GPU to be offered again", func() error {
+		return errors.Join(s.OfferedToPods(gpusANode-3), s.OfferedToClaims(gpusANode-3))
 	})
-	s.manifest(manifests.Pod("claim", "claim-last"))
-	s.running(soon, 7, 0)
-	if got := s.gpus("claim-last", ""); !slices.Equal(got, []int{free}) {
+	s.Manifest(manifests.Pod("claim", "claim-last"))
+	s.Running(soon, 7, 0)
+	if got := s.GPUs("claim-last", ""); !slices.Equal(got, []int{free}) {
 		s.Errorf("the GPU %d is whole again and the first that is free, but the claim got %v", free, got)
 	}
-	s.noDoubleOwners()
-	for _, pod := range s.pods() {
+	s.NoDoubleOwners()
+	for _, pod := range s.Pods() {
 		if restarts := pod.Status.ContainerStatuses[0].RestartCount; restarts > 0 {
 			s.Errorf("%s restarted %d times", pod.Name, restarts)
 		}
@@ -486,19 +487,19 @@ func (s *story) broken(breaks func(gpus ...int)) {
 func TestSocketDeletedByHand(t *testing.T) {
 	s := begin(t)
 	list := func() string {
-		return s.on(node(), "sh", "-c", "ls /var/lib/kubelet/device-plugins | grep tandem || true")
+		return s.On(node(), "sh", "-c", "ls /var/lib/kubelet/device-plugins | grep tandem || true")
 	}
 	before := list()
-	s.on(node(), "sh", "-c", "rm /var/lib/kubelet/device-plugins/tandem-*.sock")
-	s.took("a new socket", func() {
-		s.await(15*time.Second, "a new socket", func() error {
+	s.On(node(), "sh", "-c", "rm /var/lib/kubelet/device-plugins/tandem-*.sock")
+	s.Took("a new socket", func() {
+		s.Await(15*time.Second, "a new socket", func() error {
 			if now := list(); now == "" || now == before {
 				return fmt.Errorf("sockets: %q, before: %q", now, before)
 			}
 			return nil
 		})
 	})
-	s.ready()
-	s.manifest(manifests.Pod("limit", "limit"))
-	s.running(soon, 1, 0)
+	s.Ready()
+	s.Manifest(manifests.Pod("limit", "limit"))
+	s.Running(soon, 1, 0)
 }

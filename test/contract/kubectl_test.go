@@ -18,32 +18,31 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	gpunode "github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
-	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/internal/browser"
 	"github.com/tandem-gpu/tandem/pkg/overview"
-	"github.com/tandem-gpu/tandem/test/kubectlgpu"
 	"github.com/tandem-gpu/tandem/test/manifests"
 	"github.com/tandem-gpu/tandem/test/oracle"
+	"github.com/tandem-gpu/tandem/test/stories"
 )
 
 // TestKubectlGPU: on a node that both APIs have filled, the plugin's list is kubelet's own, it says why a pod waits, and draws the node. A
 // user with few rights learns which are missing, and no names of other namespaces.
 func TestKubectlGPU(t *testing.T) {
 	s := begin(t)
-	plugin := s.buildPlugin()
+	plugin := s.BuildPlugin()
 	gpu := func(args ...string) string {
 		t.Helper()
-		out, err := s.kubectlGPU(plugin, args...)
+		out, err := s.KubectlGPU(plugin, args...)
 		if err != nil {
 			t.Fatal(err)
 		}
 		return out
 	}
-	s.example("more-than-gpus.yaml")
-	s.running(soon, gpusANode, 2)
+	s.Example("more-than-gpus.yaml")
+	s.Running(soon, gpusANode, 2)
 
-	s.await(soon, "ls to list what kubelet has given to pods", func() error {
-		want, err := oracle.Granted(s.ctx, node())
+	s.Await(soon, "ls to list what kubelet has given to pods", func() error {
+		want, err := oracle.Granted(s.Ctx, node())
 		if err != nil {
 			return err
 		}
@@ -64,26 +63,26 @@ func TestKubectlGPU(t *testing.T) {
 	}
 
 	var waits corev1.Pod
-	for _, pod := range s.pods() {
+	for _, pod := range s.Pods() {
 		if pod.Status.Phase == corev1.PodPending {
 			waits = pod
 		}
 	}
-	why := gpu("why", waits.Name, "-n", s.namespace)
+	why := gpu("why", waits.Name, "-n", s.Namespace)
 	t.Log("\n" + why)
 	for _, words := range []string{
-		"Pod " + s.namespace + "/" + waits.Name + " waits: all 8 GPUs of " + gpuNode + " are held", gpuNode + ": is full: 0 of 8",
-		"The scheduler says", numaNode + ": cannot run it: the pod does not tolerate its taint " + numaKey + "=true:NoSchedule", "once its holder has ended",
+		"Pod " + s.Namespace + "/" + waits.Name + " waits: all 8 GPUs of " + gpuNode + " are held", gpuNode + ": is full: 0 of 8",
+		"The scheduler says", numaNode + ": cannot run it: the pod does not tolerate its taint " + stories.NUMAKey + "=true:NoSchedule", "once its holder has ended",
 	} {
 		if !strings.Contains(why, words) {
 			t.Errorf("why has no %q", words)
 		}
 	}
-	if n := strings.Count(why, "  "+s.namespace+"/"); n != gpusANode {
+	if n := strings.Count(why, "  "+s.Namespace+"/"); n != gpusANode {
 		t.Errorf("why names %d holders", n)
 	}
-	i := slices.IndexFunc(s.pods(), func(p corev1.Pod) bool { return p.Status.Phase == corev1.PodRunning })
-	if running := gpu("why", s.pods()[i].Name, "-n", s.namespace); !strings.Contains(running, "runs on "+gpuNode+" with gpu-") {
+	i := slices.IndexFunc(s.Pods(), func(p corev1.Pod) bool { return p.Status.Phase == corev1.PodRunning })
+	if running := gpu("why", s.Pods()[i].Name, "-n", s.Namespace); !strings.Contains(running, "runs on "+gpuNode+" with gpu-") {
 		t.Errorf("why of a pod that runs:\n%s", running)
 	}
 	picture := gpu("node", gpuNode)
@@ -102,7 +101,7 @@ func TestKubectlGPU(t *testing.T) {
 func (s *story) page(plugin, waits string) {
 	s.Helper()
 	address := s.serveUI(plugin)
-	want, err := s.kubectlGPU(plugin, "ls", "-o", "json")
+	want, err := s.KubectlGPU(plugin, "ls", "-o", "json")
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -121,33 +120,33 @@ func (s *story) page(plugin, waits string) {
 		for _, row := range browser.Devices(page) {
 			got = append(got, fmt.Sprint(row[0], row[2], row[4] != ""))
 		}
-		if diff := cmp.Diff(devices, got); diff != "" || strings.Count(page, s.namespace+"/") < gpusANode {
+		if diff := cmp.Diff(devices, got); diff != "" || strings.Count(page, s.Namespace+"/") < gpusANode {
 			return fmt.Errorf("the page differs from ls (-ls +page):\n%s\n%s", diff, page)
 		}
-		if n := strings.Count(page, `href="why?namespace=`+s.namespace); n != 2 || strings.Count(page, "<td>0/2 nodes are available") != n {
+		if n := strings.Count(page, `href="why?namespace=`+s.Namespace); n != 2 || strings.Count(page, "<td>0/2 nodes are available") != n {
 			return fmt.Errorf("%d pods wait:\n%s", n, page)
 		}
 		return nil
 	}
-	s.await(soon, "the page to be that of ls", func() error { return listed(s.read(address)) })
+	s.Await(soon, "the page to be that of ls", func() error { return listed(s.read(address)) })
 	s.browsed(address, listed)
-	answer := s.read(address + "why?namespace=" + s.namespace + "&pod=" + waits)
+	answer := s.read(address + "why?namespace=" + s.Namespace + "&pod=" + waits)
 	if words := "all 8 GPUs of " + gpuNode + " are held"; !strings.Contains(answer, words) {
 		s.Errorf("no %q in the answer of why:\n%s", words, answer)
 	}
 
-	guest := s.serveUI(plugin, "--as=system:serviceaccount:"+s.namespace+":guest")
-	s.await(soon, "a page without names", func() error {
+	guest := s.serveUI(plugin, "--as=system:serviceaccount:"+s.Namespace+":guest")
+	s.Await(soon, "a page without names", func() error {
 		page := s.read(guest)
-		if n := strings.Count(page, "<td>another namespace ("); n != gpusANode || strings.Contains(page, s.namespace+"/") {
+		if n := strings.Count(page, "<td>another namespace ("); n != gpusANode || strings.Contains(page, s.Namespace+"/") {
 			return fmt.Errorf("%d holders without a name:\n%s", n, page)
 		}
 		return nil
 	})
 
-	s.kubectl("scale", "deployment", "-n", s.namespace, "more-claims", "--replicas=4")
-	s.await(soon, "the page to follow", func() error {
-		if n := strings.Count(s.read(address), `href="why?namespace=`+s.namespace); n != 1 {
+	s.Kubectl("scale", "deployment", "-n", s.Namespace, "more-claims", "--replicas=4")
+	s.Await(soon, "the page to follow", func() error {
+		if n := strings.Count(s.read(address), `href="why?namespace=`+s.Namespace); n != 1 {
 			return fmt.Errorf("%d pods wait", n)
 		}
 		return nil
@@ -157,7 +156,7 @@ func (s *story) page(plugin, waits string) {
 // serveUI runs kubectl gpu ui until the story ends, and returns the page's address.
 func (s *story) serveUI(plugin string, flags ...string) (address string) {
 	s.Helper()
-	cmd, err := theCluster.Command(s.ctx, "sh", append([]string{"-c", `PATH="$0:$PATH" exec kubectl gpu ui "$@"`, filepath.Dir(plugin)}, flags...)...)
+	cmd, err := theCluster.Command(s.Ctx, "sh", append([]string{"-c", `PATH="$0:$PATH" exec kubectl gpu ui "$@"`, filepath.Dir(plugin)}, flags...)...)
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -183,7 +182,7 @@ func (s *story) serveUI(plugin string, flags ...string) (address string) {
 // read returns a page as the server sends it.
 func (s *story) read(address string) string {
 	s.Helper()
-	cmd, err := theCluster.Command(s.ctx, "busybox", "wget", "-q", "-O", "-", address)
+	cmd, err := theCluster.Command(s.Ctx, "busybox", "wget", "-q", "-O", "-", address)
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -201,7 +200,7 @@ func (s *story) browsed(address string, check func(page string) error) {
 		s.Log("the page is not opened in a browser:", err)
 		return
 	}
-	cmd, err := theCluster.Command(s.ctx, browser.Program, browser.Args(s.TempDir(), "--dump-dom", address)...)
+	cmd, err := theCluster.Command(s.Ctx, browser.Program, browser.Args(s.TempDir(), "--dump-dom", address)...)
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -222,13 +221,13 @@ func (s *story) browsed(address string, check func(page string) error) {
 // pluginWithFewRights runs the plugin as users of the namespace.
 func (s *story) pluginWithFewRights(plugin, waits string) {
 	s.Helper()
-	as := "--as=system:serviceaccount:" + s.namespace + ":"
-	s.manifest(`
+	as := "--as=system:serviceaccount:" + s.Namespace + ":"
+	s.Manifest(`
 apiVersion: rbac.authorization.k8s.io/v1
 kind: RoleBinding
 metadata: {name: viewer}
 roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: view}
-subjects: [{kind: ServiceAccount, name: viewer, namespace: ` + s.namespace + `}]
+subjects: [{kind: ServiceAccount, name: viewer, namespace: ` + s.Namespace + `}]
 ---
 apiVersion: rbac.authorization.k8s.io/v1
 kind: Role
@@ -239,24 +238,24 @@ apiVersion: rbac.authorization.k8s.io/v1
 kind: RoleBinding
 metadata: {name: one}
 roleRef: {apiGroup: rbac.authorization.k8s.io, kind: Role, name: one}
-subjects: [{kind: ServiceAccount, name: guest, namespace: ` + s.namespace + `}]
+subjects: [{kind: ServiceAccount, name: guest, namespace: ` + s.Namespace + `}]
 `)
 	s.guestMay(readGPUNodes, `{apiGroups: [""], resources: [nodes], verbs: [get, list]}`,
 		`{apiGroups: [resource.k8s.io], resources: [resourceslices, deviceclasses, resourceclaims], verbs: [get, list]}`)
-	if out, err := s.kubectlGPU(plugin, "ls", as+"viewer"); err == nil || !strings.Contains(err.Error(), "resources: [gpunodes]") {
+	if out, err := s.KubectlGPU(plugin, "ls", as+"viewer"); err == nil || !strings.Contains(err.Error(), "resources: [gpunodes]") {
 		s.Errorf("ls of a user without the right to list GPUNodes: %v\n%s", err, out)
 	}
-	out, err := s.kubectlGPU(plugin, "why", waits, "-n", s.namespace, as+"viewer")
+	out, err := s.KubectlGPU(plugin, "why", waits, "-n", s.Namespace, as+"viewer")
 	if err != nil || !strings.Contains(out, "What you may not read") || !strings.Contains(out, "The scheduler says") {
 		s.Errorf("why of a user who may view the namespace: %v\n%s", err, out)
 	}
 	// A new rule takes a moment to be known to the API server.
-	s.await(soon, "an answer without names", func() error {
-		out, err := s.kubectlGPU(plugin, "why", waits, "-n", s.namespace, as+"guest")
+	s.Await(soon, "an answer without names", func() error {
+		out, err := s.KubectlGPU(plugin, "why", waits, "-n", s.Namespace, as+"guest")
 		if err != nil {
 			return err
 		}
-		if n := strings.Count(out, "another namespace ("); n != gpusANode || strings.Count(out, "  "+s.namespace+"/") > 0 {
+		if n := strings.Count(out, "another namespace ("); n != gpusANode || strings.Count(out, "  "+s.Namespace+"/") > 0 {
 			return fmt.Errorf("%d holders without a name:\n%s", n, out)
 		}
 		return nil
@@ -269,21 +268,21 @@ const readGPUNodes = `{apiGroups: [tandem-gpu.dev], resources: [gpunodes], verbs
 // guestMay gives the account guest of the story's namespace these rules in the whole cluster.
 func (s *story) guestMay(rules ...string) {
 	s.Helper()
-	s.undo(func() error {
-		_, err := theCluster.Kubectl(s.ctx, "delete", "--ignore-not-found", "clusterrole,clusterrolebinding", s.namespace)
+	s.Undo(func() error {
+		_, err := theCluster.Kubectl(s.Ctx, "delete", "--ignore-not-found", "clusterrole,clusterrolebinding", s.Namespace)
 		return err
 	})
-	s.manifest(`
+	s.Manifest(`
 apiVersion: rbac.authorization.k8s.io/v1
 kind: ClusterRole
-metadata: {name: ` + s.namespace + `}
+metadata: {name: ` + s.Namespace + `}
 rules: [` + strings.Join(rules, ", ") + `]
 ---
 apiVersion: rbac.authorization.k8s.io/v1
 kind: ClusterRoleBinding
-metadata: {name: ` + s.namespace + `}
-roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: ` + s.namespace + `}
-subjects: [{kind: ServiceAccount, name: guest, namespace: ` + s.namespace + `}]
+metadata: {name: ` + s.Namespace + `}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: ` + s.Namespace + `}
+subjects: [{kind: ServiceAccount, name: guest, namespace: ` + s.Namespace + `}]
 `)
 }
 
@@ -314,44 +313,30 @@ func (s *story) listed(text string) map[string][]string {
 	return pods
 }
 
-// buildPlugin returns the path of the plugin.
-func (s *story) buildPlugin() string {
-	s.Helper()
-	program, err := kubectlgpu.Build(s.ctx, s.TempDir())
-	if err != nil {
-		s.Fatal(err)
-	}
-	return program
-}
-
-func (s *story) kubectlGPU(program string, args ...string) (string, error) {
-	return kubectlgpu.Run(s.ctx, theCluster, program, args...)
-}
-
 // TestDoctor: doctor finds nothing on a cluster as the chart made it, and names what is broken afterwards.
 func TestDoctor(t *testing.T) {
 	s := begin(t)
-	s.kubectl("delete", "events", "-n", "default", "--all") // what agents reported in earlier stories
-	plugin := s.buildPlugin()
+	s.Kubectl("delete", "events", "-n", "default", "--all") // what agents reported in earlier stories
+	plugin := s.BuildPlugin()
 	nothing := func() error {
-		out, err := s.kubectlGPU(plugin, "doctor")
+		out, err := s.KubectlGPU(plugin, "doctor")
 		if err == nil && !strings.HasPrefix(out, "no problem found: Kubernetes v1.") {
 			err = errors.New(out)
 		}
 		return err
 	}
-	s.await(soon, "doctor to find nothing", nothing)
+	s.Await(soon, "doctor to find nothing", nothing)
 
 	const policy = "tandem-gpunode-status"
-	startControllers := s.withoutControllers()
-	binding := s.kubectl("get", "validatingadmissionpolicybinding", policy, "-o", "yaml")
-	bind := s.undo(func() error { return s.apply(binding) })
-	s.kubectl("delete", "validatingadmissionpolicybinding", policy)
+	startControllers := s.WithoutControllers()
+	binding := s.Kubectl("get", "validatingadmissionpolicybinding", policy, "-o", "yaml")
+	bind := s.Undo(func() error { return s.Apply(binding) })
+	s.Kubectl("delete", "validatingadmissionpolicybinding", policy)
 	want := []string{
 		"error deployment tandem-system/tandem-controller", "warning validatingadmissionpolicy " + policy, "warning validatingwebhookconfiguration tandem-webhook",
 	}
-	s.await(soon, "doctor to name what is broken", func() error {
-		out, err := s.kubectlGPU(plugin, "doctor", "-o", "json")
+	s.Await(soon, "doctor to name what is broken", func() error {
+		out, err := s.KubectlGPU(plugin, "doctor", "-o", "json")
 		if err == nil || !strings.Contains(err.Error(), "the installation has errors") {
 			return fmt.Errorf("exit status: %w, %s", err, out)
 		}
@@ -375,33 +360,17 @@ func TestDoctor(t *testing.T) {
 	})
 	bind()
 	startControllers()
-	s.await(soon, "doctor to find nothing again", nothing)
-}
-
-// withoutControllers ends the controllers, and returns a function that starts as many again.
-func (s *story) withoutControllers() (start func()) {
-	s.Helper()
-	deployment := "deployment/" + install.Release + "-controller"
-	scale := func(replicas string) error {
-		_, err := theCluster.Kubectl(s.ctx, "scale", "-n", install.Namespace, deployment, "--replicas="+replicas)
-		return err
-	}
-	replicas := s.kubectl("get", "-n", install.Namespace, deployment, "-o", "jsonpath={.spec.replicas}")
-	start = s.undo(func() error { return errors.Join(scale(replicas), install.Ready(s.ctx, theCluster)) })
-	if err := scale("0"); err != nil {
-		s.Fatal(err)
-	}
-	return start
+	s.Await(soon, "doctor to find nothing again", nothing)
 }
 
 // TestWhoHasWhichGPU: kubectl answers it, for both APIs, and GPUNode outlives what people do to it.
 func TestWhoHasWhichGPU(t *testing.T) {
 	s := begin(t)
-	s.manifest(manifests.SingleTemplate + manifests.Pod("claim", "train") + manifests.Pod("limit", "infer"))
-	s.running(soon, 2, 0)
-	claim := *s.pod("train").Status.ResourceClaimStatuses[0].ResourceClaimName
+	s.Manifest(manifests.SingleTemplate + manifests.Pod("claim", "train") + manifests.Pod("limit", "infer"))
+	s.Running(soon, 2, 0)
+	claim := *s.Pod("train").Status.ResourceClaimStatuses[0].ResourceClaimName
 	holders := fmt.Sprintf("%s=%s/%s(claim) %s=%s/infer(pod)",
-		gpuName(s.gpus("train", "")[0]), s.namespace, claim, gpuName(s.gpus("infer", "")[0]), s.namespace)
+		gpuName(s.GPUs("train", "")[0]), s.Namespace, claim, gpuName(s.GPUs("infer", "")[0]), s.Namespace)
 	told := func(n gpunode.GPUNode) bool {
 		withdrawn := 0
 		for _, d := range n.Status.Devices {
@@ -412,8 +381,8 @@ func TestWhoHasWhichGPU(t *testing.T) {
 		return n.Status.Holders == holders && withdrawn == 1 && n.Status.Counts.Free == gpusANode-2 &&
 			len(n.Spec.Claims) == 1 && n.Status.ObservedGeneration == n.Generation
 	}
-	before := s.shows("both holders", told)
-	table := s.kubectl("get", "gpunodes", "-o", "wide")
+	before := s.Shows("both holders", told)
+	table := s.Kubectl("get", "gpunodes", "-o", "wide")
 	for _, words := range []string{"MODE", "HOLDERS", "Dual", holders} {
 		if !strings.Contains(table, words) {
 			t.Errorf("kubectl get gpunodes -o wide has no %q:\n%s", words, table)
@@ -424,19 +393,19 @@ func TestWhoHasWhichGPU(t *testing.T) {
 	// Nothing changes, so nothing is written.
 	const idle = 15 * time.Second
 	time.Sleep(idle)
-	if now := s.shows("both holders", told); now.ResourceVersion != before.ResourceVersion {
+	if now := s.Shows("both holders", told); now.ResourceVersion != before.ResourceVersion {
 		t.Errorf("GPUNode was written within %s in which nothing happened:\n%+v\n%+v", idle, before, now)
 	}
 
-	s.kubectl("delete", "gpunode", before.Name)
-	after := s.shows("both holders again", told)
+	s.Kubectl("delete", "gpunode", before.Name)
+	after := s.Shows("both holders again", told)
 	if after.UID == before.UID {
 		t.Error("kubectl did not delete it")
 	}
 
-	s.kubectl("delete", "pods", "-n", s.namespace, "train", "infer")
-	s.await(soon, "GPUNode to show no holder", func() error {
-		n, err := s.gpuNodeObject()
+	s.Kubectl("delete", "pods", "-n", s.Namespace, "train", "infer")
+	s.Await(soon, "GPUNode to show no holder", func() error {
+		n, err := s.GPUNodeObject()
 		if err == nil && (n.Status.Holders != "" || n.Status.Counts.Free != gpusANode || len(n.Spec.Claims) > 0) {
 			err = errors.New(n.Status.Holders)
 		}

@@ -25,13 +25,16 @@ import (
 	"github.com/tandem-gpu/tandem/hack/image"
 	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/test/kubelet"
+	"github.com/tandem-gpu/tandem/test/stories"
 )
 
-// The nodes: most tests play on gpuNode. Only pods that ask for it get numaNode; its name is that of the node of test/e2e.
 const (
-	gpuNode  = "node-1"
-	numaNode = "node-2"
-	numaKey  = "numa"
+	gpuNode  = stories.GPUNode
+	numaNode = stories.NUMANode
+
+	soon, patient = stories.Soon, stories.Patient
+	gpusANode     = stories.GPUsANode
+
 	// logsVariable names the directory for what a failed run has to tell.
 	logsVariable = "CONTRACT_LOGS"
 )
@@ -39,6 +42,7 @@ const (
 var (
 	theCluster *cluster.Cluster
 	theClient  kubernetes.Interface
+	thePlace   = stories.Place{Image: noImage, Devices: given{}}
 	// theContext ends when the run is interrupted, so that the cluster is removed then as well.
 	theContext  context.Context
 	theKubelets = map[string]*kubelet.Kubelet{}
@@ -142,26 +146,20 @@ func start(ctx context.Context, dir string) error {
 	if err := theCluster.Start(ctx); err != nil {
 		return err
 	}
-	config, err := theCluster.RESTConfig()
-	if err != nil {
+	if err := thePlace.Connect(theCluster); err != nil {
 		return err
 	}
-	if theClient, err = kubernetes.NewForConfig(config); err != nil {
-		return err
-	}
+	theClient = thePlace.Client
 	for _, node := range theCluster.Nodes() {
 		if err := startKubelet(ctx, node, dir); err != nil {
 			return err
 		}
 	}
-	return install.Tandem(ctx, theCluster, install.Options{Image: noImage, Progress: os.Stdout, Values: installValues})
+	return thePlace.Install(ctx, install.Options{Progress: os.Stdout})
 }
 
 // noImage keeps the image from being built: the nodes run its programs.
 const noImage = "none"
-
-// installValues let the agents run on the node that only pods that ask for it get.
-var installValues = []string{"extraTolerations[0].key=" + numaKey, "extraTolerations[0].operator=Exists"}
 
 func startKubelet(ctx context.Context, node *cluster.Node, dir string) error {
 	h, err := newHost(node, filepath.Join(dir, "logs"))
@@ -187,8 +185,8 @@ func startKubelet(ctx context.Context, node *cluster.Node, dir string) error {
 		},
 	}
 	if node.Name() == numaNode {
-		object.Labels[numaKey] = "true"
-		object.Spec.Taints = []corev1.Taint{{Key: numaKey, Value: "true", Effect: corev1.TaintEffectNoSchedule}}
+		object.Labels[stories.NUMAKey] = "true"
+		object.Spec.Taints = []corev1.Taint{{Key: stories.NUMAKey, Value: "true", Effect: corev1.TaintEffectNoSchedule}}
 	}
 	k, err := kubelet.Start(ctx, kubelet.Options{
 		Dir: kubeletDirs(dir)[node.Name()], SeenAs: kubeletDir, Client: theClient, Node: object, Runtime: h, Cgroups: h.cgroups,

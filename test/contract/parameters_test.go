@@ -69,11 +69,11 @@ func (s *story) dry(config resourceapi.DeviceConfiguration) (errs map[string]err
 	options := metav1.CreateOptions{DryRun: dryRun}
 	meta := metav1.ObjectMeta{Name: "parameters"}
 	api := theClient.ResourceV1()
-	_, claim := api.ResourceClaims(s.namespace).Create(s.ctx, &resourceapi.ResourceClaim{ObjectMeta: meta, Spec: asking(config)}, options)
-	_, template := api.ResourceClaimTemplates(s.namespace).Create(s.ctx, &resourceapi.ResourceClaimTemplate{
+	_, claim := api.ResourceClaims(s.Namespace).Create(s.Ctx, &resourceapi.ResourceClaim{ObjectMeta: meta, Spec: asking(config)}, options)
+	_, template := api.ResourceClaimTemplates(s.Namespace).Create(s.Ctx, &resourceapi.ResourceClaimTemplate{
 		ObjectMeta: meta, Spec: resourceapi.ResourceClaimTemplateSpec{Spec: asking(config)},
 	}, options)
-	_, class := api.DeviceClasses().Create(s.ctx, &resourceapi.DeviceClass{
+	_, class := api.DeviceClasses().Create(s.Ctx, &resourceapi.DeviceClass{
 		ObjectMeta: meta, Spec: resourceapi.DeviceClassSpec{Config: []resourceapi.DeviceClassConfiguration{{DeviceConfiguration: config}}},
 	}, options)
 	const opaque = "[0].opaque.parameters."
@@ -98,7 +98,7 @@ func causes(err error) []string {
 // judged waits until the webhook judges.
 func (s *story) judged() {
 	s.Helper()
-	s.await(soon, "the webhook to judge", func() error {
+	s.Await(soon, "the webhook to judge", func() error {
 		errs, _ := s.dry(s.saying(map[string]any{}))
 		for kind, err := range errs {
 			if err == nil || !strings.Contains(err.Error(), told) {
@@ -113,7 +113,7 @@ func (s *story) judged() {
 // each mistake with its path, wherever it is. The same holds after the webhook's certificates were damaged.
 func TestMistakesAreToldWhenApplied(t *testing.T) {
 	s := begin(t)
-	s.values("claimParameters.validate=false")
+	s.Values("claimParameters.validate=false")
 	s.judged()
 	for _, c := range s.mistakes() {
 		errs, paths := s.dry(s.saying(c.Parameters))
@@ -146,21 +146,21 @@ func TestMistakesAreToldWhenApplied(t *testing.T) {
 			t.Errorf("%s: %v", pod.Name, err)
 		}
 	}
-	s.kubectl("patch", "validatingwebhookconfiguration", webhookName, "--type=json", `-p=[{"op":"remove","path":"/webhooks/0/clientConfig/caBundle"}]`)
+	s.Kubectl("patch", "validatingwebhookconfiguration", webhookName, "--type=json", `-p=[{"op":"remove","path":"/webhooks/0/clientConfig/caBundle"}]`)
 	s.judged()
 	before := s.webhookSecret()
-	s.kubectl("patch", "secret", "-n", install.Namespace, webhookName, "--type=merge", `-p={"data":{"tls.crt":"cnViYmlzaA=="}}`)
+	s.Kubectl("patch", "secret", "-n", install.Namespace, webhookName, "--type=merge", `-p={"data":{"tls.crt":"cnViYmlzaA=="}}`)
 	s.replaced(before)
-	s.event("Secret", webhookName, "CertificateReplaced", "tls.crt")
+	s.Event("Secret", webhookName, "CertificateReplaced", "tls.crt")
 	before = s.webhookSecret()
-	s.kubectl("delete", "secret", "-n", install.Namespace, webhookName)
+	s.Kubectl("delete", "secret", "-n", install.Namespace, webhookName)
 	s.replaced(before)
 }
 
 // toldByKubectl: what an author reads has all mistakes.
 func (s *story) toldByKubectl() {
 	s.Helper()
-	err := s.apply(`
+	err := s.Apply(`
 apiVersion: resource.k8s.io/v1
 kind: ResourceClaim
 metadata: {name: three}
@@ -202,7 +202,7 @@ func (s *story) toldOfOlderVersions() {
 		body := fmt.Sprintf(`{"apiVersion":"resource.k8s.io/%s","kind":"DeviceClass","metadata":{"name":"parameters"},"spec":{"config":[{"opaque":{"driver":%q,"parameters":{}}}]}}`,
 			version, install.DriverName)
 		err := theClient.ResourceV1().RESTClient().Post().AbsPath("/apis/resource.k8s.io", version, "deviceclasses").Param("dryRun", metav1.DryRunAll).
-			SetHeader("Content-Type", "application/json").Body([]byte(body)).Do(s.ctx).Error()
+			SetHeader("Content-Type", "application/json").Body([]byte(body)).Do(s.Ctx).Error()
 		if apierrors.IsNotFound(err) {
 			s.Logf("%s is not served", version)
 			continue
@@ -215,7 +215,7 @@ func (s *story) toldOfOlderVersions() {
 
 func (s *story) controllers() []corev1.Pod {
 	s.Helper()
-	list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{LabelSelector: controllerLabel})
+	list, err := theClient.CoreV1().Pods(install.Namespace).List(s.Ctx, metav1.ListOptions{LabelSelector: controllerLabel})
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -229,7 +229,7 @@ func (s *story) controllers() []corev1.Pod {
 // askReplica asks one controller as the API server does, by the Service's name and the authorities of the configuration.
 func (s *story) askReplica(pod corev1.Pod) error {
 	s.Helper()
-	configuration, err := theClient.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(s.ctx, webhookName, metav1.GetOptions{})
+	configuration, err := theClient.AdmissionregistrationV1().ValidatingWebhookConfigurations().Get(s.Ctx, webhookName, metav1.GetOptions{})
 	if err != nil {
 		return err
 	}
@@ -252,7 +252,7 @@ func (s *story) askReplica(pod corev1.Pod) error {
 	if err != nil {
 		return err
 	}
-	request, err := http.NewRequestWithContext(s.ctx, http.MethodPost, "https://webhook/"+webhookPath, bytes.NewReader(body))
+	request, err := http.NewRequestWithContext(s.Ctx, http.MethodPost, "https://webhook/"+webhookPath, bytes.NewReader(body))
 	if err != nil {
 		return err
 	}
@@ -275,7 +275,7 @@ func (s *story) askReplica(pod corev1.Pod) error {
 
 func (s *story) webhookSecret() *corev1.Secret {
 	s.Helper()
-	secret, err := theClient.CoreV1().Secrets(install.Namespace).Get(s.ctx, webhookName, metav1.GetOptions{})
+	secret, err := theClient.CoreV1().Secrets(install.Namespace).Get(s.Ctx, webhookName, metav1.GetOptions{})
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -285,8 +285,8 @@ func (s *story) webhookSecret() *corev1.Secret {
 // replaced waits until there is another certificate, and every controller serves it.
 func (s *story) replaced(before *corev1.Secret) {
 	s.Helper()
-	s.await(soon, "a new certificate in use", func() error {
-		secret, err := theClient.CoreV1().Secrets(install.Namespace).Get(s.ctx, webhookName, metav1.GetOptions{})
+	s.Await(soon, "a new certificate in use", func() error {
+		secret, err := theClient.CoreV1().Secrets(install.Namespace).Get(s.Ctx, webhookName, metav1.GetOptions{})
 		if err != nil {
 			return err
 		}
@@ -314,14 +314,14 @@ const (
 // field, and no component retries without end. Existing mistakes do not delay the webhook when it is back.
 func TestMistakesThatSlipThrough(t *testing.T) {
 	s := begin(t)
-	s.values("webhook.enabled=false", "claimParameters.validate=false")
+	s.Values("webhook.enabled=false", "claimParameters.validate=false")
 	cases := s.mistakes()
-	tried := s.refusedPrepares()
-	s.manifest(s.allMistakes(cases))
+	tried := s.RefusedPrepares()
+	s.Manifest(s.allMistakes(cases))
 	s.allocateAll(cases)
 	began := time.Now()
 	for _, c := range cases {
-		s.event("ResourceClaim", c.Name, "InvalidParameters", "spec.devices.config[0].opaque.parameters."+c.Fields[0], "retrying does not help")
+		s.Event("ResourceClaim", c.Name, "InvalidParameters", "spec.devices.config[0].opaque.parameters."+c.Fields[0], "retrying does not help")
 	}
 	t.Logf("%d claims refused after %s", len(cases), time.Since(began).Round(time.Second))
 	// kubelet tries again, now and after a minute or so, and nothing else has it try.
@@ -329,8 +329,8 @@ func TestMistakesThatSlipThrough(t *testing.T) {
 	for range kubeletTries {
 		tries++
 		theKubelets[gpuNode].PrepareAgain()
-		s.await(soon, "kubelet to try again", func() error {
-			if each := (s.refusedPrepares() - tried) / float64(len(cases)); each < float64(tries) {
+		s.Await(soon, "kubelet to try again", func() error {
+			if each := (s.RefusedPrepares() - tried) / float64(len(cases)); each < float64(tries) {
 				return fmt.Errorf("%.2f Prepare calls for each claim, not %d", each, tries)
 			}
 			return nil
@@ -338,7 +338,7 @@ func TestMistakesThatSlipThrough(t *testing.T) {
 	}
 	// It is about what does not happen, so there is no condition to wait for.
 	select {
-	case <-s.ctx.Done():
+	case <-s.Ctx.Done():
 	case <-time.After(prepareObserved):
 	}
 	events := s.eventsOf("ResourceClaim", "InvalidParameters")
@@ -347,15 +347,15 @@ func TestMistakesThatSlipThrough(t *testing.T) {
 			t.Errorf("%s has %d events", c.Name, n)
 		}
 	}
-	if each := (s.refusedPrepares() - tried) / float64(len(cases)); each != float64(tries) {
+	if each := (s.RefusedPrepares() - tried) / float64(len(cases)); each != float64(tries) {
 		t.Errorf("%.2f Prepare calls for each claim, want kubelet's own %d", each, tries)
 	}
-	for _, pod := range s.pods() {
+	for _, pod := range s.Pods() {
 		if at := pod.Annotations[controller.RetryAnnotation]; at != "" {
 			t.Errorf("the controller has kubelet prepare %s again", pod.Name)
 		}
 	}
-	s.wantHolds(0, 0)
+	s.WantHolds(0, 0)
 	s.leftAlone(cases[0])
 }
 
@@ -396,7 +396,7 @@ spec:
 func (s *story) allocateAll(cases []badparameters.Case) {
 	s.Helper()
 	for i, c := range cases {
-		claim, err := theClient.ResourceV1().ResourceClaims(s.namespace).Get(s.ctx, c.Name, metav1.GetOptions{})
+		claim, err := theClient.ResourceV1().ResourceClaims(s.Namespace).Get(s.Ctx, c.Name, metav1.GetOptions{})
 		if err != nil {
 			s.Fatal(err)
 		}
@@ -404,14 +404,14 @@ func (s *story) allocateAll(cases []badparameters.Case) {
 			Results: []resourceapi.DeviceRequestAllocationResult{{Request: "gpu", Driver: install.DriverName, Pool: gpuNode, Device: fmt.Sprint("gpu-", i%gpusANode)}},
 			Config:  []resourceapi.DeviceAllocationConfiguration{{Source: resourceapi.AllocationConfigSourceClaim, DeviceConfiguration: claim.Spec.Devices.Config[0].DeviceConfiguration}},
 		}}
-		claim.Status.ReservedFor = []resourceapi.ResourceClaimConsumerReference{{Resource: "pods", Name: c.Name, UID: s.pod(c.Name).UID}}
-		if _, err := theClient.ResourceV1().ResourceClaims(s.namespace).UpdateStatus(s.ctx, claim, metav1.UpdateOptions{}); err != nil {
+		claim.Status.ReservedFor = []resourceapi.ResourceClaimConsumerReference{{Resource: "pods", Name: c.Name, UID: s.Pod(c.Name).UID}}
+		if _, err := theClient.ResourceV1().ResourceClaims(s.Namespace).UpdateStatus(s.Ctx, claim, metav1.UpdateOptions{}); err != nil {
 			s.Fatal(err)
 		}
 	}
 	for _, c := range cases {
 		binding := &corev1.Binding{ObjectMeta: metav1.ObjectMeta{Name: c.Name}, Target: corev1.ObjectReference{Kind: "Node", Name: gpuNode}}
-		if err := theClient.CoreV1().Pods(s.namespace).Bind(s.ctx, binding, metav1.CreateOptions{}); err != nil {
+		if err := theClient.CoreV1().Pods(s.Namespace).Bind(s.Ctx, binding, metav1.CreateOptions{}); err != nil {
 			s.Fatal(err)
 		}
 	}
@@ -420,7 +420,7 @@ func (s *story) allocateAll(cases []badparameters.Case) {
 // eventsOf counts the events of a reason by the name of the object.
 func (s *story) eventsOf(kind, reason string) map[string]int {
 	s.Helper()
-	list, err := theClient.CoreV1().Events(s.namespace).List(s.ctx, metav1.ListOptions{FieldSelector: "reason=" + reason})
+	list, err := theClient.CoreV1().Events(s.Namespace).List(s.Ctx, metav1.ListOptions{FieldSelector: "reason=" + reason})
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -437,30 +437,30 @@ func (s *story) eventsOf(kind, reason string) map[string]int {
 func (s *story) leftAlone(c badparameters.Case) {
 	s.Helper()
 	class := &resourceapi.DeviceClass{
-		ObjectMeta: metav1.ObjectMeta{Name: s.namespace, Finalizers: []string{"example.com/test"}},
+		ObjectMeta: metav1.ObjectMeta{Name: s.Namespace, Finalizers: []string{"example.com/test"}},
 		Spec:       resourceapi.DeviceClassSpec{Config: []resourceapi.DeviceClassConfiguration{{DeviceConfiguration: s.saying(c.Parameters)}}},
 	}
-	if _, err := theClient.ResourceV1().DeviceClasses().Create(s.ctx, class, metav1.CreateOptions{}); err != nil {
+	if _, err := theClient.ResourceV1().DeviceClasses().Create(s.Ctx, class, metav1.CreateOptions{}); err != nil {
 		s.Fatal(err)
 	}
 	finalizers := func(list string) error {
 		patch := []byte(`{"metadata":{"finalizers":` + list + `}}`)
-		_, ofClass := theClient.ResourceV1().DeviceClasses().Patch(s.ctx, class.Name, types.MergePatchType, patch, metav1.PatchOptions{})
-		_, ofClaim := theClient.ResourceV1().ResourceClaims(s.namespace).Patch(s.ctx, c.Name, types.MergePatchType, patch, metav1.PatchOptions{})
+		_, ofClass := theClient.ResourceV1().DeviceClasses().Patch(s.Ctx, class.Name, types.MergePatchType, patch, metav1.PatchOptions{})
+		_, ofClaim := theClient.ResourceV1().ResourceClaims(s.Namespace).Patch(s.Ctx, c.Name, types.MergePatchType, patch, metav1.PatchOptions{})
 		return errors.Join(ofClass, ofClaim)
 	}
 	s.Cleanup(func() {
-		if err := errors.Join(finalizers("[]"), theClient.ResourceV1().DeviceClasses().Delete(s.ctx, class.Name, metav1.DeleteOptions{})); err != nil && !apierrors.IsNotFound(err) {
+		if err := errors.Join(finalizers("[]"), theClient.ResourceV1().DeviceClasses().Delete(s.Ctx, class.Name, metav1.DeleteOptions{})); err != nil && !apierrors.IsNotFound(err) {
 			s.Error(err)
 		}
 	})
 	if err := finalizers(`["example.com/test"]`); err != nil {
 		s.Fatal(err)
 	}
-	if err := install.Tandem(s.ctx, theCluster, install.Options{Image: noImage, Values: installValues}); err != nil {
+	if err := s.Install(s.Ctx, install.Options{}); err != nil {
 		s.Fatal(err)
 	}
-	s.await(soon, "the webhook to judge", func() error {
+	s.Await(soon, "the webhook to judge", func() error {
 		// The policy does not know this one.
 		errs, _ := s.dry(s.saying(map[string]any{"apiVersion": "resource.nvidia.com/v1beta1", "kind": "VfioDeviceConfig", "iommu": map[string]any{"backendPolicy": "x"}}))
 		if err := errs["class"]; err == nil || !strings.Contains(err.Error(), told) {
@@ -472,23 +472,17 @@ func (s *story) leftAlone(c badparameters.Case) {
 		s.Errorf("what was there is in the way: %v", err)
 	}
 	patch := []byte(`{"spec":{"config":[{"opaque":{"driver":"` + install.DriverName + `","parameters":{"apiVersion":"resource.nvidia.com/v1beta1","kind":"VfioDeviceConfig","iommu":{"backendPolicy":"x"}}}}]}}`)
-	_, err := theClient.ResourceV1().DeviceClasses().Patch(s.ctx, class.Name, types.MergePatchType, patch, metav1.PatchOptions{})
+	_, err := theClient.ResourceV1().DeviceClasses().Patch(s.Ctx, class.Name, types.MergePatchType, patch, metav1.PatchOptions{})
 	if err == nil || !strings.Contains(err.Error(), "spec.config[0].opaque.parameters.iommu.backendPolicy") {
 		s.Errorf("a class that says something else that is wrong: %v", err)
 	}
-}
-
-// refusedPrepares counts the Prepares that the agent of the node has answered with an error.
-func (s *story) refusedPrepares() float64 {
-	s.Helper()
-	return s.metric(`tandem_prepare_duration_seconds_count{result="error"}`)
 }
 
 // TestClaimForADeviceThatIsNotThere: an allocation names a device that does not exist, as after a GPU was removed. Claim and pod
 // report it.
 func TestClaimForADeviceThatIsNotThere(t *testing.T) {
 	s := begin(t)
-	s.manifest(`
+	s.Manifest(`
 apiVersion: resource.k8s.io/v1
 kind: ResourceClaim
 metadata: {name: stale}
@@ -498,7 +492,7 @@ spec:
     - name: gpu
       exactly: {deviceClassName: gpu.nvidia.com}
 `)
-	s.manifest(`
+	s.Manifest(`
 apiVersion: v1
 kind: Pod
 metadata: {name: stale}
@@ -514,7 +508,7 @@ spec:
     command: [sleep, infinity]
     resources: {claims: [{name: gpu}]}
 `)
-	claim, err := theClient.ResourceV1().ResourceClaims(s.namespace).Get(s.ctx, "stale", metav1.GetOptions{})
+	claim, err := theClient.ResourceV1().ResourceClaims(s.Namespace).Get(s.Ctx, "stale", metav1.GetOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -523,17 +517,17 @@ spec:
 			{Request: "gpu", Driver: install.DriverName, Pool: gpuNode, Device: "gpu-99"},
 		},
 	}}
-	claim.Status.ReservedFor = []resourceapi.ResourceClaimConsumerReference{{Resource: "pods", Name: "stale", UID: s.pod("stale").UID}}
-	if _, err := theClient.ResourceV1().ResourceClaims(s.namespace).UpdateStatus(s.ctx, claim, metav1.UpdateOptions{}); err != nil {
+	claim.Status.ReservedFor = []resourceapi.ResourceClaimConsumerReference{{Resource: "pods", Name: "stale", UID: s.Pod("stale").UID}}
+	if _, err := theClient.ResourceV1().ResourceClaims(s.Namespace).UpdateStatus(s.Ctx, claim, metav1.UpdateOptions{}); err != nil {
 		t.Fatal(err)
 	}
 	binding := &corev1.Binding{ObjectMeta: metav1.ObjectMeta{Name: "stale"}, Target: corev1.ObjectReference{Kind: "Node", Name: gpuNode}}
-	if err := theClient.CoreV1().Pods(s.namespace).Bind(s.ctx, binding, metav1.CreateOptions{}); err != nil {
+	if err := theClient.CoreV1().Pods(s.Namespace).Bind(s.Ctx, binding, metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	s.event("ResourceClaim", "stale", "UnknownDevice", "gpu-99", "does not exist")
-	s.event("Pod", "stale", "FailedPrepareDynamicResources", "gpu-99", "does not exist")
-	s.wantHolds(0, 0)
+	s.Event("ResourceClaim", "stale", "UnknownDevice", "gpu-99", "does not exist")
+	s.Event("Pod", "stale", "FailedPrepareDynamicResources", "gpu-99", "does not exist")
+	s.WantHolds(0, 0)
 }
 
 // TestParametersThatAreWrong are told when they are applied, wherever they stand; what is right, or not for us, is not in the
@@ -555,14 +549,14 @@ func TestParametersThatAreWrong(t *testing.T) {
 	} {
 		object = "apiVersion: resource.k8s.io/v1\nkind: " + kind + "\nmetadata: {name: parameters}\n" + object
 		const told = "config[*].opaque.parameters.shearing: unknown field"
-		if err := s.apply(fmt.Sprintf(object, "gpu.nvidia.com", typo), "--dry-run=server"); err == nil || !strings.Contains(err.Error(), told) {
+		if err := s.Apply(fmt.Sprintf(object, "gpu.nvidia.com", typo), "--dry-run=server"); err == nil || !strings.Contains(err.Error(), told) {
 			t.Errorf("%s: %v, want %q", kind, err, told)
 		}
-		if err := s.apply(fmt.Sprintf(object, "gpu.nvidia.com", much), "--dry-run=server"); err == nil || !strings.Contains(err.Error(), "defaultActiveThreadPercentage: must be") {
+		if err := s.Apply(fmt.Sprintf(object, "gpu.nvidia.com", much), "--dry-run=server"); err == nil || !strings.Contains(err.Error(), "defaultActiveThreadPercentage: must be") {
 			t.Errorf("%s: %v of too large a number", kind, err)
 		}
 		for parameters, driver := range map[string]string{right: "gpu.nvidia.com", enough: "gpu.nvidia.com", typo: "gpu.example.com"} {
-			if err := s.apply(fmt.Sprintf(object, driver, parameters), "--dry-run=server"); err != nil {
+			if err := s.Apply(fmt.Sprintf(object, driver, parameters), "--dry-run=server"); err != nil {
 				t.Errorf("%s for %s: %v", kind, driver, err)
 			}
 		}
@@ -575,7 +569,7 @@ func TestParametersThatCannotBeHonoured(t *testing.T) {
 	for name, parameters := range map[string]string{
 		"other": `{apiVersion: resource.nvidia.com/v1beta1, kind: GpuConfig, sharing: {strategy: MPS, mpsConfig: {defaultPerDevicePinnedMemoryLimit: {GPU-00000000-0000-0000-0000-000000000000: 5Gi}}}}`,
 	} {
-		s.manifest(fmt.Sprintf(`
+		s.Manifest(fmt.Sprintf(`
 apiVersion: resource.k8s.io/v1
 kind: ResourceClaim
 metadata: {name: %[1]s}
@@ -604,9 +598,9 @@ spec:
 `, name, parameters))
 	}
 	const field = "config[0].opaque.parameters.sharing.mpsConfig.defaultPerDevicePinnedMemoryLimit[GPU-00000000-0000-0000-0000-000000000000]"
-	s.event("ResourceClaim", "other", "InvalidParameters", field, "retrying does not help")
-	s.event("Pod", "other", "FailedPrepareDynamicResources", field)
-	s.wantHolds(0, 0)
+	s.Event("ResourceClaim", "other", "InvalidParameters", field, "retrying does not help")
+	s.Event("Pod", "other", "FailedPrepareDynamicResources", field)
+	s.WantHolds(0, 0)
 }
 
 // TestParametersOfOtherClients: Python's puts spaces into what it sends, and others send fields in an order of their own. How the
@@ -616,12 +610,12 @@ func TestParametersOfOtherClients(t *testing.T) {
 	body := fmt.Sprintf(`{"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "metadata": {"name": "odd"}, "spec": {"devices": {`+
 		`"requests": [{"name": "gpu", "exactly": {"deviceClassName": "gpu.nvidia.com"}}], "config": [{"opaque": {"driver": %q, "parameters": `+
 		`{"kind": "GpuConfig", "apiVersion": "resource.nvidia.com/v1beta1", "sharing": {"strategy": "TimeSlicing"}}}}]}}}`, install.DriverName)
-	err := theClient.ResourceV1().RESTClient().Post().AbsPath("/apis/resource.k8s.io/v1/namespaces", s.namespace, "resourceclaims").
-		SetHeader("Content-Type", "application/json").Body([]byte(body)).Do(s.ctx).Error()
+	err := theClient.ResourceV1().RESTClient().Post().AbsPath("/apis/resource.k8s.io/v1/namespaces", s.Namespace, "resourceclaims").
+		SetHeader("Content-Type", "application/json").Body([]byte(body)).Do(s.Ctx).Error()
 	if err != nil {
 		t.Fatal(err)
 	}
-	s.manifest(`
+	s.Manifest(`
 apiVersion: v1
 kind: Pod
 metadata: {name: odd}
@@ -635,6 +629,6 @@ spec:
     command: [sleep, infinity]
     resources: {claims: [{name: gpu}]}
 `)
-	s.running(patient, 1, 0)
-	s.says("odd", map[string]string{"gpu": "TimeSlicing, limit Advisory"})
+	s.Running(patient, 1, 0)
+	s.Says("odd", map[string]string{"gpu": "TimeSlicing, limit Advisory"})
 }

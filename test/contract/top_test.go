@@ -46,8 +46,8 @@ spec:
 // holders. It says why it has no metrics: before the stand-in runs, without the rights, and when a second namespace has such a pod.
 func TestKubectlGPUTop(t *testing.T) {
 	s := begin(t)
-	plugin := s.buildPlugin()
-	object, err := s.gpuNodeObject()
+	plugin := s.BuildPlugin()
+	object, err := s.GPUNodeObject()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -63,7 +63,7 @@ func TestKubectlGPUTop(t *testing.T) {
 	// measured checks what top shows: metrics, or why there are none.
 	measured := func(reason string, args ...string) func() error {
 		return func() error {
-			out, err := s.kubectlGPU(plugin, append([]string{"top", gpuNode, "-o", "json"}, args...)...)
+			out, err := s.KubectlGPU(plugin, append([]string{"top", gpuNode, "-o", "json"}, args...)...)
 			if err != nil {
 				return err
 			}
@@ -84,76 +84,63 @@ func TestKubectlGPUTop(t *testing.T) {
 					got[d.Name] = fmt.Sprintf("%.0f%% of the time, %d of %d MiB", *m.UtilizationPercent, *m.MemoryUsedBytes>>20, *m.MemoryTotalBytes>>20)
 				}
 			}
-			if diff := cmp.Diff(want, got); diff != "" || n.Exporter == nil || n.Exporter.Namespace != s.namespace {
+			if diff := cmp.Diff(want, got); diff != "" || n.Exporter == nil || n.Exporter.Namespace != s.Namespace {
 				return fmt.Errorf("metrics of %+v (-exporter +top):\n%s", n.Exporter, diff)
 			}
 			return nil
 		}
 	}
-	s.await(soon, "top to report that dcgm-exporter is missing", measured("no pod of dcgm-exporter found"))
+	s.Await(soon, "top to report that dcgm-exporter is missing", measured("no pod of dcgm-exporter found"))
 
-	s.manifest(manifests.Pod("limit", "worker"))
-	if err := s.applyAnywhere(exporterStandIn(s.namespace, page.String())); err != nil {
+	s.Manifest(manifests.Pod("limit", "worker"))
+	if err := s.ApplyAnywhere(exporterStandIn(s.Namespace, page.String())); err != nil {
 		t.Fatal(err)
 	}
-	s.running(soon, 2, 0)
-	s.await(soon, "top to show the metrics", measured(""))
-	s.await(soon, "top to name the holder", func() error {
-		table, err := s.kubectlGPU(plugin, "top", gpuNode, "--sort-by", "util")
+	s.Running(soon, 2, 0)
+	s.Await(soon, "top to show the metrics", measured(""))
+	s.Await(soon, "top to name the holder", func() error {
+		table, err := s.KubectlGPU(plugin, "top", gpuNode, "--sort-by", "util")
 		lines := strings.Split(table, "\n")
 		if err == nil && (len(lines) < 2 || !strings.Contains(lines[1], busiest) ||
-			strings.Count(table, s.namespace+"/worker (limits)") != 1 || !strings.Contains(table, "metrics for 1 node from dcgm-exporter in "+s.namespace)) {
+			strings.Count(table, s.Namespace+"/worker (limits)") != 1 || !strings.Contains(table, "metrics for 1 node from dcgm-exporter in "+s.Namespace)) {
 			err = errors.New(table)
 		}
 		return err
 	})
 	s.topWithFewRights(measured)
 
-	other := s.namespace + "-other"
-	s.undo(func() error {
-		_, err := theCluster.Kubectl(s.ctx, "delete", "namespace", other, "--ignore-not-found")
+	other := s.Namespace + "-other"
+	s.Undo(func() error {
+		_, err := theCluster.Kubectl(s.Ctx, "delete", "namespace", other, "--ignore-not-found")
 		return err
 	})
-	s.kubectl("create", "namespace", other)
-	if err := s.applyAnywhere(exporterStandIn(other, strings.ReplaceAll(page.String(), "} ", "} 1"))); err != nil {
+	s.Kubectl("create", "namespace", other)
+	if err := s.ApplyAnywhere(exporterStandIn(other, strings.ReplaceAll(page.String(), "} ", "} 1"))); err != nil {
 		t.Fatal(err)
 	}
-	s.await(soon, "top to read neither of two pods", measured("pods of several namespaces have the labels of dcgm-exporter"))
-	s.await(soon, "top to read the pod of the given namespace", measured("", "--exporter-namespace", s.namespace))
+	s.Await(soon, "top to read neither of two pods", measured("pods of several namespaces have the labels of dcgm-exporter"))
+	s.Await(soon, "top to read the pod of the given namespace", measured("", "--exporter-namespace", s.Namespace))
 }
 
 // topWithFewRights runs top as a user of the namespace, first without the rules of docs/user/kubectl-gpu.md and then with them.
 func (s *story) topWithFewRights(measured func(reason string, args ...string) func() error) {
 	s.Helper()
-	as := "--as=system:serviceaccount:" + s.namespace + ":guest"
+	as := "--as=system:serviceaccount:" + s.Namespace + ":guest"
 	s.guestMay(readGPUNodes)
-	s.manifest(`
+	s.Manifest(`
 apiVersion: rbac.authorization.k8s.io/v1
 kind: RoleBinding
 metadata: {name: top}
 roleRef: {apiGroup: rbac.authorization.k8s.io, kind: Role, name: top}
-subjects: [{kind: ServiceAccount, name: guest, namespace: ` + s.namespace + `}]
+subjects: [{kind: ServiceAccount, name: guest, namespace: ` + s.Namespace + `}]
 `)
 	role := func(rules string) {
-		s.manifest("{apiVersion: rbac.authorization.k8s.io/v1, kind: Role, metadata: {name: top}, rules: [" + rules + "]}")
+		s.Manifest("{apiVersion: rbac.authorization.k8s.io/v1, kind: Role, metadata: {name: top}, rules: [" + rules + "]}")
 	}
 	const list, proxy = `{apiGroups: [""], resources: [pods], verbs: [list]}`, `{apiGroups: [""], resources: [pods/proxy], verbs: [get]}`
-	s.await(soon, "top to report the missing right to list pods", measured("list pods of all namespaces ", as))
+	s.Await(soon, "top to report the missing right to list pods", measured("list pods of all namespaces ", as))
 	role(list)
-	s.await(soon, "top to report the missing right to the proxy", measured("you may not get pods/proxy", as, "--exporter-namespace", s.namespace))
+	s.Await(soon, "top to report the missing right to the proxy", measured("you may not get pods/proxy", as, "--exporter-namespace", s.Namespace))
 	role(list + ", " + proxy)
-	s.await(soon, "top to read with the documented rights", measured("", as, "--exporter-namespace", s.namespace))
-}
-
-// applyAnywhere applies a manifest that names its namespace.
-func (s *story) applyAnywhere(text string) error {
-	cmd, err := theCluster.Command(s.ctx, "kubectl", "apply", "-f", "-")
-	if err != nil {
-		return err
-	}
-	cmd.Stdin = strings.NewReader(text)
-	if out, err := cmd.CombinedOutput(); err != nil {
-		return fmt.Errorf("kubectl apply: %w: %s", err, out)
-	}
-	return nil
+	s.Await(soon, "top to read with the documented rights", measured("", as, "--exporter-namespace", s.Namespace))
 }

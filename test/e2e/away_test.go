@@ -16,27 +16,27 @@ import (
 // starts both again, each container with its GPU. Afterwards everything goes on.
 func TestRestartsWithoutAPIServer(t *testing.T) {
 	s := begin(t)
-	s.manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim") + manifests.Pod("limit", "limit"))
-	s.running(soon, 2, 0)
+	s.Manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim") + manifests.Pod("limit", "limit"))
+	s.Running(soon, 2, 0)
 	uids := map[string]string{}
 	before := map[string]string{}
-	for _, pod := range s.pods() {
+	for _, pod := range s.Pods() {
 		uids[pod.Name] = string(pod.UID)
 		before[pod.Name] = s.work(uids[pod.Name])
 	}
 	sockets := func() string {
-		return strings.TrimSpace(s.on(node(), "sh", "-c", "ls "+devicePluginDir+" | grep tandem || true"))
+		return strings.TrimSpace(s.On(node(), "sh", "-c", "ls "+devicePluginDir+" | grep tandem || true"))
 	}
 	socket := sockets()
 
 	server := theCluster.Component(cluster.APIServer)
-	if err := server.Stop(s.ctx); err != nil {
+	if err := server.Stop(s.Ctx); err != nil {
 		t.Fatal(err)
 	}
-	start := s.undo(func() error { return server.Start(s.ctx) })
-	s.on(node(), "pkill", "-KILL", "-x", "kubelet-plugin")
-	s.took("the agent to register without the API server", func() {
-		s.await(patient, "another socket of the agent", func() error {
+	start := s.Undo(func() error { return server.Start(s.Ctx) })
+	s.On(node(), "pkill", "-KILL", "-x", "kubelet-plugin")
+	s.Took("the agent to register without the API server", func() {
+		s.Await(patient, "another socket of the agent", func() error {
 			if now := sockets(); now == "" || now == socket || strings.Contains(now, "\n") {
 				return fmt.Errorf("sockets are %q, were %q", now, socket)
 			}
@@ -48,9 +48,9 @@ func TestRestartsWithoutAPIServer(t *testing.T) {
 		if gpu == "" {
 			t.Fatalf("%s has no GPU: %q", name, before[name])
 		}
-		s.on(node(), "kill", "-KILL", pid)
-		s.took("the container of "+name+" to run again", func() {
-			s.await(patient, "kubelet to start it", func() error {
+		s.On(node(), "kill", "-KILL", pid)
+		s.Took("the container of "+name+" to run again", func() {
+			s.Await(patient, "kubelet to start it", func() error {
 				now := s.work(uid)
 				nowPID, nowGPU, _ := strings.Cut(now, " ")
 				if now == "" || nowPID == pid {
@@ -65,12 +65,12 @@ func TestRestartsWithoutAPIServer(t *testing.T) {
 	}
 	start()
 
-	s.ready()
-	s.running(patient, 2, 0)
-	s.manifest(manifests.Pod("claim", "next-claim") + manifests.Pod("limit", "next-limit"))
-	s.running(patient, 4, 0)
-	s.wantHolds(2, 2)
-	s.noDoubleOwners()
+	s.Ready()
+	s.Running(patient, 2, 0)
+	s.Manifest(manifests.Pod("claim", "next-claim") + manifests.Pod("limit", "next-limit"))
+	s.Running(patient, 4, 0)
+	s.WantHolds(2, 2)
+	s.NoDoubleOwners()
 	if failed := s.failed(); len(failed) > 0 {
 		t.Errorf("failed: %v", failed)
 	}
@@ -80,7 +80,7 @@ func TestRestartsWithoutAPIServer(t *testing.T) {
 // A node may have several paths to one cgroup.
 func (s *story) work(uid string) string {
 	s.Helper()
-	return strings.TrimSpace(s.on(node(), "sh", "-c", `for f in $(find /sys/fs/cgroup -path "*$0*" -name cgroup.procs 2> /dev/null); do
+	return strings.TrimSpace(s.On(node(), "sh", "-c", `for f in $(find /sys/fs/cgroup -path "*$0*" -name cgroup.procs 2> /dev/null); do
 		for p in $(cat $f 2> /dev/null); do
 			[ "$(cat /proc/$p/comm 2> /dev/null)" = sleep ] && echo $p $(ls /proc/$p/root/dev 2> /dev/null | grep -E '^nvidia[0-9]')
 		done

@@ -27,16 +27,16 @@ const freedWithin = time.Minute
 func TestEightAndEight(t *testing.T) {
 	repetitions := repetitions(t, 1)
 	s := begin(t)
-	s.manifest(manifests.SingleTemplate)
+	s.Manifest(manifests.SingleTemplate)
 	var sum outcome
 	for i := range repetitions {
-		s.manifest(manifests.Deployment("limits", gpusANode) + manifests.ClaimDeployment("claims", "single", gpusANode))
+		s.Manifest(manifests.Deployment("limits", gpusANode) + manifests.ClaimDeployment("claims", "single", gpusANode))
 		r := s.burst()
 		t.Logf("%d of %d: %s", i+1, repetitions, r)
 		sum.add(r)
-		s.kubectl("delete", "deployment", "-n", s.namespace, "claims", "limits")
-		s.noPods()
-		s.allFree()
+		s.Kubectl("delete", "deployment", "-n", s.Namespace, "claims", "limits")
+		s.NoPods()
+		s.AllFree()
 	}
 	t.Logf("eight and eight: repetitions=%d %s", repetitions, sum)
 	if len(sum.failed) > 0 {
@@ -79,9 +79,9 @@ func quantile(durations []time.Duration, percent int) time.Duration {
 func (s *story) burst() (r outcome) {
 	s.Helper()
 	began := time.Now()
-	s.running(patient, gpusANode, -1)
+	s.Running(patient, gpusANode, -1)
 	r.settled = append(r.settled, time.Since(began))
-	s.noDoubleOwners()
+	s.NoDoubleOwners()
 	for _, kind := range []string{"claims", "limits"} {
 		took, ok := s.giveUp(kind)
 		if !ok {
@@ -91,9 +91,9 @@ func (s *story) burst() (r outcome) {
 		if took > freedWithin {
 			s.Errorf("a GPU given up by %s was in use again after %s", kind, took)
 		}
-		s.noDoubleOwners()
+		s.NoDoubleOwners()
 	}
-	s.running(soon, gpusANode, gpusANode)
+	s.Running(soon, gpusANode, gpusANode)
 	r.running, r.pending, r.failed = gpusANode, gpusANode, s.failed()
 	return r
 }
@@ -102,27 +102,16 @@ func (s *story) burst() (r outcome) {
 // to end included. It is false where none runs.
 func (s *story) giveUp(kind string) (time.Duration, bool) {
 	s.Helper()
-	for _, pod := range s.pods() {
+	for _, pod := range s.Pods() {
 		if !strings.HasPrefix(pod.Name, kind) || pod.Status.Phase != corev1.PodRunning || pod.DeletionTimestamp != nil {
 			continue
 		}
-		if err := theClient.CoreV1().Pods(s.namespace).Delete(s.ctx, pod.Name, metav1.DeleteOptions{}); err != nil {
+		if err := theClient.CoreV1().Pods(s.Namespace).Delete(s.Ctx, pod.Name, metav1.DeleteOptions{}); err != nil {
 			s.Fatal(err)
 		}
 		began := time.Now()
-		s.running(soon, gpusANode, -1)
+		s.Running(soon, gpusANode, -1)
 		return time.Since(began), true
 	}
 	return 0, false
-}
-
-// noPods waits until the story has none.
-func (s *story) noPods() {
-	s.Helper()
-	s.await(soon, "all pods to be gone", func() error {
-		if pods := s.pods(); len(pods) > 0 {
-			return fmt.Errorf("%d pods", len(pods))
-		}
-		return nil
-	})
 }

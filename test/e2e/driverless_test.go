@@ -8,6 +8,7 @@ import (
 	"testing"
 
 	"github.com/tandem-gpu/tandem/simulated"
+	"github.com/tandem-gpu/tandem/test/stories"
 )
 
 // TestPodsEndWithoutADriver: the replacement of a driver waits for its pods to end, and kubelet ends no pod whose claim cannot be
@@ -18,9 +19,9 @@ func TestPodsEndWithoutADriver(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	machine := filepath.Join(root, simulatedMachine)
-	back := s.undo(func() error { return simulated.WriteFaults(machine, simulated.Faults{}) })
-	s.occupy()
+	machine := filepath.Join(root, stories.SimulatedMachine)
+	back := s.Undo(func() error { return simulated.WriteFaults(machine, simulated.Faults{}) })
+	s.Occupy()
 	var faults simulated.Faults
 	for gpu := range gpusANode {
 		faults.GPUs = append(faults.GPUs, simulated.GPUFaults{GPU: strconv.Itoa(gpu), Absent: true})
@@ -28,12 +29,12 @@ func TestPodsEndWithoutADriver(t *testing.T) {
 	if err := simulated.WriteFaults(machine, faults); err != nil {
 		t.Fatal(err)
 	}
-	s.killAgent()
-	s.readyz(503, "finds no GPU")
-	s.took("pods to end", func() { s.remove("claim-0", "limit-0") })
-	s.wantHolds(1, 1)
+	s.KillAgent()
+	s.Readyz(503, "finds no GPU")
+	s.Took("pods to end", func() { s.remove("claim-0", "limit-0") })
+	s.WantHolds(1, 1)
 	back()
-	s.ready()
-	s.wantHolds(1, 1)
-	s.noDoubleOwners()
+	s.Ready()
+	s.WantHolds(1, 1)
+	s.NoDoubleOwners()
 }

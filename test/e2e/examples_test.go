@@ -21,7 +21,7 @@ import (
 // picture is what the oracle sees of the whole cluster.
 func (s *story) picture() oracle.Picture {
 	s.Helper()
-	picture, err := oracle.Observe(s.ctx, theCluster)
+	picture, err := oracle.Observe(s.Ctx, theCluster)
 	if err != nil {
 		s.Fatalf("observe: %v", err)
 	}
@@ -31,70 +31,46 @@ func (s *story) picture() oracle.Picture {
 // devices are what the containers of a pod see, with UUID and NUMA node by the node's files.
 func (s *story) devices(pod string) []oracle.Device {
 	s.Helper()
-	return s.picture().PodDevices(s.namespace, pod)
-}
-
-// holdsByKind counts the records of claims and of limits in the ledger of the node.
-func (s *story) holdsByKind() (claims, limits int) {
-	s.Helper()
-	for _, hold := range s.holds(node()) {
-		if strings.HasPrefix(hold, "claim") {
-			claims++
-		} else {
-			limits++
-		}
-	}
-	return claims, limits
-}
-
-// wantHolds waits for so many holds in the ledger of the node.
-func (s *story) wantHolds(claims, limits int) {
-	s.Helper()
-	s.await(soon, fmt.Sprintf("%d holds of claims and %d of limits", claims, limits), func() error {
-		if gotClaims, gotLimits := s.holdsByKind(); gotClaims != claims || gotLimits != limits {
-			return fmt.Errorf("%d and %d: %v", gotClaims, gotLimits, s.holds(node()))
-		}
-		return nil
-	})
+	return s.picture().PodDevices(s.Namespace, pod)
 }
 
 // TestSharedClaim: two containers, then two pods, share the GPU of one claim, which is one holder.
 func TestSharedClaim(t *testing.T) {
 	s := begin(t)
-	s.example("shared-claim.yaml")
-	s.example("shared-claim-pods.yaml")
-	s.running(soon, 3, 0)
-	first, second := s.gpus("shared-claim", "first"), s.gpus("shared-claim", "second")
+	s.Example("shared-claim.yaml")
+	s.Example("shared-claim-pods.yaml")
+	s.Running(soon, 3, 0)
+	first, second := s.GPUs("shared-claim", "first"), s.GPUs("shared-claim", "second")
 	if len(first) != 1 || !slices.Equal(first, second) {
 		t.Errorf("the containers see GPUs %v and %v, not the same one", first, second)
 	}
-	a, b := s.gpus("shared-claim-a", ""), s.gpus("shared-claim-b", "")
+	a, b := s.GPUs("shared-claim-a", ""), s.GPUs("shared-claim-b", "")
 	if len(a) != 1 || !slices.Equal(a, b) || slices.Equal(a, first) {
 		t.Errorf("the pods see GPUs %v and %v, not the same one, which is not %v", a, b, first)
 	}
-	s.wantHolds(2, 0)
-	s.noDoubleOwners()
+	s.WantHolds(2, 0)
+	s.NoDoubleOwners()
 	// The first to go takes nothing from the other, and the claim stays when both are gone.
 	s.remove("shared-claim-a", "shared-claim")
-	s.await(soon, "the claim of the containers to be free", func() error { return s.offeredToPods(gpusANode - 1) })
-	if now := s.gpus("shared-claim-b", ""); !slices.Equal(now, b) {
+	s.Await(soon, "the claim of the containers to be free", func() error { return s.OfferedToPods(gpusANode - 1) })
+	if now := s.GPUs("shared-claim-b", ""); !slices.Equal(now, b) {
 		t.Errorf("the remaining pod saw GPUs %v, now %v", b, now)
 	}
-	s.wantHolds(1, 0)
+	s.WantHolds(1, 0)
 }
 
 // TestChosenByWhatTheyAre: CEL by attribute, by UUID, a pair on one NVLink domain, the first alternative that there is.
 func TestChosenByWhatTheyAre(t *testing.T) {
 	s := begin(t)
 	for i, name := range []string{"by-uuid", "by-attribute", "nvlink-pair", "first-available"} {
-		s.example(name + ".yaml")
-		s.running(soon, i+1, 0)
+		s.Example(name + ".yaml")
+		s.Running(soon, i+1, 0)
 	}
-	text := s.kubectl("get", "-n", s.namespace, "resourceclaim", "by-uuid", "-o", "jsonpath={.spec.devices.requests[0].exactly.selectors[0].cel.expression}")
+	text := s.Kubectl("get", "-n", s.Namespace, "resourceclaim", "by-uuid", "-o", "jsonpath={.spec.devices.requests[0].exactly.selectors[0].cel.expression}")
 	if got := s.devices("by-uuid"); len(got) != 1 || !strings.Contains(text, got[0].GPU.UUID) {
 		t.Errorf("by-uuid sees %v, asked for %s", got, text)
 	}
-	if got := s.gpus("by-attribute", ""); len(got) != 1 {
+	if got := s.GPUs("by-attribute", ""); len(got) != 1 {
 		t.Errorf("by-attribute sees GPUs %v", got)
 	}
 	pair := s.devices("nvlink-pair")
@@ -106,17 +82,17 @@ func TestChosenByWhatTheyAre(t *testing.T) {
 		t.Errorf("the pair's NVLink domains are %q and %q", a, b)
 	}
 	// No H100 has 120 GiB, so the second alternative is the best.
-	if got := s.gpus("first-available", ""); len(got) != 2 {
+	if got := s.GPUs("first-available", ""); len(got) != 2 {
 		t.Errorf("first-available sees GPUs %v, not a pair", got)
 	}
-	s.wantHolds(6, 0)
-	s.noDoubleOwners()
+	s.WantHolds(6, 0)
+	s.NoDoubleOwners()
 }
 
 // attribute answers the value of an attribute of each device of the node, by UUID. Names of ours need no domain.
 func (s *story) attribute(name string) map[string]string {
 	s.Helper()
-	list, err := theClient.ResourceV1().ResourceSlices().List(s.ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
+	list, err := theClient.ResourceV1().ResourceSlices().List(s.Ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -143,20 +119,20 @@ func (s *story) attribute(name string) map[string]string {
 // as the other API gives its GPUs up.
 func TestDeployments(t *testing.T) {
 	s := begin(t)
-	s.example("deployment-claims.yaml")
-	s.running(soon, 3, 0)
-	s.await(soon, "the GPUs to leave the limits", func() error { return s.offeredToPods(gpusANode - 3) })
-	s.example("deployment-limits.yaml")
-	s.running(soon, 6, 0)
-	s.wantHolds(3, 3)
-	s.noDoubleOwners()
+	s.Example("deployment-claims.yaml")
+	s.Running(soon, 3, 0)
+	s.Await(soon, "the GPUs to leave the limits", func() error { return s.OfferedToPods(gpusANode - 3) })
+	s.Example("deployment-limits.yaml")
+	s.Running(soon, 6, 0)
+	s.WantHolds(3, 3)
+	s.NoDoubleOwners()
 
-	s.example("more-than-gpus.yaml")
-	s.running(patient, gpusANode, gpusANode)
-	s.noDoubleOwners()
+	s.Example("more-than-gpus.yaml")
+	s.Running(patient, gpusANode, gpusANode)
+	s.NoDoubleOwners()
 	// A waiting pod may still be replaced: the controller evicts pods of claims that conflict with pods.
-	s.await(soon, "a reason why each pod waits", func() error {
-		for _, pod := range s.pods() {
+	s.Await(soon, "a reason why each pod waits", func() error {
+		for _, pod := range s.Pods() {
 			if pod.Status.Phase != corev1.PodPending {
 				continue
 			}
@@ -166,33 +142,33 @@ func TestDeployments(t *testing.T) {
 		}
 		return nil
 	})
-	s.kubectl("delete", "deployment", "-n", s.namespace, "by-limits", "more-limits")
-	s.await(soon, "the GPUs of limits to be free", func() error {
-		if _, limits := s.holdsByKind(); limits > 0 {
-			return fmt.Errorf("holds: %v", s.holds(node()))
+	s.Kubectl("delete", "deployment", "-n", s.Namespace, "by-limits", "more-limits")
+	s.Await(soon, "the GPUs of limits to be free", func() error {
+		if _, limits := s.HoldsByKind(); limits > 0 {
+			return fmt.Errorf("holds: %v", s.Holds(node()))
 		}
 		return nil
 	})
 	s.retry("--all")
-	s.running(patient, gpusANode, 0)
-	s.wantHolds(gpusANode, 0)
-	s.noDoubleOwners()
+	s.Running(patient, gpusANode, 0)
+	s.WantHolds(gpusANode, 0)
+	s.NoDoubleOwners()
 }
 
 // TestAdminAccess: a monitor sees all GPUs while other pods hold some. It takes none, and its end affects no other pod.
 func TestAdminAccess(t *testing.T) {
 	const namespace = "gpu-monitoring"
 	s := begin(t)
-	before := s.occupy()
-	s.kubectl("apply", "-f", filepath.Join("..", "..", "examples", "admin-access.yaml"))
+	before := s.Occupy()
+	s.Kubectl("apply", "-f", filepath.Join("..", "..", "examples", "admin-access.yaml"))
 	t.Cleanup(func() {
 		// A story that failed before it deleted the monitor leaves it to this.
-		if out, err := theCluster.Kubectl(s.ctx, "delete", "namespace", namespace, "--ignore-not-found"); err != nil {
+		if out, err := theCluster.Kubectl(s.Ctx, "delete", "namespace", namespace, "--ignore-not-found"); err != nil {
 			t.Errorf("%v: %s", err, out)
 		}
 	})
-	s.await(soon, "the monitor to run", func() error {
-		pod, err := theClient.CoreV1().Pods(namespace).Get(s.ctx, "admin-access", metav1.GetOptions{})
+	s.Await(soon, "the monitor to run", func() error {
+		pod, err := theClient.CoreV1().Pods(namespace).Get(s.Ctx, "admin-access", metav1.GetOptions{})
 		if err == nil && pod.Status.Phase != corev1.PodRunning {
 			err = fmt.Errorf("it is %s: %v", pod.Status.Phase, pod.Status.Conditions)
 		}
@@ -203,11 +179,11 @@ func TestAdminAccess(t *testing.T) {
 	if seen := s.picture().PodDevices(namespace, "admin-access"); len(seen) != published || published < gpusANode-2 {
 		t.Errorf("the monitor sees %d GPUs of %d: %v", len(seen), published, seen)
 	}
-	s.wantHolds(2, 2)
-	s.noDoubleOwners()
-	s.kubectl("delete", "namespace", namespace)
-	s.await(soon, "the monitor's claim to be gone", func() error {
-		claims, err := theClient.ResourceV1().ResourceClaims(namespace).List(s.ctx, metav1.ListOptions{})
+	s.WantHolds(2, 2)
+	s.NoDoubleOwners()
+	s.Kubectl("delete", "namespace", namespace)
+	s.Await(soon, "the monitor's claim to be gone", func() error {
+		claims, err := theClient.ResourceV1().ResourceClaims(namespace).List(s.Ctx, metav1.ListOptions{})
 		if err == nil && len(claims.Items) > 0 {
 			err = fmt.Errorf("%d claims", len(claims.Items))
 		}
@@ -216,11 +192,11 @@ func TestAdminAccess(t *testing.T) {
 		}
 		return err
 	})
-	s.wantHolds(2, 2)
-	if now := s.seen(); !maps.EqualFunc(before, now, slices.Equal) {
+	s.WantHolds(2, 2)
+	if now := s.Seen(); !maps.EqualFunc(before, now, slices.Equal) {
 		t.Errorf("the pods saw GPUs %v, after the monitor %v", before, now)
 	}
-	s.undisturbed(before)
+	s.Undisturbed(before)
 }
 
 // TestQuickStart: the manifest of the quick start gives each of its pods a GPU, as the simplest ones of examples/ do. Its image and command are
@@ -238,19 +214,19 @@ func TestQuickStart(t *testing.T) {
 	manifest = strings.NewReplacer("docker.io/library/debian:12", "docker.io/library/busybox:1.37",
 		"[nvidia-smi, -L]", `[sh, -c, "trap exit TERM; sleep 300 & wait"]`).Replace(manifest)
 	s := begin(t)
-	s.example("claim-template.yaml")
-	s.running(soon, 1, 0)
-	if gpus := s.gpus("claim-template", ""); !slices.Equal(gpus, []int{0}) {
+	s.Example("claim-template.yaml")
+	s.Running(soon, 1, 0)
+	if gpus := s.GPUs("claim-template", ""); !slices.Equal(gpus, []int{0}) {
 		t.Errorf("the container sees GPUs %v; the first claim gets the first GPU", gpus)
 	}
-	s.await(soon, "the GPU to leave the limits", func() error { return s.offeredToPods(gpusANode - 1) })
-	s.example("limits.yaml")
-	s.example("hostport-bandwidth.yaml")
-	if err := s.apply(manifest); err != nil {
+	s.Await(soon, "the GPU to leave the limits", func() error { return s.OfferedToPods(gpusANode - 1) })
+	s.Example("limits.yaml")
+	s.Example("hostport-bandwidth.yaml")
+	if err := s.Apply(manifest); err != nil {
 		t.Fatal(err)
 	}
-	s.running(soon, 5, 0)
-	seen := s.seen()
+	s.Running(soon, 5, 0)
+	seen := s.Seen()
 	claim, limit := seen["by-claim"], seen["by-limit"]
 	if len(claim) != 1 || len(limit) != 1 || claim[0] == limit[0] {
 		t.Errorf("the pods see GPUs %v and %v", claim, limit)
@@ -258,6 +234,6 @@ func TestQuickStart(t *testing.T) {
 	if two, one := seen["limits"], seen["hostport-bandwidth"]; len(two) != 2 || len(one) != 1 {
 		t.Errorf("the pods with limits see GPUs %v and %v, not two and one", two, one)
 	}
-	s.await(soon, "the GPUs of limits to leave the slices", func() error { return s.offeredToClaims(gpusANode - 4) })
-	s.noDoubleOwners()
+	s.Await(soon, "the GPUs of limits to leave the slices", func() error { return s.OfferedToClaims(gpusANode - 4) })
+	s.NoDoubleOwners()
 }

@@ -20,7 +20,7 @@ import (
 // explains waits until pkg/explain gives a reason for a pending pod that matches the pattern.
 func (s *story) explains(pod corev1.Pod, pattern string) {
 	s.Helper()
-	s.await(soon, "a reason why pod "+pod.Name+" waits", func() error { return s.checkReason(&pod, pattern) })
+	s.Await(soon, "a reason why pod "+pod.Name+" waits", func() error { return s.checkReason(&pod, pattern) })
 }
 
 // checkReason returns an error if pkg/explain gives no reason for the pod that matches the pattern.
@@ -34,17 +34,17 @@ func (s *story) checkReason(pod *corev1.Pod, pattern string) error {
 
 // explanation reads what pkg/explain needs from the API server.
 func (s *story) explanation(pod *corev1.Pod) (string, error) {
-	classes, err := theClient.ResourceV1().DeviceClasses().List(s.ctx, metav1.ListOptions{})
+	classes, err := theClient.ResourceV1().DeviceClasses().List(s.Ctx, metav1.ListOptions{})
 	if err != nil {
 		return "", err
 	}
 	claims := map[string]*resourceapi.ResourceClaim{}
 	for name := range resourceclaim.PodClaims(pod) {
-		if claims[name], err = theClient.ResourceV1().ResourceClaims(pod.Namespace).Get(s.ctx, name, metav1.GetOptions{}); err != nil {
+		if claims[name], err = theClient.ResourceV1().ResourceClaims(pod.Namespace).Get(s.Ctx, name, metav1.GetOptions{}); err != nil {
 			return "", err
 		}
 	}
-	list, err := theClient.CoreV1().Nodes().List(s.ctx, metav1.ListOptions{})
+	list, err := theClient.CoreV1().Nodes().List(s.Ctx, metav1.ListOptions{})
 	if err != nil {
 		return "", err
 	}
@@ -54,7 +54,7 @@ func (s *story) explanation(pod *corev1.Pod) (string, error) {
 		if !mayRun(&list.Items[i]) {
 			continue
 		}
-		body, err := theClient.CoreV1().RESTClient().Get().AbsPath(gpuNodesPath, list.Items[i].Name).DoRaw(s.ctx)
+		body, err := theClient.CoreV1().RESTClient().Get().AbsPath(gpuNodesPath, list.Items[i].Name).DoRaw(s.Ctx)
 		if err != nil {
 			return "", err
 		}

@@ -28,8 +28,8 @@ const failedForceDeleted = 15
 func TestForceDeletedOnAFullNode(t *testing.T) {
 	s := begin(t)
 	const waiting = 2
-	s.manifest(manifests.Deployment("limits", gpusANode+waiting))
-	s.running(patient, gpusANode, waiting)
+	s.Manifest(manifests.Deployment("limits", gpusANode+waiting))
+	s.Running(patient, gpusANode, waiting)
 	var counts []int
 	for range repetitions(t, 1) {
 		var thaws []func()
@@ -40,13 +40,13 @@ func TestForceDeletedOnAFullNode(t *testing.T) {
 		for i, victim := range victims {
 			before := len(s.failed())
 			now := int64(0)
-			if err := theClient.CoreV1().Pods(s.namespace).Delete(s.ctx, victim.Name, metav1.DeleteOptions{GracePeriodSeconds: &now}); err != nil {
+			if err := theClient.CoreV1().Pods(s.Namespace).Delete(s.Ctx, victim.Name, metav1.DeleteOptions{GracePeriodSeconds: &now}); err != nil {
 				t.Fatal(err)
 			}
 			began := time.Now()
-			s.await(soon, "one GPU less to be offered", func() error { return s.offeredToPods(int64(gpusANode - 1 - i)) })
+			s.Await(soon, "one GPU less to be offered", func() error { return s.OfferedToPods(int64(gpusANode - 1 - i)) })
 			t.Logf("the scheduler is told after %d ms", time.Since(began).Milliseconds())
-			s.running(soon, gpusANode-1-i, waiting+1+i)
+			s.Running(soon, gpusANode-1-i, waiting+1+i)
 			counts = append(counts, len(s.failed())-before)
 		}
 		// No pod is sent after that, whatever kubelet reports; one may have been on its way.
@@ -58,9 +58,9 @@ func TestForceDeletedOnAFullNode(t *testing.T) {
 		for _, thaw := range thaws {
 			thaw()
 		}
-		s.took("the GPUs to be in use again", func() { s.running(patient, gpusANode, waiting) })
+		s.Took("the GPUs to be in use again", func() { s.Running(patient, gpusANode, waiting) })
 	}
-	s.noDoubleOwners()
+	s.NoDoubleOwners()
 	s.tooMany("force-deleted on a full node", counts, failedForceDeleted)
 }
 
@@ -70,7 +70,7 @@ const kubeletReports = 11 * time.Second
 // someRunning are so many pods of a Deployment that run.
 func (s *story) someRunning(of string, n int) (some []corev1.Pod) {
 	s.Helper()
-	for _, pod := range s.pods() {
+	for _, pod := range s.Pods() {
 		if strings.HasPrefix(pod.Name, of+"-") && pod.Status.Phase == corev1.PodRunning && pod.DeletionTimestamp == nil && len(some) < n {
 			some = append(some, pod)
 		}
@@ -112,7 +112,7 @@ func TestAgentAwayOnAFullNode(t *testing.T) {
 		})
 	}, func(victim string) {
 		s.endPod(victim)
-		s.replaceAgents([]types.UID{s.agentPod(gpuNode).UID})
+		s.ReplaceAgents([]types.UID{s.AgentPod(gpuNode).UID})
 	})
 }
 
@@ -120,11 +120,11 @@ func TestAgentAwayOnAFullNode(t *testing.T) {
 // notices, and reports it with its next status, in up to ten seconds. The controller sees the pods that fail until then.
 func TestAgentKilledOnAFullNode(t *testing.T) {
 	s := begin(t)
-	s.killAgent() // after which it is started at once: from then on kubelet takes its time
-	s.ready()
+	s.KillAgent() // after which it is started at once: from then on kubelet takes its time
+	s.Ready()
 	s.onAFullNode("agent killed", failedKilled, func(victim string) {
 		s.endPod(victim)
-		s.killAgent()
+		s.KillAgent()
 	})
 }
 
@@ -133,25 +133,25 @@ func TestAgentKilledOnAFullNode(t *testing.T) {
 func (s *story) onAFullNode(what string, bound int, ends ...func(victim string)) {
 	s.Helper()
 	const waiting = 2
-	s.manifest(manifests.Deployment("limits", gpusANode+waiting))
-	s.running(patient, gpusANode, waiting)
+	s.Manifest(manifests.Deployment("limits", gpusANode+waiting))
+	s.Running(patient, gpusANode, waiting)
 	var counts []int
 	for range repetitions(s.T, 1) {
 		for _, end := range ends {
 			failed := len(s.failed())
 			victim := s.someRunning("limits", 1)[0].Name
-			containers := s.containers()
+			containers := s.Containers()
 			others := map[string][]int{}
-			for name, gpus := range s.sees(only(containers, "work")) {
+			for name, gpus := range s.Devices.Of(&s.Story, only(containers, "work")) {
 				if name != victim {
 					others[name] = gpus
 				}
 			}
 			end(victim)
-			s.rolledOut()
-			s.took("the GPU to be in use again", func() { s.running(patient, gpusANode, waiting) })
-			s.same(others)
-			now := s.containers()
+			s.RolledOut()
+			s.Took("the GPU to be in use again", func() { s.Running(patient, gpusANode, waiting) })
+			s.Same(others)
+			now := s.Containers()
 			for name := range others {
 				if now[name] != containers[name] {
 					s.Errorf("the container of %s was %s, is %s", name, containers[name], now[name])
@@ -160,7 +160,7 @@ func (s *story) onAFullNode(what string, bound int, ends ...func(victim string))
 			counts = append(counts, len(s.failed())-failed)
 		}
 	}
-	s.noDoubleOwners()
+	s.NoDoubleOwners()
 	s.tooMany(what+" on a full node", counts, bound)
 }
 
@@ -176,7 +176,7 @@ func only[V any](pods map[string]V, container string) map[string]string {
 // endPod asks for the end of a pod, and does not wait for it.
 func (s *story) endPod(name string) {
 	s.Helper()
-	if err := theClient.CoreV1().Pods(s.namespace).Delete(s.ctx, name, metav1.DeleteOptions{}); err != nil {
+	if err := theClient.CoreV1().Pods(s.Namespace).Delete(s.Ctx, name, metav1.DeleteOptions{}); err != nil {
 		s.Fatal(err)
 	}
 }

@@ -2,8 +2,6 @@
 
 package e2e
 
-import ()
-
 const (
 	gpuNodesPath    = "/apis/tandem-gpu.dev/v1alpha1/gpunodes"
 	controllerLabel = "app.kubernetes.io/component=controller"

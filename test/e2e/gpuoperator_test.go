@@ -38,7 +38,7 @@ const migState = "nvidia.com/mig.config.state"
 // set gives each label of the Operator's components the value, unless it is "false", and the state.
 func (m migManager) set(value, state string) {
 	m.Helper()
-	n, err := theClient.CoreV1().Nodes().Get(m.ctx, gpuNode, metav1.GetOptions{})
+	n, err := theClient.CoreV1().Nodes().Get(m.Ctx, gpuNode, metav1.GetOptions{})
 	if err != nil {
 		m.Fatal(err)
 	}
@@ -48,7 +48,7 @@ func (m migManager) set(value, state string) {
 			args = append(args, key+"="+value)
 		}
 	}
-	m.kubectl(args...)
+	m.Kubectl(args...)
 }
 
 // reconfigure changes MIG while the Operator's components are away. As the real one, it looks for their pods once a second, at first after
@@ -60,8 +60,8 @@ func (m migManager) reconfigure(change func()) {
 		if app == "" {
 			continue
 		}
-		err := wait.PollUntilContextTimeout(m.ctx, time.Second, 5*time.Minute, false, func(ctx context.Context) (bool, error) {
-			pods, err := theClient.CoreV1().Pods(m.namespace).List(ctx, metav1.ListOptions{
+		err := wait.PollUntilContextTimeout(m.Ctx, time.Second, 5*time.Minute, false, func(ctx context.Context) (bool, error) {
+			pods, err := theClient.CoreV1().Pods(m.Namespace).List(ctx, metav1.ListOptions{
 				FieldSelector: "spec.nodeName=" + gpuNode, LabelSelector: "app=" + app,
 			})
 			return err == nil && len(pods.Items) == 0, err
@@ -101,28 +101,28 @@ spec:
 func TestMIGManager(t *testing.T) {
 	s := begin(t)
 	manager := migManager{s}
-	gpus := s.occupy()
+	gpus := s.Occupy()
 	used, free := slices.Concat(slices.Collect(maps.Values(gpus))...), 0
 	for slices.Contains(used, free) {
 		free++
 	}
-	t.Cleanup(func() { s.uncut(free) })
-	t.Cleanup(func() { s.deleteAll() })
-	s.undo(func() error {
+	t.Cleanup(func() { s.Uncut(free) })
+	t.Cleanup(func() { s.DeleteAll() })
+	s.Undo(func() error {
 		args := []string{"label", "node", gpuNode, migState + "-"}
 		for key := range operandLabels {
 			args = append(args, key+"-")
 		}
-		_, err := theCluster.Kubectl(context.WithoutCancel(s.ctx), args...)
+		_, err := theCluster.Kubectl(context.WithoutCancel(s.Ctx), args...)
 		return err
 	})
-	containers, agent, restarts := s.containers(), s.agentPod(gpuNode), s.agentRestarts()
+	containers, agent, restarts := s.Containers(), s.AgentPod(gpuNode), s.AgentRestarts()
 	manager.set("true", "success")
-	s.manifest(operand("nvidia.com/gpu.deploy.dcgm-exporter"))
-	s.running(soon, 5, 0)
+	s.Manifest(operand("nvidia.com/gpu.deploy.dcgm-exporter"))
+	s.Running(soon, 5, 0)
 
 	manager.reconfigure(func() {
-		object, err := s.gpuNodeObject()
+		object, err := s.GPUNodeObject()
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -131,31 +131,31 @@ func TestMIGManager(t *testing.T) {
 				t.Errorf("the MIG manager resets GPUs while %s is %q, not %s", d.Name, d.UnhealthyReason, device.ReasonPaused)
 			}
 		}
-		s.readyz(503, "pause", "paused-for-mig-change")
-		s.administer("-i", fmt.Sprint(free), "-mig", "1")
-		s.administer("mig", "-i", fmt.Sprint(free), "-cgi", "1g.10gb,1g.10gb,3g.40gb", "-C")
+		s.Readyz(503, "pause", "paused-for-mig-change")
+		s.Administer("-i", fmt.Sprint(free), "-mig", "1")
+		s.Administer("mig", "-i", fmt.Sprint(free), "-cgi", "1g.10gb,1g.10gb,3g.40gb", "-C")
 	})
 
-	s.readyz(200)
-	s.await(soon, "limits to see the partitions", func() error {
-		return errors.Join(s.allocatable("nvidia.com/mig-1g.10gb", 2), s.allocatable("nvidia.com/mig-3g.40gb", 1), s.offeredToPods(gpusANode-3))
+	s.Readyz(200)
+	s.Await(soon, "limits to see the partitions", func() error {
+		return errors.Join(s.Allocatable("nvidia.com/mig-1g.10gb", 2), s.Allocatable("nvidia.com/mig-3g.40gb", 1), s.OfferedToPods(gpusANode-3))
 	})
-	s.manifest(manifests.PartitionTemplate("ones", "1g.10gb") + manifests.ClaimPod("by-claim", "ones") +
+	s.Manifest(manifests.PartitionTemplate("ones", "1g.10gb") + manifests.ClaimPod("by-claim", "ones") +
 		strings.Replace(manifests.Pod("limit", "by-limit"), "nvidia.com/gpu", "nvidia.com/mig-1g.10gb", 1))
-	s.running(soon, 7, 0)
-	for name, container := range s.containers() {
+	s.Running(soon, 7, 0)
+	for name, container := range s.Containers() {
 		if was, occupied := containers[name]; occupied && container != was {
 			t.Errorf("%s: container %s, was %s", name, container, was)
 		}
 	}
 	for name, seen := range gpus {
-		if now := s.gpus(name, ""); !slices.Equal(now, seen) {
+		if now := s.GPUs(name, ""); !slices.Equal(now, seen) {
 			t.Errorf("%s saw GPUs %v, now %v", name, seen, now)
 		}
 	}
-	if now := s.agentPod(gpuNode); now.UID != agent.UID || s.agentRestarts() != restarts {
-		t.Errorf("the agent is %s with %d restarts, was %s with %d", now.Name, s.agentRestarts(), agent.Name, restarts)
+	if now := s.AgentPod(gpuNode); now.UID != agent.UID || s.AgentRestarts() != restarts {
+		t.Errorf("the agent is %s with %d restarts, was %s with %d", now.Name, s.AgentRestarts(), agent.Name, restarts)
 	}
-	s.noDoubleOwners()
+	s.NoDoubleOwners()
 	s.explained()
 }

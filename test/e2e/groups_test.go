@@ -14,13 +14,10 @@ import (
 	"strings"
 	"testing"
 
-	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 	corev1apply "k8s.io/client-go/applyconfigurations/core/v1"
 
 	"github.com/tandem-gpu/tandem/hack/install"
-	"github.com/tandem-gpu/tandem/internal/podstatus"
 )
 
 // group is what some stories need installed. A cluster keeps it until a story of another group begins, so that an installation is not
@@ -167,7 +164,7 @@ func ofAnotherGroup(name string) bool { return groupOf(name) != usualGroup }
 // has installs what a group says, unless it is installed, and waits until all its devices are offered.
 func (s *story) has(g *group) {
 	s.Helper()
-	older := !s.extendedResources()
+	older := !s.ExtendedResources()
 	if g.from136 != "" && older {
 		s.Skip(g.from136)
 	}
@@ -175,100 +172,54 @@ func (s *story) has(g *group) {
 	if theGroup != nil && theGroup.daemons && theGroup.profile != g.profile {
 		s.has(usualGroup)
 	}
-	s.limits, s.offered, s.daemonsStay = g.limits, g.devices, g.daemons
+	s.Limits, s.Offered, s.DaemonsStay = g.limits, g.devices, g.daemons
 	if g.since136 && older {
-		s.offered = -1
+		s.Offered = -1
 	}
 	if theGroup != g {
-		before := s.agents()
+		before := s.Agents()
 		theGroup = nil
-		o := install.Options{Profile: g.profile, Detached: g != usualGroup, Values: append(slices.Clone(g.values), installValues...)}
+		o := install.Options{Profile: g.profile, Detached: g != usualGroup, Values: g.values}
 		if g.example != "" {
 			o.ValuesFiles = []string{filepath.Join("..", "..", "examples", g.example)}
 		}
-		if err := install.Tandem(s.ctx, theCluster, o); err != nil {
+		if err := s.Install(s.Ctx, o); err != nil {
 			s.Fatal(err)
 		}
-		s.rolledOut()
-		s.replaceAgents(before)
+		s.RolledOut()
+		s.ReplaceAgents(before)
 		s.Logf("installed: %s", g.name)
-		s.await(patient, "what "+g.name+" offers", func() error { return errors.Join(s.offersAll(g), s.nothingLeft()) })
+		s.Await(patient, "what "+g.name+" offers", func() error { return errors.Join(s.offersAll(g), s.NothingLeft()) })
 		theGroup = g
 	}
-	if s.offered == 0 {
-		s.offered = g.devices
+	if s.Offered == 0 {
+		s.Offered = g.devices
 	}
 }
 
 // offersAll reports whether the node offers what the group says.
 func (s *story) offersAll(g *group) error {
-	if err := s.offeredToPods(g.limits); err != nil || s.offered < 0 {
+	if err := s.OfferedToPods(g.limits); err != nil || s.Offered < 0 {
 		return err
 	}
 	if shared, err := s.sharedAs(); err != nil || shared != g.shared {
 		return errors.Join(err, fmt.Errorf("claims share GPUs by %q, not by %q", shared, g.shared))
 	}
 	if g.devices > 0 {
-		return s.offeredToClaims(g.devices)
+		return s.OfferedToClaims(g.devices)
 	}
 	if pools, gpus := s.poolsOfGPUs(), len(s.uuidsInOrder()); len(pools) != gpus {
 		return fmt.Errorf("pools of %d GPUs: %v", gpus, pools)
 	}
 	var err error
-	g.devices, err = s.claimable()
+	g.devices, err = s.Claimable()
 	return err
-}
-
-// agents are the UIDs of all agents' pods.
-func (s *story) agents() (uids []types.UID) {
-	s.Helper()
-	for _, pod := range s.allAgentPods() {
-		uids = append(uids, pod.UID)
-	}
-	return uids
-}
-
-func (s *story) allAgentPods() []corev1.Pod {
-	s.Helper()
-	list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{LabelSelector: agentLabel})
-	if err != nil {
-		s.Fatal(err)
-	}
-	return list.Items
-}
-
-// replaceAgents ends those agents that an upgrade has not replaced: kubelet brings a changed configuration within a minute or two, and a pod
-// that begins has it at once.
-func (s *story) replaceAgents(old []types.UID) {
-	s.Helper()
-	for _, pod := range s.allAgentPods() {
-		if slices.Contains(old, pod.UID) && pod.DeletionTimestamp == nil {
-			if err := theClient.CoreV1().Pods(pod.Namespace).Delete(s.ctx, pod.Name, metav1.DeleteOptions{}); err != nil {
-				s.Fatal(err)
-			}
-		}
-	}
-	s.await(patient, "other agents to be ready", func() error {
-		ready := 0
-		for _, pod := range s.allAgentPods() {
-			if slices.Contains(old, pod.UID) {
-				return fmt.Errorf("pod %s is there", pod.Name)
-			}
-			if podstatus.Ready(&pod) {
-				ready++
-			}
-		}
-		if want := len(theCluster.Nodes()); ready != want {
-			return fmt.Errorf("%d of %d are", ready, want)
-		}
-		return nil
-	})
 }
 
 // configure changes the configuration of the nodes until the story ends, without Helm. Its agents have it when kubelet has brought it.
 func (s *story) configure(text string) {
 	s.Helper()
-	configMap, err := theClient.CoreV1().ConfigMaps(install.Namespace).Get(s.ctx, install.Release, metav1.GetOptions{})
+	configMap, err := theClient.CoreV1().ConfigMaps(install.Namespace).Get(s.Ctx, install.Release, metav1.GetOptions{})
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -287,12 +238,12 @@ func (s *story) configure(text string) {
 		data[key] = text
 		applied := corev1apply.ConfigMap(configMap.Name, configMap.Namespace).WithData(data).
 			WithLabels(configMap.Labels).WithAnnotations(configMap.Annotations)
-		_, err := theClient.CoreV1().ConfigMaps(configMap.Namespace).Apply(context.WithoutCancel(s.ctx), applied, options)
+		_, err := theClient.CoreV1().ConfigMaps(configMap.Namespace).Apply(context.WithoutCancel(s.Ctx), applied, options)
 		return err
 	}
-	s.undo(func() error {
+	s.Undo(func() error {
 		err := set(before)
-		s.retryAgent()
+		s.RetryAgent()
 		return err
 	})
 	if err := set(text); err != nil {

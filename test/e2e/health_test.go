@@ -20,25 +20,25 @@ func TestOneOfEightIsLost(t *testing.T) {
 	for _, api := range []string{"claim", "limit"} {
 		t.Run(api, func(t *testing.T) {
 			s := begin(t)
-			machine := s.machine()
+			machine := s.Machine()
 			t.Cleanup(func() {
 				if err := gpufaults.Clear(machine); err != nil {
 					t.Error(err)
 				}
 			})
 			if api == "claim" {
-				s.manifest(manifests.SingleTemplate + manifests.ClaimDeployment("eight", "single", gpusANode))
+				s.Manifest(manifests.SingleTemplate + manifests.ClaimDeployment("eight", "single", gpusANode))
 			} else {
-				s.manifest(manifests.Deployment("eight", gpusANode))
+				s.Manifest(manifests.Deployment("eight", gpusANode))
 			}
-			s.running(soon, gpusANode, 0)
-			before := s.seen()
+			s.Running(soon, gpusANode, 0)
+			before := s.Seen()
 			lost := gpufaults.All[0]
 			if err := lost.Raise(machine, 5); err != nil {
 				t.Fatal(err)
 			}
-			s.await(soon, "the node to say that a GPU is lost", func() error {
-				object, err := s.gpuNodeObject()
+			s.Await(soon, "the node to say that a GPU is lost", func() error {
+				object, err := s.GPUNodeObject()
 				if err == nil && object.Status.Counts.Unhealthy != 1 {
 					err = fmt.Errorf("counts: %+v", object.Status.Counts)
 				}
@@ -50,15 +50,15 @@ func TestOneOfEightIsLost(t *testing.T) {
 					delete(before, name)
 				}
 			}
-			s.await(soon, "the lost GPU to be withdrawn, and no other", func() error {
+			s.Await(soon, "the lost GPU to be withdrawn, and no other", func() error {
 				if api == "claim" {
-					return errors.Join(s.offeredToPods(0), s.withdrawn(5))
+					return errors.Join(s.OfferedToPods(0), s.Withdrawn(5))
 				}
-				return errors.Join(s.offeredToPods(gpusANode-1), s.offeredToClaims(0))
+				return errors.Join(s.OfferedToPods(gpusANode-1), s.OfferedToClaims(0))
 			})
-			s.running(soon, gpusANode-1, 1)
-			s.same(before)
-			for _, pod := range s.pods() {
+			s.Running(soon, gpusANode-1, 1)
+			s.Same(before)
+			for _, pod := range s.Pods() {
 				if pod.Status.Phase == corev1.PodRunning && pod.DeletionTimestamp == nil && pod.Status.ContainerStatuses[0].RestartCount > 0 {
 					t.Errorf("%s restarted", pod.Name)
 				}
@@ -69,8 +69,8 @@ func TestOneOfEightIsLost(t *testing.T) {
 			if err := gpufaults.Clear(machine); err != nil {
 				t.Fatal(err)
 			}
-			s.took("the eighth pod to run again", func() { s.running(soon, gpusANode, 0) })
-			s.noDoubleOwners()
+			s.Took("the eighth pod to run again", func() { s.Running(soon, gpusANode, 0) })
+			s.NoDoubleOwners()
 			if failed := s.failed(); len(failed) > 0 {
 				t.Errorf("pods failed: %v", failed)
 			}

@@ -20,11 +20,11 @@ import (
 // hang keeps a pod's processes from ending (faults.Hang), until the returned function is called or the story ends.
 func (s *story) hang(n *cluster.Node, uid types.UID) (end func(), state string) {
 	s.Helper()
-	hung, err := faults.Hang(s.ctx, n, string(uid))
+	hung, err := faults.Hang(s.Ctx, n, string(uid))
 	if err != nil {
 		s.Fatal(err)
 	}
-	return s.undo(func() error { return hung.End(s.ctx) }), hung.State
+	return s.Undo(func() error { return hung.End(s.Ctx) }), hung.State
 }
 
 // TestHungGPU: a process cannot be killed, and its pod is force-deleted. New claims and limits get the other seven GPUs at once, none
@@ -39,9 +39,9 @@ func TestHungGPU(t *testing.T) {
 				others, back := s.hungGPU(api)
 				taken, returned = append(taken, others), append(returned, back)
 				failed += len(s.failed())
-				s.kubectl("delete", "deployments,pods", "-n", s.namespace, "--all")
-				s.noPods()
-				s.allFree()
+				s.Kubectl("delete", "deployments,pods", "-n", s.Namespace, "--all")
+				s.NoPods()
+				s.AllFree()
 			}
 			t.Logf("hung %s: rounds=%d others_p50=%s others_max=%s returned_p50=%s returned_max=%s failed=%d", api, len(taken),
 				quantile(taken, 50), quantile(taken, 100), quantile(returned, 50), quantile(returned, 100), failed)
@@ -53,43 +53,43 @@ func TestHungGPU(t *testing.T) {
 // of its process.
 func (s *story) hungGPU(api string) (others, returned time.Duration) {
 	s.Helper()
-	s.manifest(manifests.SingleTemplate + manifests.Pod(api, "hung"))
-	s.running(soon, 1, 0)
-	before := s.seen()["hung"]
-	end, state := s.hang(node(), s.pod("hung").UID)
-	s.kubectl("delete", "pod", "-n", s.namespace, "hung", "--force", "--grace-period=0")
-	s.manifest(manifests.Deployment("limits", 3) + manifests.ClaimDeployment("claims", "single", 4))
-	others = s.took("seven pods to run beside the hung GPU", func() { s.running(soon, gpusANode-1, 0) })
-	s.noDoubleOwners()
-	for _, pod := range s.pods() {
-		if pod.Status.Phase == "Running" && slices.Equal(s.gpus(pod.Name, ""), before) {
+	s.Manifest(manifests.SingleTemplate + manifests.Pod(api, "hung"))
+	s.Running(soon, 1, 0)
+	before := s.Seen()["hung"]
+	end, state := s.hang(node(), s.Pod("hung").UID)
+	s.Kubectl("delete", "pod", "-n", s.Namespace, "hung", "--force", "--grace-period=0")
+	s.Manifest(manifests.Deployment("limits", 3) + manifests.ClaimDeployment("claims", "single", 4))
+	others = s.Took("seven pods to run beside the hung GPU", func() { s.Running(soon, gpusANode-1, 0) })
+	s.NoDoubleOwners()
+	for _, pod := range s.Pods() {
+		if pod.Status.Phase == "Running" && slices.Equal(s.GPUs(pod.Name, ""), before) {
 			s.Errorf("%s sees the GPU %v of the hung pod", pod.Name, before)
 		}
 	}
-	name := s.namespace + "/hung"
-	s.await(soon, "GPUNode to say what the GPU waits for", func() error {
+	name := s.Namespace + "/hung"
+	s.Await(soon, "GPUNode to say what the GPU waits for", func() error {
 		return s.waitsFor(name, "process ", "state "+state)
 	})
-	s.event("Node", gpuNode, "DeviceNotFreed", name, "process ")
+	s.Event("Node", gpuNode, "DeviceNotFreed", name, "process ")
 	end()
-	returned = s.took("the GPU to be free", func() {
-		s.await(soon, "a free GPU", func() error {
-			object, err := s.gpuNodeObject()
+	returned = s.Took("the GPU to be free", func() {
+		s.Await(soon, "a free GPU", func() error {
+			object, err := s.GPUNodeObject()
 			if err == nil && object.Status.Counts.Free != 1 {
 				err = fmt.Errorf("holders: %s", object.Status.Holders)
 			}
 			return err
 		})
 	})
-	s.manifest(manifests.Pod("claim", "next"))
-	s.running(soon, gpusANode, 0)
-	s.noDoubleOwners()
+	s.Manifest(manifests.Pod("claim", "next"))
+	s.Running(soon, gpusANode, 0)
+	s.NoDoubleOwners()
 	return others, returned
 }
 
 // waitsFor reports whether the only device that waits does so for these words.
 func (s *story) waitsFor(words ...string) error {
-	object, err := s.gpuNodeObject()
+	object, err := s.GPUNodeObject()
 	if err != nil {
 		return err
 	}

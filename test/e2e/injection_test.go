@@ -20,15 +20,15 @@ import (
 // none fails. Running pods keep running.
 func TestSpecThatCannotBeWritten(t *testing.T) {
 	s := begin(t)
-	before := s.occupy()
+	before := s.Occupy()
 	filler, stop := s.fill()
 	// What becomes free is taken within 50 ms, and the agent looks every two seconds: the file must not fit in what its removal frees.
-	s.on(node(), "sh", "-c", "rm -f /var/run/cdi/tandem-*")
-	if err := filler.Take(s.ctx); err != nil {
+	s.On(node(), "sh", "-c", "rm -f /var/run/cdi/tandem-*")
+	if err := filler.Take(s.Ctx); err != nil {
 		t.Fatal(err)
 	}
-	s.await(patient, "no device to be offered", func() error { return errors.Join(s.nothingForPods(2), s.offeredToClaims(0)) })
-	s.shows("the reason", func(g gpunode.GPUNode) bool {
+	s.Await(patient, "no device to be offered", func() error { return errors.Join(s.nothingForPods(2), s.OfferedToClaims(0)) })
+	s.Shows("the reason", func(g gpunode.GPUNode) bool {
 		for _, d := range g.Status.Devices {
 			if !strings.Contains(d.UnhealthyReason, "NotInjectable") {
 				return false
@@ -36,22 +36,22 @@ func TestSpecThatCannotBeWritten(t *testing.T) {
 		}
 		return len(g.Status.Devices) == gpusANode
 	})
-	s.event("Node", gpuNode, "DeviceNotInjectable", "/var/run/cdi", "no space left on device")
-	s.manifest(manifests.Pod("limit", "limit-late") + manifests.Pod("claim", "claim-late"))
-	s.running(soon, 4, 2)
+	s.Event("Node", gpuNode, "DeviceNotInjectable", "/var/run/cdi", "no space left on device")
+	s.Manifest(manifests.Pod("limit", "limit-late") + manifests.Pod("claim", "claim-late"))
+	s.Running(soon, 4, 2)
 	stop()
-	s.took("the waiting pods to run", func() { s.running(patient, 6, 0) })
+	s.Took("the waiting pods to run", func() { s.Running(patient, 6, 0) })
 	if failed := s.failed(); len(failed) > 0 {
 		t.Errorf("failed: %v", failed)
 	}
-	s.same(before)
-	s.wantHolds(3, 3)
-	s.noDoubleOwners()
+	s.Same(before)
+	s.WantHolds(3, 3)
+	s.NoDoubleOwners()
 }
 
 // nothingForPods wants that kubelet offers at most the devices that pods hold.
 func (s *story) nothingForPods(held int64) error {
-	n, err := theClient.CoreV1().Nodes().Get(s.ctx, gpuNode, metav1.GetOptions{})
+	n, err := theClient.CoreV1().Nodes().Get(s.Ctx, gpuNode, metav1.GetOptions{})
 	if err != nil {
 		return err
 	}

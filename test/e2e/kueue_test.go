@@ -41,38 +41,38 @@ func TestKueue(t *testing.T) {
 	s := begin(t)
 	values, queues := kueuePage(t)
 	s.startKueue(values)
-	s.manifest(queues + "---" + manifests.SingleTemplate)
+	s.Manifest(queues + "---" + manifests.SingleTemplate)
 
-	s.manifest(queued("limit", "limit-0") + queued("claim", "claim-0") + queued("limit", "limit-1") + queued("claim", "claim-1"))
+	s.Manifest(queued("limit", "limit-0") + queued("claim", "claim-0") + queued("limit", "limit-1") + queued("claim", "claim-1"))
 	s.admitted(4, 0)
-	s.wantHolds(2, 2)
-	s.manifest(queued("claim", "claim-2"))
+	s.WantHolds(2, 2)
+	s.Manifest(queued("claim", "claim-2"))
 	s.admitted(4, 1)
 	s.laterThan("claim-2")
-	s.manifest(queued("limit", "limit-2"))
+	s.Manifest(queued("limit", "limit-2"))
 	s.admitted(4, 2)
 	s.finish("limit-0")
 	s.admitted(4, 1)
-	s.wantHolds(3, 1)
+	s.WantHolds(3, 1)
 	s.finish("claim-0")
 	s.admitted(4, 0)
-	s.wantHolds(2, 2)
+	s.WantHolds(2, 2)
 
 	// A restarted Kueue counts the same. It takes claims into the queue later than limits, so either of these two may be first.
-	s.manifest(queued("claim", "claim-3") + queued("limit", "limit-3"))
+	s.Manifest(queued("claim", "claim-3") + queued("limit", "limit-3"))
 	s.admitted(4, 2)
 	s.restartKueue()
 	s.finish("limit-1")
 	s.admitted(4, 1)
 	s.finish("limit-2")
 	s.admitted(4, 0)
-	s.wantHolds(3, 1)
-	s.noDoubleOwners()
-	s.kubectl("delete", "jobs", "-n", s.namespace, "--all")
-	s.noPods()
+	s.WantHolds(3, 1)
+	s.NoDoubleOwners()
+	s.Kubectl("delete", "jobs", "-n", s.Namespace, "--all")
+	s.NoPods()
 
 	// With a quota of all GPUs, Kueue admits a Job as soon as another Job ends. So the GPU must move from one API to the other.
-	s.manifest(strings.Replace(queues, "nvidia.com/gpu, nominalQuota: 4", fmt.Sprintf("nvidia.com/gpu, nominalQuota: %d", gpusANode), 1))
+	s.Manifest(strings.Replace(queues, "nvidia.com/gpu, nominalQuota: 4", fmt.Sprintf("nvidia.com/gpu, nominalQuota: %d", gpusANode), 1))
 	for _, apis := range [][2]string{{"limit", "claim"}, {"claim", "limit"}} {
 		first, second := apis[0], apis[1]
 		// Each round uses new names: a Job may stay suspended if it has the name of a Job that Kueue has not finished yet after its deletion.
@@ -80,20 +80,20 @@ func TestKueue(t *testing.T) {
 		for i := range gpusANode {
 			jobs.WriteString(queued(first, fmt.Sprintf("all-%s-%d", first, i)))
 		}
-		s.manifest(jobs.String())
+		s.Manifest(jobs.String())
 		s.admitted(gpusANode, 0)
-		s.manifest(queued(second, "last-"+second))
+		s.Manifest(queued(second, "last-"+second))
 		s.admitted(gpusANode, 1)
 		s.finish("all-" + first + "-0")
-		s.took("a GPU from a "+first+" to a "+second, func() { s.admitted(gpusANode, 0) })
+		s.Took("a GPU from a "+first+" to a "+second, func() { s.admitted(gpusANode, 0) })
 		if first == "limit" {
-			s.wantHolds(1, gpusANode-1)
+			s.WantHolds(1, gpusANode-1)
 		} else {
-			s.wantHolds(gpusANode-1, 1)
+			s.WantHolds(gpusANode-1, 1)
 		}
-		s.noDoubleOwners()
-		s.kubectl("delete", "jobs", "-n", s.namespace, "--all")
-		s.noPods()
+		s.NoDoubleOwners()
+		s.Kubectl("delete", "jobs", "-n", s.Namespace, "--all")
+		s.NoPods()
 	}
 }
 
@@ -116,13 +116,13 @@ spec:
 
 func (s *story) finish(job string) {
 	s.Helper()
-	s.kubectl("exec", "-n", s.namespace, "job/"+job, "--", "touch", "/tmp/end")
+	s.Kubectl("exec", "-n", s.Namespace, "job/"+job, "--", "touch", "/tmp/end")
 }
 
 // laterThan waits until a new object would be younger than a Job: Kueue orders by creation time, in seconds.
 func (s *story) laterThan(name string) {
 	s.Helper()
-	job, err := theClient.BatchV1().Jobs(s.namespace).Get(s.ctx, name, metav1.GetOptions{})
+	job, err := theClient.BatchV1().Jobs(s.Namespace).Get(s.Ctx, name, metav1.GetOptions{})
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -133,9 +133,9 @@ func (s *story) laterThan(name string) {
 // no pod. It ignores Jobs that have ended.
 func (s *story) admitted(running, waiting int) {
 	s.Helper()
-	s.await(patient, fmt.Sprintf("%d Jobs to run, %d to wait", running, waiting), func() error {
+	s.Await(patient, fmt.Sprintf("%d Jobs to run, %d to wait", running, waiting), func() error {
 		var run, wait int
-		jobs, err := theClient.BatchV1().Jobs(s.namespace).List(s.ctx, metav1.ListOptions{})
+		jobs, err := theClient.BatchV1().Jobs(s.Namespace).List(s.Ctx, metav1.ListOptions{})
 		if err != nil {
 			return err
 		}
@@ -151,7 +151,7 @@ func (s *story) admitted(running, waiting int) {
 				return fmt.Errorf("job %s neither runs nor waits: %+v", job.Name, job.Status)
 			}
 		}
-		pods := len(slices.DeleteFunc(s.pods(), func(pod corev1.Pod) bool { return pod.Status.Phase == corev1.PodSucceeded }))
+		pods := len(slices.DeleteFunc(s.Pods(), func(pod corev1.Pod) bool { return pod.Status.Phase == corev1.PodSucceeded }))
 		if run != running || wait != waiting || pods != running {
 			return fmt.Errorf("%d run, %d wait, %d pods", run, wait, pods)
 		}
@@ -165,12 +165,12 @@ func (s *story) admitted(running, waiting int) {
 
 // kueueCounts returns how many GPUs the queue counts, and how many workloads wait because the quota has no GPU left.
 func (s *story) kueueCounts() (gpus string, short int, err error) {
-	gpus, err = theCluster.Kubectl(s.ctx, "get", "clusterqueue", "gpus", "-o",
+	gpus, err = theCluster.Kubectl(s.Ctx, "get", "clusterqueue", "gpus", "-o",
 		`jsonpath={.status.flavorsUsage[0].resources[?(@.name=="nvidia.com/gpu")].total}`)
 	if err != nil {
 		return "", 0, err
 	}
-	messages, err := theCluster.Kubectl(s.ctx, "get", "workloads", "-n", s.namespace, "-o",
+	messages, err := theCluster.Kubectl(s.Ctx, "get", "workloads", "-n", s.Namespace, "-o",
 		`jsonpath={.items[*].status.conditions[?(@.type=="QuotaReserved")].message}`)
 	return gpus, strings.Count(messages, "insufficient unused quota for nvidia.com/gpu"), err
 }
@@ -193,7 +193,7 @@ func kueuePage(t *testing.T) (values, queues string) {
 func (s *story) startKueue(values string) {
 	s.Helper()
 	tool := binaries.Tool{Module: kueueModule, Version: kueueVersion, Package: kueueModule + "/cmd/kueue"}
-	program, err := tool.Ensure(s.ctx, os.Stdout)
+	program, err := tool.Ensure(s.Ctx, os.Stdout)
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -202,14 +202,14 @@ func (s *story) startKueue(values string) {
 	if err := cluster.WriteProgramImage(image, kueueImage+":"+kueueVersion, program, "manager"); err != nil {
 		s.Fatal(err)
 	}
-	if err := node().LoadImage(s.ctx, image); err != nil {
+	if err := node().LoadImage(s.Ctx, image); err != nil {
 		s.Fatal(err)
 	}
 	file := filepath.Join(dir, "values.yaml")
 	if err := os.WriteFile(file, []byte(values), 0o644); err != nil {
 		s.Fatal(err)
 	}
-	s.undo(s.stopKueue)
+	s.Undo(s.stopKueue)
 	const manager = "controllerManager.manager."
 	err = s.helm(kueueNamespace, "install", "kueue", filepath.Join(moduleDir(s.T, kueueModule+"@"+kueueVersion), "charts", "kueue"), "--create-namespace", "-f", file,
 		"--set="+manager+"image.repository="+kueueImage, "--set="+manager+"image.tag="+kueueVersion, "--set="+manager+"image.pullPolicy=Never",
@@ -219,8 +219,8 @@ func (s *story) startKueue(values string) {
 	}
 	// Kueue writes its certificate into a Secret, and then waits for minutes until kubelet updates the mounted Secret. A pod that starts after
 	// that write has the certificate at once.
-	s.await(soon, "Kueue to create its certificate", func() error {
-		certificate, err := theCluster.Kubectl(s.ctx, "get", "secret", "kueue-webhook-server-cert", "-n", kueueNamespace, "-o", `jsonpath={.data.tls\.crt}`)
+	s.Await(soon, "Kueue to create its certificate", func() error {
+		certificate, err := theCluster.Kubectl(s.Ctx, "get", "secret", "kueue-webhook-server-cert", "-n", kueueNamespace, "-o", `jsonpath={.data.tls\.crt}`)
 		if err == nil && certificate == "" {
 			err = errors.New("the Secret is empty")
 		}
@@ -231,24 +231,24 @@ func (s *story) startKueue(values string) {
 
 func (s *story) restartKueue() {
 	s.Helper()
-	s.kubectl("rollout", "restart", "deployment", "-n", kueueNamespace)
-	s.kubectl("rollout", "status", "deployment", "-n", kueueNamespace, "--timeout="+patient.String())
+	s.Kubectl("rollout", "restart", "deployment", "-n", kueueNamespace)
+	s.Kubectl("rollout", "status", "deployment", "-n", kueueNamespace, "--timeout="+patient.String())
 }
 
 // stopKueue removes Kueue. Before that it deletes the objects with finalizers that only Kueue removes.
 func (s *story) stopKueue() error {
 	var failed error
 	try := func(args ...string) string {
-		out, err := theCluster.Kubectl(s.ctx, args...)
+		out, err := theCluster.Kubectl(s.Ctx, args...)
 		failed = errors.Join(failed, err)
 		return out
 	}
 	if s.Failed() {
-		s.Logf("%s", try("get", "clusterqueues,localqueues,workloads,jobs", "-n", s.namespace, "-o", "yaml"))
+		s.Logf("%s", try("get", "clusterqueues,localqueues,workloads,jobs", "-n", s.Namespace, "-o", "yaml"))
 		s.Logf("%s", try("get", "pods", "-A", "-o", "wide"))
 		s.Logf("%s", try("logs", "deployment/kueue-controller-manager", "-n", kueueNamespace))
 	}
-	try("delete", "namespace", s.namespace, "--timeout="+soon.String())
+	try("delete", "namespace", s.Namespace, "--timeout="+soon.String())
 	try("delete", "clusterqueues,resourceflavors", "--all", "--timeout="+soon.String())
 	failed = errors.Join(failed, s.helm(kueueNamespace, "uninstall", "kueue", "--wait", "--timeout="+soon.String()))
 	try("delete", "namespace", kueueNamespace, "--timeout="+soon.String())
@@ -257,7 +257,7 @@ func (s *story) stopKueue() error {
 
 // helm runs Helm in a namespace.
 func (s *story) helm(namespace string, args ...string) error {
-	cmd, err := theCluster.Command(s.ctx, "helm", append(args, "--namespace", namespace)...)
+	cmd, err := theCluster.Command(s.Ctx, "helm", append(args, "--namespace", namespace)...)
 	if err != nil {
 		return err
 	}

@@ -16,24 +16,25 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
-	"k8s.io/apimachinery/pkg/api/meta"
-	"k8s.io/client-go/discovery/cached/memory"
-	"k8s.io/client-go/dynamic"
 	"k8s.io/client-go/kubernetes"
-	"k8s.io/client-go/restmapper"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/hack/queue"
 	"github.com/tandem-gpu/tandem/simulated"
+	"github.com/tandem-gpu/tandem/test/stories"
 )
 
 // The cluster of all stories: gpuNode for most of them; numaNode, where kubelet aligns CPUs and GPUs and which only pods
 // that ask for it get, for one.
 const (
-	gpuNode  = "node-1"
-	numaNode = "node-2"
-	numaKey  = "numa"
+	gpuNode  = stories.GPUNode
+	numaNode = stories.NUMANode
+	numaKey  = stories.NUMAKey
+
+	soon, patient = stories.Soon, stories.Patient
+	gpusANode     = stories.GPUsANode
+
 	// staticPodDir is where gpuNode's kubelet reads pods from.
 	staticPodDir = "/etc/kubernetes/manifests"
 )
@@ -57,8 +58,7 @@ const queueVariable = "E2E_QUEUE"
 var (
 	theCluster *cluster.Cluster
 	theClient  kubernetes.Interface
-	theDynamic dynamic.Interface
-	theMapper  meta.RESTMapper
+	thePlace   = stories.Place{Devices: seen{}}
 	// theContext ends when the run is interrupted, so that the cluster is removed then as well.
 	theContext context.Context
 )
@@ -219,26 +219,16 @@ func start(ctx context.Context) error {
 	if err := theCluster.Start(ctx); err != nil {
 		return err
 	}
-	config, err := theCluster.RESTConfig()
-	if err != nil {
+	if err := thePlace.Connect(theCluster); err != nil {
 		return err
 	}
-	if theClient, err = kubernetes.NewForConfig(config); err != nil {
-		return err
-	}
-	if theDynamic, err = dynamic.NewForConfig(config); err != nil {
-		return err
-	}
-	theMapper = restmapper.NewDeferredDiscoveryRESTMapper(memory.NewMemCacheClient(theClient.Discovery()))
-	if err := install.Tandem(ctx, theCluster, install.Options{Progress: os.Stdout, Values: installValues}); err != nil {
+	theClient = thePlace.Client
+	if err := thePlace.Install(ctx, install.Options{Progress: os.Stdout}); err != nil {
 		return err
 	}
 	theGroup = usualGroup
 	return nil
 }
-
-// installValues let the agents run on the node that only pods that ask for it get.
-var installValues = []string{"extraTolerations[0].key=" + numaKey, "extraTolerations[0].operator=Exists"}
 
 // collectLogs leaves what a failed run has to tell where its reader finds it.
 func collectLogs() error {

@@ -23,6 +23,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/migrate"
 	"github.com/tandem-gpu/tandem/test/faults"
 	"github.com/tandem-gpu/tandem/test/manifests"
+	"github.com/tandem-gpu/tandem/test/stories"
 )
 
 // nvidiaPlugin is a DaemonSet like that of NVIDIA's device plugin. Its pods only sleep.
@@ -47,36 +48,23 @@ spec:
 // nvidiaStandIn installs a DaemonSet, and serves the node's GPUs in its pod's stead while the pod runs.
 func (s *story) nvidiaStandIn(minors map[string]int) {
 	s.Helper()
-	ctx, cancel := context.WithCancel(s.ctx)
+	ctx, cancel := context.WithCancel(s.Ctx)
 	ended := make(chan error, 1)
 	go func() { ended <- playNVIDIA(ctx, minors) }()
-	s.undo(func() error {
+	s.Undo(func() error {
 		cancel()
 		return <-ended
 	})
-	s.undo(func() error {
-		err := theClient.AppsV1().DaemonSets("kube-system").Delete(context.WithoutCancel(s.ctx), "nvidia-device-plugin", metav1.DeleteOptions{})
+	s.Undo(func() error {
+		err := theClient.AppsV1().DaemonSets("kube-system").Delete(context.WithoutCancel(s.Ctx), "nvidia-device-plugin", metav1.DeleteOptions{})
 		if apierrors.IsNotFound(err) {
 			return nil
 		}
 		return err
 	})
-	if err := s.applyAnywhere(nvidiaPlugin); err != nil {
+	if err := s.ApplyAnywhere(nvidiaPlugin); err != nil {
 		s.Fatal(err)
 	}
-}
-
-// applyAnywhere applies a manifest that names its namespace.
-func (s *story) applyAnywhere(text string) error {
-	cmd, err := theCluster.Command(s.ctx, "kubectl", "apply", "-f", "-")
-	if err != nil {
-		return err
-	}
-	cmd.Stdin = strings.NewReader(text)
-	if out, err := cmd.CombinedOutput(); err != nil {
-		return fmt.Errorf("kubectl apply: %w: %s", err, out)
-	}
-	return nil
 }
 
 // playNVIDIA serves while a pod of the stand-in runs on the node, until ctx is done.
@@ -119,7 +107,7 @@ func playNVIDIA(ctx context.Context, minors map[string]int) error {
 		select {
 		case <-ctx.Done():
 			return stop()
-		case <-time.After(lookAgain):
+		case <-time.After(stories.LookAgain):
 		}
 	}
 }
@@ -127,13 +115,13 @@ func playNVIDIA(ctx context.Context, minors map[string]int) error {
 // buildController returns the path of the controller's program.
 func (s *story) buildController() string {
 	s.Helper()
-	root, err := gotool.Root(s.ctx)
+	root, err := gotool.Root(s.Ctx)
 	if err != nil {
 		s.Fatal(err)
 	}
 	dir := s.TempDir()
 	program := filepath.Join(dir, "controller")
-	cmd := gotool.Command(s.ctx, dir, nil, "build", "-o", program, "./cmd/controller")
+	cmd := gotool.Command(s.Ctx, dir, nil, "build", "-o", program, "./cmd/controller")
 	cmd.Dir = root
 	if out, err := cmd.CombinedOutput(); err != nil {
 		s.Fatalf("build the controller: %v\n%s", err, out)
@@ -145,7 +133,7 @@ func (s *story) buildController() string {
 func (s *story) migrates(controller string, args ...string) string {
 	s.Helper()
 	args = append([]string{"migrate", "--kubeconfig", theCluster.Kubeconfig(), "--node", gpuNode}, args...)
-	cmd, err := node().NetworkCommand(s.ctx, controller, args...)
+	cmd, err := node().NetworkCommand(s.Ctx, controller, args...)
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -163,17 +151,17 @@ func TestMigrateThereAndBack(t *testing.T) {
 	controller := s.buildController()
 	minors := s.uuids()
 	s.nvidiaStandIn(minors)
-	s.event("Node", gpuNode, "OtherDevicePlugin", faults.DevicePluginDir+"/nvidia-gpu.sock", install.ResourceName)
-	s.readyz(http.StatusServiceUnavailable, "limits", "nvidia-gpu.sock")
-	s.await(soon, "kubelet to offer NVIDIA's GPUs", func() error { return s.offeredToPods(gpusANode) })
+	s.Event("Node", gpuNode, "OtherDevicePlugin", faults.DevicePluginDir+"/nvidia-gpu.sock", install.ResourceName)
+	s.Readyz(http.StatusServiceUnavailable, "limits", "nvidia-gpu.sock")
+	s.Await(soon, "kubelet to offer NVIDIA's GPUs", func() error { return s.OfferedToPods(gpusANode) })
 	for i := range gpusANode {
-		s.manifest(manifests.Pod("limit", fmt.Sprintf("old-%d", i)))
+		s.Manifest(manifests.Pod("limit", fmt.Sprintf("old-%d", i)))
 	}
-	s.running(patient, gpusANode, 0)
+	s.Running(patient, gpusANode, 0)
 	if text := s.inside("old-0", "env"); !strings.Contains(text, "FOREIGN=true") {
 		t.Fatalf("the pod was not served by the stand-in: %s", text)
 	}
-	containers, gpus := s.containers(), s.seen()
+	containers, gpus := s.Containers(), s.Seen()
 
 	if plan := s.migrates(controller, "--plan"); !strings.Contains(plan, "node "+gpuNode+": 8 running pods") {
 		t.Errorf("plan:\n%s", plan)
@@ -181,25 +169,25 @@ func TestMigrateThereAndBack(t *testing.T) {
 	if out := s.migrates(controller, "--apply"); !strings.Contains(out, "node "+gpuNode+": done") {
 		t.Errorf("migrate --apply:\n%s", out)
 	}
-	s.unchanged(containers, gpus)
-	s.wantHolds(0, gpusANode)
-	s.readyz(http.StatusOK)
+	s.Unchanged(containers, gpus)
+	s.WantHolds(0, gpusANode)
+	s.Readyz(http.StatusOK)
 
 	// Tandem serves the next pod.
 	s.remove("old-0")
-	s.manifest(manifests.Pod("limit", "new"))
-	s.running(patient, gpusANode, 0)
+	s.Manifest(manifests.Pod("limit", "new"))
+	s.Running(patient, gpusANode, 0)
 	if text := s.inside("new", "env"); strings.Contains(text, "FOREIGN=true") {
 		t.Errorf("the new pod was served by the stand-in: %s", text)
 	}
-	s.noDoubleOwners()
+	s.NoDoubleOwners()
 
-	containers, gpus = s.containers(), s.seen()
+	containers, gpus = s.Containers(), s.Seen()
 	if out := s.migrates(controller, "--apply", "--back"); !strings.Contains(out, "node "+gpuNode+": done") {
 		t.Errorf("migrate --apply --back:\n%s", out)
 	}
-	s.unchanged(containers, gpus)
-	n, err := theClient.CoreV1().Nodes().Get(s.ctx, gpuNode, metav1.GetOptions{})
+	s.Unchanged(containers, gpus)
+	n, err := theClient.CoreV1().Nodes().Get(s.Ctx, gpuNode, metav1.GetOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -207,12 +195,12 @@ func TestMigrateThereAndBack(t *testing.T) {
 		t.Errorf("node labels %v", n.Labels)
 	}
 	// NVIDIA's plugin serves the next pod, once it has registered.
-	s.readyz(http.StatusServiceUnavailable, "limits", "nvidia-gpu.sock")
+	s.Readyz(http.StatusServiceUnavailable, "limits", "nvidia-gpu.sock")
 	s.remove("old-1")
-	s.manifest(manifests.Pod("limit", "newer"))
-	s.running(patient, gpusANode, 0)
+	s.Manifest(manifests.Pod("limit", "newer"))
+	s.Running(patient, gpusANode, 0)
 	if text := s.inside("newer", "env"); !strings.Contains(text, "FOREIGN=true") {
 		t.Errorf("the newer pod was not served by the stand-in: %s", text)
 	}
-	s.noDoubleOwners()
+	s.NoDoubleOwners()
 }

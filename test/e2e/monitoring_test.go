@@ -74,18 +74,18 @@ spec:
 func TestHolderMetric(t *testing.T) {
 	s := begin(t)
 	pods := 5
-	if s.countersKept() {
+	if s.CountersKept() {
 		s.dynamic()
-		s.manifest(manifests.PartitionTemplate("ones", "1g.10gb") + manifests.ClaimPod("part", "ones"))
+		s.Manifest(manifests.PartitionTemplate("ones", "1g.10gb") + manifests.ClaimPod("part", "ones"))
 		pods++
 	}
-	s.manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim") + manifests.Pod("limit", "limit") + sharers)
-	s.running(soon, pods, 0)
+	s.Manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim") + manifests.Pod("limit", "limit") + sharers)
+	s.Running(soon, pods, 0)
 	s.holdersEqual(pods)
-	s.kubectl("delete", "pod", "-n", s.namespace, "late", "limit")
+	s.Kubectl("delete", "pod", "-n", s.Namespace, "late", "limit")
 	s.holdersEqual(pods - 2)
-	s.manifest(manifests.Pod("limit", "next"))
-	s.running(soon, pods-1, 0)
+	s.Manifest(manifests.Pod("limit", "next"))
+	s.Running(soon, pods-1, 0)
 	s.holdersEqual(pods - 1)
 	before := s.holderMetric()
 	s.withoutKubelet(func() {
@@ -93,18 +93,18 @@ func TestHolderMetric(t *testing.T) {
 			t.Errorf("without kubelet the holders differ (-before +now):\n%s", diff)
 		}
 	})
-	s.ready()
-	s.deleteAll()
+	s.Ready()
+	s.DeleteAll()
 	s.holdersEqual(0)
 	// An agent whose configuration is not dynamic leaves MIG mode as it is.
-	s.await(soon, "all GPUs to be whole", func() error { return errors.Join(s.noPartitions(), s.offeredToPods(gpusANode)) })
+	s.Await(soon, "all GPUs to be whole", func() error { return errors.Join(s.noPartitions(), s.OfferedToPods(gpusANode)) })
 }
 
 // holdersEqual waits until the metric is what kubelet says, of so many pods.
 func (s *story) holdersEqual(pods int) {
 	s.Helper()
-	s.await(soon, fmt.Sprintf("the holders of %d pods to be kubelet's", pods), func() error {
-		uses, err := oracle.Uses(s.ctx, node())
+	s.Await(soon, fmt.Sprintf("the holders of %d pods to be kubelet's", pods), func() error {
+		uses, err := oracle.Uses(s.Ctx, node())
 		if err != nil {
 			return err
 		}
@@ -125,7 +125,7 @@ func (s *story) holdersEqual(pods int) {
 func (s *story) holderMetric() []string {
 	s.Helper()
 	parser := expfmt.NewTextParser(model.LegacyValidation)
-	families, err := parser.TextToMetricFamilies(strings.NewReader(s.metricsText()))
+	families, err := parser.TextToMetricFamilies(strings.NewReader(s.MetricsText()))
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -157,7 +157,7 @@ func TestMonitoring(t *testing.T) {
 	}
 	s := begin(t)
 	s.startPrometheus()
-	s.await(patient, "no alert", func() error {
+	s.Await(patient, "no alert", func() error {
 		if alerts := s.firing(); len(alerts) > 0 {
 			return fmt.Errorf("%v", alerts)
 		}
@@ -165,69 +165,69 @@ func TestMonitoring(t *testing.T) {
 		return err
 	})
 
-	s.manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim") + manifests.Pod("limit", "limit") + manifests.Pod("claim", "ended-claim") + manifests.Pod("limit", "ended-limit"))
-	s.running(soon, 5, 0) // Prometheus is one
-	s.kubectl("delete", "pod", "-n", s.namespace, "ended-claim", "ended-limit")
-	t.Cleanup(func() { s.breaks() })
-	if err := simulated.RaiseXID(s.machine(), simulated.Event{GPU: "7", XID: 48}); err != nil {
+	s.Manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim") + manifests.Pod("limit", "limit") + manifests.Pod("claim", "ended-claim") + manifests.Pod("limit", "ended-limit"))
+	s.Running(soon, 5, 0) // Prometheus is one
+	s.Kubectl("delete", "pod", "-n", s.Namespace, "ended-claim", "ended-limit")
+	t.Cleanup(func() { s.Breaks() })
+	if err := simulated.RaiseXID(s.Machine(), simulated.Event{GPU: "7", XID: 48}); err != nil {
 		t.Fatal(err)
 	}
 	slow := simulated.Condition{Slowdown: []string{"hwThermal"}}
-	s.breaks(simulated.GPUFaults{GPU: "7", Condition: simulated.Condition{RecoveryAction: "reset"}}, simulated.GPUFaults{GPU: "6", Condition: slow})
+	s.Breaks(simulated.GPUFaults{GPU: "7", Condition: simulated.Condition{RecoveryAction: "reset"}}, simulated.GPUFaults{GPU: "6", Condition: slow})
 	for _, panel := range s.panels() {
 		for _, expr := range panel.queries {
-			s.await(soon, fmt.Sprintf("data of panel %q: %s", panel.title, expr), func() error {
+			s.Await(soon, fmt.Sprintf("data of panel %q: %s", panel.title, expr), func() error {
 				_, err := s.query(expr, 1)
 				return err
 			})
 		}
 	}
 	s.fires("TandemGPUFault", "TandemGPUUnhealthy", "TandemGPUSlow")
-	s.breaks()
+	s.Breaks()
 	s.stops("TandemGPUFault", "TandemGPUUnhealthy", "TandemGPUSlow")
 
 	s.fires("TandemPrepareSlow") // every Prepare counts as slow
 	s.stops("TandemPrepareSlow")
 
-	s.unlabelAtEnd()
-	s.labelled("Nonsense")
+	s.UnlabelAtEnd()
+	s.Labelled("Nonsense")
 	s.fires("TandemConfigRejected")
-	s.labelled("Dual")
+	s.Labelled("Dual")
 	s.stops("TandemConfigRejected")
 
 	allow := s.holdSlices()
-	s.manifest(manifests.Pod("limit", "withdraws"))
+	s.Manifest(manifests.Pod("limit", "withdraws"))
 	s.fires("TandemPublishErrors")
 	allow()
 	s.stops("TandemPublishErrors")
 
-	end, _ := s.hang(node(), s.pod("withdraws").UID)
-	s.kubectl("delete", "pod", "-n", s.namespace, "withdraws", "--force", "--grace-period=0")
+	end, _ := s.hang(node(), s.Pod("withdraws").UID)
+	s.Kubectl("delete", "pod", "-n", s.Namespace, "withdraws", "--force", "--grace-period=0")
 	s.fires("TandemGPUNotFreed")
 	end()
 	s.stops("TandemGPUNotFreed")
 
-	lead := s.withoutControllers()
+	lead := s.WithoutControllers()
 	s.fires("TandemNoLeader")
 	lead()
 	s.stops("TandemNoLeader")
 
 	s.withoutAgent(func() { s.fires("TandemAgentAbsent") })
 	s.stops("TandemAgentAbsent")
-	s.ready()
+	s.Ready()
 
 	s.withoutGPUNodes(func() { s.fires("TandemWithoutGPUNodes") })
 	s.stops("TandemWithoutGPUNodes")
-	s.ready()
+	s.Ready()
 
-	s.loseToPod(func() { s.manifest(lastTry) })
+	s.loseToPod(func() { s.Manifest(lastTry) })
 	s.fires("TandemClaimNotMoved")
-	s.kubectl("delete", "job", "-n", s.namespace, "last-try", "--cascade=foreground")
+	s.Kubectl("delete", "job", "-n", s.Namespace, "last-try", "--cascade=foreground")
 	s.stops("TandemClaimNotMoved")
 
-	s.installed("mps-sharing.values.yaml", "mps.resources.requests.cpu=1000")
+	s.Installed("mps-sharing.values.yaml", "mps.resources.requests.cpu=1000")
 	s.fires("TandemMPSDaemonNotRunning")
-	s.values()
+	s.Values()
 	s.stops("TandemMPSDaemonNotRunning")
 }
 
@@ -251,45 +251,29 @@ spec:
         resources: {claims: [{name: gpu}]}
 `
 
-// withoutControllers ends the controllers, and returns a function that starts as many again.
-func (s *story) withoutControllers() (start func()) {
-	s.Helper()
-	deployment := "deployment/" + install.Release + "-controller"
-	scale := func(replicas string) error {
-		_, err := theCluster.Kubectl(s.ctx, "scale", "-n", install.Namespace, deployment, "--replicas="+replicas)
-		return err
-	}
-	replicas := s.kubectl("get", "-n", install.Namespace, deployment, "-o", "jsonpath={.spec.replicas}")
-	start = s.undo(func() error { return errors.Join(scale(replicas), install.Ready(s.ctx, theCluster)) })
-	if err := scale("0"); err != nil {
-		s.Fatal(err)
-	}
-	return start
-}
-
 // withoutGPUNodes takes the right to GPUNodes from the agents, restarts one, does something, and gives the right back.
 func (s *story) withoutGPUNodes(part func()) {
 	s.Helper()
 	roles := theClient.RbacV1().ClusterRoles()
-	role, err := roles.Get(s.ctx, install.Release, metav1.GetOptions{})
+	role, err := roles.Get(s.Ctx, install.Release, metav1.GetOptions{})
 	if err != nil {
 		s.Fatal(err)
 	}
 	rules := role.Rules
 	set := func(rules []rbacv1.PolicyRule) error {
-		role, err := roles.Get(s.ctx, install.Release, metav1.GetOptions{})
+		role, err := roles.Get(s.Ctx, install.Release, metav1.GetOptions{})
 		if err == nil {
 			role.Rules = rules
-			_, err = roles.Update(s.ctx, role, metav1.UpdateOptions{})
+			_, err = roles.Update(s.Ctx, role, metav1.UpdateOptions{})
 		}
 		return err
 	}
-	back := s.undo(func() error { return set(rules) })
+	back := s.Undo(func() error { return set(rules) })
 	err = set(slices.DeleteFunc(slices.Clone(rules), func(r rbacv1.PolicyRule) bool { return slices.Contains(r.Resources, "gpunodes") }))
 	if err != nil {
 		s.Fatal(err)
 	}
-	s.kubectl("delete", "pod", "-n", install.Namespace, s.agentPod(gpuNode).Name)
+	s.Kubectl("delete", "pod", "-n", install.Namespace, s.AgentPod(gpuNode).Name)
 	part()
 	back()
 }
@@ -300,8 +284,8 @@ func (s *story) stops(alerts ...string) { s.Helper(); s.alerts(false, alerts) }
 
 func (s *story) alerts(firing bool, alerts []string) {
 	s.Helper()
-	s.took(fmt.Sprintf("firing is %t for %v", firing, alerts), func() {
-		s.await(patient, fmt.Sprintf("firing to be %t for %v", firing, alerts), func() error {
+	s.Took(fmt.Sprintf("firing is %t for %v", firing, alerts), func() {
+		s.Await(patient, fmt.Sprintf("firing to be %t for %v", firing, alerts), func() error {
 			now := s.firing()
 			for _, alert := range alerts {
 				if slices.Contains(now, alert) != firing {
@@ -336,7 +320,7 @@ const prometheusPod = "prometheus"
 // query asks Prometheus, and wants at least so many series with a number.
 func (s *story) query(expr string, least int) ([]sample, error) {
 	text, err := theClient.Discovery().RESTClient().Get().
-		AbsPath("/api/v1/namespaces", s.namespace, "pods", prometheusPod+":9090", "proxy/api/v1/query").Param("query", expr).DoRaw(s.ctx)
+		AbsPath("/api/v1/namespaces", s.Namespace, "pods", prometheusPod+":9090", "proxy/api/v1/query").Param("query", expr).DoRaw(s.Ctx)
 	if err != nil {
 		return nil, fmt.Errorf("query %s: %w: %s", expr, err, text)
 	}
@@ -365,7 +349,7 @@ type boardPanel struct {
 // panels are those of the dashboard in the cluster, with all nodes and namespaces.
 func (s *story) panels() (panels []boardPanel) {
 	s.Helper()
-	text := s.kubectl("get", "configmap", "-n", install.Namespace, "-l", "grafana_dashboard=1", "-o", `jsonpath={.items[0].data.tandem\.json}`)
+	text := s.Kubectl("get", "configmap", "-n", install.Namespace, "-l", "grafana_dashboard=1", "-o", `jsonpath={.items[0].data.tandem\.json}`)
 	var board struct {
 		Panels []struct {
 			Title   string
@@ -411,7 +395,7 @@ func (s *story) soonerAlerts() string {
 // startPrometheus runs Prometheus in a pod of the story, with the configuration of the user page, and installs the dashboard.
 func (s *story) startPrometheus() {
 	s.Helper()
-	program, err := binaries.Prometheus().Ensure(s.ctx, os.Stdout)
+	program, err := binaries.Prometheus().Ensure(s.Ctx, os.Stdout)
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -419,7 +403,7 @@ func (s *story) startPrometheus() {
 	if err := cluster.WriteProgramImage(image, "docker.io/local/prometheus:"+binaries.Prometheus().Version, program, "prometheus"); err != nil {
 		s.Fatal(err)
 	}
-	if err := node().LoadImage(s.ctx, image); err != nil {
+	if err := node().LoadImage(s.Ctx, image); err != nil {
 		s.Fatal(err)
 	}
 	page, err := os.ReadFile("../../docs/user/monitoring.md")
@@ -430,10 +414,10 @@ func (s *story) startPrometheus() {
 	if len(blocks) != 1 {
 		s.Fatalf("docs/user/monitoring.md has %d YAML blocks; want one, the configuration", len(blocks))
 	}
-	s.values("metrics.dashboard.create=true")
+	s.Values("metrics.dashboard.create=true")
 	indent := func(text string) string { return strings.ReplaceAll(strings.TrimSpace(text), "\n", "\n    ") }
 	config := "global: {scrape_interval: 1s, evaluation_interval: 1s}\n" + blocks[0][1]
-	s.manifest(fmt.Sprintf(`
+	s.Manifest(fmt.Sprintf(`
 apiVersion: v1
 kind: ConfigMap
 metadata: {name: prometheus}
@@ -474,13 +458,13 @@ kind: RoleBinding
 metadata: {name: prometheus, namespace: %[1]s}
 roleRef: {apiGroup: rbac.authorization.k8s.io, kind: Role, name: prometheus}
 subjects: [{kind: ServiceAccount, name: prometheus, namespace: %[2]s}]
-`, install.Namespace, s.namespace)
-	s.undo(func() error {
-		_, err := theCluster.Kubectl(s.ctx, "delete", "role,rolebinding", "-n", install.Namespace, "prometheus", "--ignore-not-found")
+`, install.Namespace, s.Namespace)
+	s.Undo(func() error {
+		_, err := theCluster.Kubectl(s.Ctx, "delete", "role,rolebinding", "-n", install.Namespace, "prometheus", "--ignore-not-found")
 		return err
 	})
-	if err := s.applyAnywhere(grant); err != nil {
+	if err := s.ApplyAnywhere(grant); err != nil {
 		s.Fatal(err)
 	}
-	s.kubectl("wait", "-n", s.namespace, "pod/"+prometheusPod, "--for=condition=Ready", "--timeout="+soon.String())
+	s.Kubectl("wait", "-n", s.Namespace, "pod/"+prometheusPod, "--for=condition=Ready", "--timeout="+soon.String())
 }

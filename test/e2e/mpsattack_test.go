@@ -22,9 +22,9 @@ func TestHostileClient(t *testing.T) {
 	s := begin(t)
 	const hostile, other = 0, 1
 	for gpu, name := range []string{"hostile", "other"} {
-		s.manifest(mpsClaim(name, gpu) + mpsPod(name, name))
+		s.Manifest(mpsClaim(name, gpu) + mpsPod(name, name))
 	}
-	s.running(patient, 2, 0)
+	s.Running(patient, 2, 0)
 	server := func(pod string) (string, error) {
 		log, err := s.log(pod)
 		server, _, _ := strings.Cut(strings.TrimSpace(log), "\n")
@@ -35,10 +35,10 @@ func TestHostileClient(t *testing.T) {
 	}
 	servers := map[string]string{}
 	for _, pod := range []string{"hostile", "other"} {
-		s.await(soon, pod+" to be a client", func() (err error) { servers[pod], err = server(pod); return err })
+		s.Await(soon, pod+" to be a client", func() (err error) { servers[pod], err = server(pod); return err })
 	}
 	const room = "stat -f -c %f /run"
-	before := s.on(node(), "sh", "-c", room)
+	before := s.On(node(), "sh", "-c", room)
 	out, err := s.sh("hostile", `cd /tmp/nvidia-mps && ln -s /etc/passwd nvidia-cuda-mps-control.pid.new && mkdir -p a/b && chmod 0 a
 		dd if=/dev/zero of=full bs=1M count=500`)
 	if err == nil || !strings.Contains(out+err.Error(), "No space left on device") {
@@ -48,7 +48,7 @@ func TestHostileClient(t *testing.T) {
 	if _, err := fmt.Sscan(before, &blocks); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := fmt.Sscan(s.on(node(), "sh", "-c", room), &left); err != nil {
+	if _, err := fmt.Sscan(s.On(node(), "sh", "-c", room), &left); err != nil {
 		t.Fatal(err)
 	}
 	// Others write there, too.
@@ -56,15 +56,15 @@ func TestHostileClient(t *testing.T) {
 		t.Errorf("the host's /run had %d free blocks, has %d", blocks, left)
 	}
 	// Sooner than the probe.
-	s.on(node(), "sh", "-c", "kill -KILL $(cat /run/tandem/mps/$0-*/pipe/nvidia-cuda-mps-control.pid)", string(s.claim("hostile").UID))
-	s.await(patient, "the client to have another server", func() error {
+	s.On(node(), "sh", "-c", "kill -KILL $(cat /run/tandem/mps/$0-*/pipe/nvidia-cuda-mps-control.pid)", string(s.Claim("hostile").UID))
+	s.Await(patient, "the client to have another server", func() error {
 		now, err := server("hostile")
 		if err == nil && now == servers["hostile"] {
 			err = errors.New("it has the same")
 		}
 		return err
 	})
-	s.await(soon, "the restarted client to see an empty pipe directory", func() error {
+	s.Await(soon, "the restarted client to see an empty pipe directory", func() error {
 		out, err := s.sh("hostile", "ls /tmp/nvidia-mps")
 		if err == nil && (strings.Contains(out, "full") || strings.Contains(out, "pid.new")) {
 			err = errors.New("there is " + out)
@@ -74,7 +74,7 @@ func TestHostileClient(t *testing.T) {
 	if now, err := server("other"); err != nil || now != servers["other"] {
 		t.Errorf("the client of another daemon had %s, has %s, %v", servers["other"], now, err)
 	}
-	if got := []int{s.gpus("hostile", "")[0], s.gpus("other", "")[0]}; !slices.Equal(got, []int{hostile, other}) {
+	if got := []int{s.GPUs("hostile", "")[0], s.GPUs("other", "")[0]}; !slices.Equal(got, []int{hostile, other}) {
 		t.Errorf("GPUs %v", got)
 	}
 }
@@ -83,7 +83,7 @@ func TestHostileClient(t *testing.T) {
 // ledger. It is why a daemon's pod cannot get its GPU by CDI (docs/design/0013-sharing.md).
 func TestAnnotationsGiveNoGPU(t *testing.T) {
 	s := begin(t)
-	s.manifest(fmt.Sprintf(`
+	s.Manifest(fmt.Sprintf(`
 apiVersion: v1
 kind: Pod
 metadata:
@@ -95,8 +95,8 @@ spec:
   containers:
   - {name: work, image: "docker.io/library/busybox:1.37", imagePullPolicy: Never, command: [sleep, infinity]}
 `, install.DriverName, s.uuidsInOrder()[0], gpuNode))
-	s.running(soon, 1, 0)
-	if got := s.gpus("annotated", ""); len(got) > 0 {
+	s.Running(soon, 1, 0)
+	if got := s.GPUs("annotated", ""); len(got) > 0 {
 		t.Errorf("it has GPUs %v", got)
 	}
 }
@@ -106,43 +106,43 @@ func TestMPSNamespaces(t *testing.T) {
 	s := begin(t)
 	w := tenants{story: s, limits: s.beside("others"), uuids: s.uuidsInOrder()}
 	w.configured(fmt.Sprintf(`{version: v1, tandem: {devices: [{match: {model: NVIDIA H100 80GB HBM3}, sharing: {strategy: MPS, memoryShares: true, replicas: %d,
-		namespaces: [%s]}}]}}`, replicas, s.namespace), allShared())
-	s.await(patient, "replicas of all GPUs", func() error { return s.offeredToPods(gpusANode * replicas) })
+		namespaces: [%s]}}]}}`, replicas, s.Namespace), allShared())
+	s.Await(patient, "replicas of all GPUs", func() error { return s.OfferedToPods(gpusANode * replicas) })
 	for _, n := range []*story{s, w.limits} {
-		n.manifest(limitsPod("limits"))
+		n.Manifest(limitsPod("limits"))
 	}
 	refused := w.limits
-	s.await(patient, "kubelet to refuse the other namespace's pod", func() error {
-		pod := refused.pod("limits")
+	s.Await(patient, "kubelet to refuse the other namespace's pod", func() error {
+		pod := refused.Pod("limits")
 		if pod.Status.Phase != corev1.PodFailed || !strings.Contains(pod.Status.Message, "does not admit") {
 			return fmt.Errorf("it is %s: %s", pod.Status.Phase, pod.Status.Message)
 		}
 		return nil
 	})
 	// Both may have waited at the same time.
-	if s.pod("limits").Status.Phase == corev1.PodFailed {
+	if s.Pod("limits").Status.Phase == corev1.PodFailed {
 		s.remove("limits")
-		s.manifest(limitsPod("limits"))
+		s.Manifest(limitsPod("limits"))
 	}
-	s.running(patient, 1, 0)
+	s.Running(patient, 1, 0)
 	if !s.sharesKept() {
 		return
 	}
-	refused.manifest(sharedClaim("share"))
-	s.manifest(sharedClaim("share"))
-	s.running(patient, 2, 0)
-	s.await(patient, "the claim of the other namespace to be refused", func() error {
-		out := refused.kubectl("get", "events", "-n", refused.namespace, "-o", "jsonpath={.items[*].message}")
-		if !strings.Contains(out, "does not admit clients of namespace "+refused.namespace) {
+	refused.Manifest(sharedClaim("share"))
+	s.Manifest(sharedClaim("share"))
+	s.Running(patient, 2, 0)
+	s.Await(patient, "the claim of the other namespace to be refused", func() error {
+		out := refused.Kubectl("get", "events", "-n", refused.Namespace, "-o", "jsonpath={.items[*].message}")
+		if !strings.Contains(out, "does not admit clients of namespace "+refused.Namespace) {
 			return fmt.Errorf("events: %s", out)
 		}
 		return nil
 	})
 	for _, n := range []*story{s, w.limits} {
-		n.kubectl("delete", "pod,resourceclaim", "--all", "-n", n.namespace, "--wait=false")
+		n.Kubectl("delete", "pod,resourceclaim", "--all", "-n", n.Namespace, "--wait=false")
 	}
 	w.configured("{version: v1}", nil)
-	s.await(patient, "nothing to be left", func() error { return errors.Join(s.nothingShared(), s.empty()) })
+	s.Await(patient, "nothing to be left", func() error { return errors.Join(s.NothingShared(), s.Empty()) })
 }
 
 func allShared() map[int]int {

@@ -18,6 +18,7 @@ import (
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/internal/podstatus"
+	"github.com/tandem-gpu/tandem/test/stories"
 )
 
 // The stories in this file share GPUs by the node's MPS policy.
@@ -47,40 +48,40 @@ func TestMPSByPolicy(t *testing.T) {
 	w := tenants{story: s, limits: s.beside("limits"), uuids: s.uuidsInOrder()}
 	w.daemonsOn(mixedGPU, replicasGPU)
 	// Pods get replicas: other holders have the whole GPUs.
-	w.limits.manifest(wholeClaim("rest", wholeGPUs, fmt.Sprintf("device.attributes['gpu.nvidia.com'].index > %d", replicasGPU)))
-	w.limits.running(soon, 1, 0)
+	w.limits.Manifest(wholeClaim("rest", wholeGPUs, fmt.Sprintf("device.attributes['gpu.nvidia.com'].index > %d", replicasGPU)))
+	w.limits.Running(soon, 1, 0)
 	if !s.sharesKept() {
-		w.limits.example("mps-limits.yaml")
+		w.limits.Example("mps-limits.yaml")
 		w.served(0, 5, w.asInstalled())
 		t.Skip("this API server drops consumable capacity (Kubernetes 1.36): limits are clients, and claims have no shares")
 	}
-	s.took("clients of both APIs", w.clientsOfBoth)
-	s.took("what a client can escape", w.escapes)
-	s.took("an exclusive claim", w.exclusiveClaim)
-	s.took("kills", w.kills)
-	s.took("changes of policy", w.policyChanges)
+	s.Took("clients of both APIs", w.clientsOfBoth)
+	s.Took("what a client can escape", w.escapes)
+	s.Took("an exclusive claim", w.exclusiveClaim)
+	s.Took("kills", w.kills)
+	s.Took("changes of policy", w.policyChanges)
 }
 
 // clientsOfBoth: all who have a part of a GPU are clients of one daemon, and no more than fits.
 func (w tenants) clientsOfBoth() {
-	w.example("mps-shares.yaml")
-	w.running(soon, 3, 0)
-	w.limits.example("mps-limits.yaml")
+	w.Example("mps-shares.yaml")
+	w.Running(soon, 3, 0)
+	w.limits.Example("mps-limits.yaml")
 	if servers := w.served(3, 5, w.asInstalled()); len(servers) != 2 {
 		w.Errorf("servers: %v", servers)
 	}
-	w.says(w.claimOf("mps-share-of-a-user").Name, map[string]string{"gpu": "MPS, limit Client"})
+	w.Says(w.claimOf("mps-share-of-a-user").Name, map[string]string{"gpu": "MPS, limit Client"})
 	w.withinBudget(wholeGPUs + 3 + 5)
 
 	w.scale(w.story, "mps-shares", 3)
 	w.scale(w.limits, "mps-limits", 6)
-	w.running(soon, 3, 1)
-	w.limits.running(soon, 1+5, 1)
+	w.Running(soon, 3, 1)
+	w.limits.Running(soon, 1+5, 1)
 	for s, why := range map[*story]string{
 		w.story:  fmt.Sprintf("no node has %d MiB left on 1 GPU: %s has %d MiB at most", shareMiB, gpuNode, gpuMiB-3*shareMiB-gpuMiB/replicas),
 		w.limits: fmt.Sprintf("all %d GPUs of %s are held", gpusANode, gpuNode),
 	} {
-		for _, pod := range s.pods() {
+		for _, pod := range s.Pods() {
 			if pod.Status.Phase == corev1.PodPending {
 				s.explains(pod, why)
 			}
@@ -127,28 +128,28 @@ func (w tenants) escapes() {
 func (w tenants) exclusiveClaim() {
 	before := w.alive()
 	w.scale(w.limits, "mps-limits", 0)
-	w.limits.manifest(wholeClaim("whole", 1, fmt.Sprintf("device.attributes['gpu.nvidia.com'].index == %d", replicasGPU)))
-	w.limits.running(patient, 1+1, 0)
+	w.limits.Manifest(wholeClaim("whole", 1, fmt.Sprintf("device.attributes['gpu.nvidia.com'].index == %d", replicasGPU)))
+	w.limits.Running(patient, 1+1, 0)
 	w.daemonsOn(mixedGPU)
 	for _, path := range []string{"wanted", "ready", "pipe/nvidia-cuda-mps-control.pid"} {
 		if w.daemonOfGPU(replicasGPU, path)() == nil {
 			w.Errorf("the GPU of an exclusive claim has a daemon: %s", path)
 		}
 	}
-	if got := w.limits.gpus("whole", ""); !slices.Equal(got, []int{replicasGPU}) {
+	if got := w.limits.GPUs("whole", ""); !slices.Equal(got, []int{replicasGPU}) {
 		w.Errorf("the exclusive claim has GPUs %v", got)
 	}
 	if out, err := w.limits.sh("whole", "env | grep MPS || ls /tmp/nvidia-mps"); err == nil {
 		w.Errorf("the exclusive claim's container is told of MPS: %s", out)
 	}
 	// The pod of the daemon that has ended may still be there: it is not that of the one which comes back.
-	w.kubectl("delete", "pod,resourceclaim", "-n", w.limits.namespace, "whole")
+	w.Kubectl("delete", "pod,resourceclaim", "-n", w.limits.Namespace, "whole")
 	w.daemonsOn(mixedGPU, replicasGPU)
 	w.scale(w.limits, "mps-limits", 5)
 	w.served(3, 5, w.asInstalled())
 	now := w.alive()
 	for _, pod := range w.clientPods() {
-		if title := w.namespace + "/" + pod.Name; now[title] != before[title] {
+		if title := w.Namespace + "/" + pod.Name; now[title] != before[title] {
 			w.Errorf("the container of %s on another GPU was %s, is %s", pod.Name, before[title], now[title])
 		}
 	}
@@ -158,15 +159,15 @@ func (w tenants) exclusiveClaim() {
 func (w tenants) kills() {
 	servers := w.served(3, 5, w.asInstalled())
 	before := w.alive()
-	w.killAgent()
+	w.KillAgent()
 	w.killControllers()
-	w.readyz(200)
+	w.Readyz(200)
 	if now := w.served(3, 5, w.asInstalled()); !maps.Equal(servers, now) || !maps.Equal(before, w.alive()) {
 		w.Errorf("containers were %v, clients of %v, and are %v, of %v", before, servers, w.alive(), now)
 	}
 	anew := func(gpus ...int) {
 		w.Helper()
-		w.await(patient, fmt.Sprintf("clients of GPUs %v, and of no other, to have another server", gpus), func() error {
+		w.Await(patient, fmt.Sprintf("clients of GPUs %v, and of no other, to have another server", gpus), func() error {
 			now := w.served(3, 5, w.asInstalled())
 			for gpu, server := range servers {
 				if slices.Contains(gpus, gpu) == (now[gpu] == server) {
@@ -177,7 +178,7 @@ func (w tenants) kills() {
 			return nil
 		})
 	}
-	w.took("a client that is root quits the daemon", func() {
+	w.Took("a client that is root quits the daemon", func() {
 		// Without -t, quit waits for the clients. The container of who says so ends with the daemon, and what runs in it may be killed before
 		// it has ended.
 		out, err := w.sh(w.find(w.story, "mps-shares", mixedGPU), "echo quit -t 1 | "+program)
@@ -186,22 +187,22 @@ func (w tenants) kills() {
 		}
 		anew(mixedGPU)
 	})
-	w.took("the daemon's pod is deleted", func() {
-		for _, pod := range w.daemons() {
-			if strings.HasPrefix(pod.Labels[daemonLabel], strings.ToLower(w.uuids[mixedGPU])) {
-				w.kubectl("delete", "pod", "-n", install.Namespace, pod.Name, "--wait=false")
+	w.Took("the daemon's pod is deleted", func() {
+		for _, pod := range w.Daemons() {
+			if strings.HasPrefix(pod.Labels[stories.DaemonLabel], strings.ToLower(w.uuids[mixedGPU])) {
+				w.Kubectl("delete", "pod", "-n", install.Namespace, pod.Name, "--wait=false")
 			}
 		}
 		anew(mixedGPU)
 	})
-	w.took("a daemon dies without the API server", func() {
+	w.Took("a daemon dies without the API server", func() {
 		server := theCluster.Component(cluster.APIServer)
-		if err := server.Stop(w.ctx); err != nil {
+		if err := server.Stop(w.Ctx); err != nil {
 			w.Fatal(err)
 		}
-		start := w.undo(func() error { return server.Start(w.ctx) })
-		w.on(node(), "sh", "-c", `cd /run/tandem/mps/$0-*/ && rm ready && kill -KILL $(cat pipe/nvidia-cuda-mps-control.pid)`, strings.ToLower(w.uuids[replicasGPU]))
-		w.await(soon, "the daemon to be ready again", w.daemonOfGPU(replicasGPU, "ready"))
+		start := w.Undo(func() error { return server.Start(w.Ctx) })
+		w.On(node(), "sh", "-c", `cd /run/tandem/mps/$0-*/ && rm ready && kill -KILL $(cat pipe/nvidia-cuda-mps-control.pid)`, strings.ToLower(w.uuids[replicasGPU]))
+		w.Await(soon, "the daemon to be ready again", w.daemonOfGPU(replicasGPU, "ready"))
 		start()
 		anew(replicasGPU)
 	})
@@ -221,7 +222,7 @@ func (w tenants) policyChanges() {
 	}
 	w.scale(w.limits, "mps-limits", 0)
 	// One is what claims leave of the other GPU.
-	w.await(soon, "replicas by the new policy", func() error { return w.offeredToPods(more + 1) })
+	w.Await(soon, "replicas by the new policy", func() error { return w.OfferedToPods(more + 1) })
 	w.scale(w.limits, "mps-limits", 1)
 	less := map[int]string{replicasGPU: gets("daemon", w.uuids[replicasGPU], 100/more, gpuMiB/more)}
 	if now := w.served(3, 1, less); now[mixedGPU] != servers[mixedGPU] {
@@ -235,9 +236,9 @@ func (w tenants) policyChanges() {
 		w.Errorf("under a policy that is gone, containers were %v, are %v", before, w.alive())
 	}
 	for _, s := range []*story{w.story, w.limits} {
-		w.kubectl("delete", "deployment,pod", "--all", "-n", s.namespace, "--wait=false")
+		w.Kubectl("delete", "deployment,pod", "--all", "-n", s.Namespace, "--wait=false")
 	}
-	w.await(patient, "nothing to be left", func() error { return errors.Join(w.nothingShared(), w.empty()) })
+	w.Await(patient, "nothing to be left", func() error { return errors.Join(w.NothingShared(), w.Empty()) })
 	w.daemonsOn()
 }
 
@@ -245,19 +246,19 @@ func (w tenants) policyChanges() {
 func (s *story) beside(name string) *story {
 	s.Helper()
 	other := *s
-	other.namespace += "-" + name
-	_, err := theClient.CoreV1().Namespaces().Create(s.ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: other.namespace}}, metav1.CreateOptions{})
+	other.Namespace += "-" + name
+	_, err := theClient.CoreV1().Namespaces().Create(s.Ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: other.Namespace}}, metav1.CreateOptions{})
 	if err != nil {
 		s.Fatal(err)
 	}
 	s.Cleanup(func() {
-		if _, err := theClient.CoreV1().Namespaces().Get(s.ctx, other.namespace, metav1.GetOptions{}); apierrors.IsNotFound(err) {
+		if _, err := theClient.CoreV1().Namespaces().Get(s.Ctx, other.Namespace, metav1.GetOptions{}); apierrors.IsNotFound(err) {
 			return
 		}
 		if s.Failed() {
-			other.explain()
+			other.Explain()
 		}
-		other.gone()
+		other.Gone()
 	})
 	return &other
 }
@@ -279,7 +280,7 @@ spec:
 
 // sh runs a script in a pod's container.
 func (s *story) sh(pod, script string) (string, error) {
-	return theCluster.Kubectl(s.ctx, "exec", "-n", s.namespace, pod, "--", "sh", "-c", script)
+	return theCluster.Kubectl(s.Ctx, "exec", "-n", s.Namespace, pod, "--", "sh", "-c", script)
 }
 
 // configured edits the nodes' configuration, and waits until the agents say that so many replicas of GPUs are the policy, and of others
@@ -288,14 +289,14 @@ func (w tenants) configured(text string, want map[int]int) {
 	w.Helper()
 	w.configure(text)
 	var looked time.Time
-	w.await(patient, fmt.Sprintf("replicas of GPUs %v", want), func() error {
+	w.Await(patient, fmt.Sprintf("replicas of GPUs %v", want), func() error {
 		if time.Since(looked) > 5*time.Second {
 			looked = time.Now()
 			for _, n := range theCluster.Nodes() {
-				w.kubectl("annotate", "pod", "-n", install.Namespace, w.agentPod(n.Name()).Name, "--overwrite", fmt.Sprintf("look=%d", looked.UnixNano()))
+				w.Kubectl("annotate", "pod", "-n", install.Namespace, w.AgentPod(n.Name()).Name, "--overwrite", fmt.Sprintf("look=%d", looked.UnixNano()))
 			}
 		}
-		object, err := w.gpuNodeObject()
+		object, err := w.GPUNodeObject()
 		if err != nil {
 			return err
 		}
@@ -315,7 +316,7 @@ func (w tenants) configured(text string, want map[int]int) {
 // scale leaves so many pods of a Deployment.
 func (w tenants) scale(s *story, deployment string, n int) {
 	w.Helper()
-	w.kubectl("scale", "-n", s.namespace, "deployment/"+deployment, fmt.Sprint("--replicas=", n))
+	w.Kubectl("scale", "-n", s.Namespace, "deployment/"+deployment, fmt.Sprint("--replicas=", n))
 }
 
 // daemonsOn waits until these GPUs have the settings of a daemon, and all others have none.
@@ -336,7 +337,7 @@ func (w tenants) daemonOfGPU(gpu int, path string) func() error {
 // clientPods are those whose containers are clients.
 func (s *story) clientPods() []corev1.Pod {
 	s.Helper()
-	return slices.DeleteFunc(s.pods(), func(pod corev1.Pod) bool {
+	return slices.DeleteFunc(s.Pods(), func(pod corev1.Pod) bool {
 		return pod.DeletionTimestamp != nil || pod.Spec.Containers[0].Command[0] != program
 	})
 }
@@ -345,7 +346,7 @@ func (s *story) clientPods() []corev1.Pod {
 func (w tenants) find(s *story, name string, gpu int) string {
 	w.Helper()
 	for _, pod := range s.clientPods() {
-		if strings.HasPrefix(pod.Name, name) && slices.Equal(s.gpus(pod.Name, ""), []int{gpu}) {
+		if strings.HasPrefix(pod.Name, name) && slices.Equal(s.GPUs(pod.Name, ""), []int{gpu}) {
 			return pod.Name
 		}
 	}
@@ -382,13 +383,13 @@ func (w tenants) asInstalled() map[int]string {
 // of a GPU are of one server, returned by GPU, and get no more than there is.
 func (w tenants) served(claims, limits int, want map[int]string) (servers map[int]string) {
 	w.Helper()
-	w.await(patient, fmt.Sprintf("%d claims and %d limits to be served", claims, limits), func() error {
+	w.Await(patient, fmt.Sprintf("%d claims and %d limits to be served", claims, limits), func() error {
 		servers = map[int]string{}
 		given := map[int]int{}
 		serve := func(s *story, n int, want map[int]string) error {
 			pods := s.clientPods()
 			if len(pods) != n {
-				return fmt.Errorf("%d pods in %s", len(pods), s.namespace)
+				return fmt.Errorf("%d pods in %s", len(pods), s.Namespace)
 			}
 			for _, pod := range pods {
 				if !podstatus.Ready(&pod) {

@@ -36,7 +36,7 @@ func (s *story) nfd() nfd {
 			s.Fatal(err)
 		}
 	}
-	build := gotool.Command(s.ctx, s.TempDir(), []string{"GOWORK=off", "CGO_ENABLED=0"}, "build", "-o", n.master, "./cmd/nfd-master")
+	build := gotool.Command(s.Ctx, s.TempDir(), []string{"GOWORK=off", "CGO_ENABLED=0"}, "build", "-o", n.master, "./cmd/nfd-master")
 	build.Dir = n.dir
 	out, err := build.CombinedOutput()
 	skipUnreachable(s.T, out)
@@ -71,21 +71,21 @@ func skipUnreachable(t *testing.T, out []byte) {
 func (n nfd) define() {
 	n.Helper()
 	file := filepath.Join(n.dir, "deployment/base/nfd-crds/nfd-api-crds.yaml")
-	n.undo(func() error {
-		ctx := context.WithoutCancel(n.ctx)
+	n.Undo(func() error {
+		ctx := context.WithoutCancel(n.Ctx)
 		if out, err := n.command(ctx, "-prune").CombinedOutput(); err != nil {
 			return fmt.Errorf("prune: %w\n%s", err, out)
 		}
 		_, err := theCluster.Kubectl(ctx, "delete", "--ignore-not-found", "-f", file)
 		return err
 	})
-	n.kubectl("apply", "--server-side", "-f", file)
-	n.kubectl("wait", "--for=condition=Established", "--timeout=1m", "-f", file)
+	n.Kubectl("apply", "--server-side", "-f", file)
+	n.Kubectl("wait", "--for=condition=Established", "--timeout=1m", "-f", file)
 }
 
 func (n nfd) command(ctx context.Context, args ...string) *exec.Cmd {
 	n.Helper()
-	args = append([]string{"NODE_NAME=" + gpuNode, "KUBERNETES_NAMESPACE=" + n.namespace, n.master, "-kubeconfig=" + theCluster.Kubeconfig(), "-port=18080"}, args...)
+	args = append([]string{"NODE_NAME=" + gpuNode, "KUBERNETES_NAMESPACE=" + n.Namespace, n.master, "-kubeconfig=" + theCluster.Kubeconfig(), "-port=18080"}, args...)
 	cmd, err := theCluster.Command(ctx, "env", args...)
 	if err != nil {
 		n.Fatal(err)
@@ -96,7 +96,7 @@ func (n nfd) command(ctx context.Context, args ...string) *exec.Cmd {
 // run runs the master until the story ends.
 func (n nfd) run() {
 	n.Helper()
-	ctx, cancel := context.WithCancel(n.ctx)
+	ctx, cancel := context.WithCancel(n.Ctx)
 	cmd := n.command(ctx)
 	var log bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &log, &log

@@ -20,6 +20,7 @@ import (
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/internal/podstatus"
+	"github.com/tandem-gpu/tandem/test/stories"
 )
 
 // TestWithoutTheClaimsAPI has a cluster of its own, whose API server does not serve claims: DevicePluginOnly works, and in Dual the
@@ -28,7 +29,8 @@ func TestWithoutTheClaimsAPI(t *testing.T) {
 	if !strings.HasPrefix(theCluster.Config().KubernetesVersion, "v1.34.") {
 		t.Skip("from Kubernetes 1.35 on an API server that does not serve claims is never ready: its own informers wait for ResourceSlices")
 	}
-	s := &story{T: t, ctx: theContext, namespace: metav1.NamespaceDefault}
+	s := &story{stories.New(t, theContext, &thePlace)}
+	s.Namespace = metav1.NamespaceDefault
 	c := s.clusterWithoutClaims()
 	config, err := c.RESTConfig()
 	if err != nil {
@@ -41,27 +43,27 @@ func TestWithoutTheClaimsAPI(t *testing.T) {
 	installed := func(mode string) {
 		t.Helper()
 		values := []string{"deviceClasses.create=false", "config.tandem.mode=" + mode}
-		if err := install.Tandem(s.ctx, c, install.Options{Detached: true, Values: values}); err != nil {
+		if err := install.Tandem(s.Ctx, c, install.Options{Detached: true, Values: values}); err != nil {
 			t.Fatal(err)
 		}
 	}
 	kubectl := func(args ...string) string {
 		t.Helper()
-		out, err := c.Kubectl(s.ctx, args...)
+		out, err := c.Kubectl(s.Ctx, args...)
 		if err != nil {
 			t.Fatal(err)
 		}
 		return out
 	}
 	offered := func() error {
-		n, err := client.CoreV1().Nodes().Get(s.ctx, gpuNode, metav1.GetOptions{})
+		n, err := client.CoreV1().Nodes().Get(s.Ctx, gpuNode, metav1.GetOptions{})
 		if got := n.Status.Allocatable[install.ResourceName]; err == nil && got.Value() != gpusANode {
 			err = fmt.Errorf("allocatable is %s", got.String())
 		}
 		return err
 	}
 	ready := func() error {
-		pods, err := client.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{})
+		pods, err := client.CoreV1().Pods(install.Namespace).List(s.Ctx, metav1.ListOptions{})
 		if err != nil {
 			return err
 		}
@@ -74,11 +76,11 @@ func TestWithoutTheClaimsAPI(t *testing.T) {
 	}
 
 	installed("DevicePluginOnly")
-	s.await(patient, "the GPUs to be offered to limits", offered)
-	s.await(patient, "agent and controller to be ready", ready)
+	s.Await(patient, "the GPUs to be offered to limits", offered)
+	s.Await(patient, "agent and controller to be ready", ready)
 	kubectl("apply", "-f", filepath.Join("..", "..", "examples", "limits.yaml"))
-	s.await(patient, "a limits pod to run", func() error {
-		pod, err := client.CoreV1().Pods(s.namespace).Get(s.ctx, "limits", metav1.GetOptions{})
+	s.Await(patient, "a limits pod to run", func() error {
+		pod, err := client.CoreV1().Pods(s.Namespace).Get(s.Ctx, "limits", metav1.GetOptions{})
 		if err == nil && pod.Status.Phase != corev1.PodRunning {
 			err = fmt.Errorf("it is %s %s", pod.Status.Phase, pod.Status.Message)
 		}
@@ -86,26 +88,26 @@ func TestWithoutTheClaimsAPI(t *testing.T) {
 	})
 	s.quiet(c)
 
-	kubectl("label", "node", gpuNode, modeLabel+"=Dual")
-	s.await(patient, "the node to say what to do", func() error {
-		if out := kubectl("get", "events", "--field-selector=reason=NoClaimsAPI"); !hasAll(out, []string{"DevicePluginOnly", "--runtime-config"}) {
+	kubectl("label", "node", gpuNode, stories.ModeLabel+"=Dual")
+	s.Await(patient, "the node to say what to do", func() error {
+		if out := kubectl("get", "events", "--field-selector=reason=NoClaimsAPI"); !stories.HasAll(out, []string{"DevicePluginOnly", "--runtime-config"}) {
 			return errors.New(out)
 		}
 		return nil
 	})
-	s.await(patient, "the agent not to be ready", func() error {
+	s.Await(patient, "the agent not to be ready", func() error {
 		if ready() == nil {
 			return errors.New("it is")
 		}
 		return nil
 	})
-	s.await(patient, "limits to be served all the same", offered)
+	s.Await(patient, "limits to be served all the same", offered)
 	s.quiet(c)
 }
 
 func (s *story) clusterWithoutClaims() *cluster.Cluster {
 	s.Helper()
-	dir, err := cluster.OwnedDir(s.ctx, tempPrefix, s.Output())
+	dir, err := cluster.OwnedDir(s.Ctx, tempPrefix, s.Output())
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -121,7 +123,7 @@ func (s *story) clusterWithoutClaims() *cluster.Cluster {
 		s.Fatal(err)
 	}
 	s.Cleanup(func() {
-		ctx, cancel := context.WithTimeout(context.WithoutCancel(s.ctx), 2*time.Minute)
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(s.Ctx), 2*time.Minute)
 		defer cancel()
 		if s.Failed() {
 			for _, args := range [][]string{
@@ -136,7 +138,7 @@ func (s *story) clusterWithoutClaims() *cluster.Cluster {
 			s.Error(err)
 		}
 	})
-	if err := c.Start(s.ctx); err != nil {
+	if err := c.Start(s.Ctx); err != nil {
 		s.Fatal(err)
 	}
 	return c
@@ -149,7 +151,7 @@ var errorLine = regexp.MustCompile(`(?m)^E\d{4} `)
 func (s *story) quiet(c *cluster.Cluster) {
 	s.Helper()
 	errorsOf := func(component string) (lines int, log string) {
-		log, err := c.Kubectl(s.ctx, "logs", "-n", install.Namespace, "-l", "app.kubernetes.io/component="+component, "--tail=-1")
+		log, err := c.Kubectl(s.Ctx, "logs", "-n", install.Namespace, "-l", "app.kubernetes.io/component="+component, "--tail=-1")
 		if err != nil {
 			s.Fatal(err)
 		}
@@ -161,7 +163,7 @@ func (s *story) quiet(c *cluster.Cluster) {
 		before[component], _ = errorsOf(component)
 	}
 	select {
-	case <-s.ctx.Done():
+	case <-s.Ctx.Done():
 	case <-time.After(30 * time.Second):
 	}
 	for _, component := range components {

@@ -18,15 +18,15 @@ const onNUMANode = `{"spec": {"nodeSelector": {"` + numaKey + `": "true"}, "tole
 // patched applies a file with a patch, for what an example cannot know of this cluster.
 func (s *story) patched(path, patch string) {
 	s.Helper()
-	s.manifest(s.kubectl("patch", "--local", "-f", path, "--type=merge", "-p", patch, "-o", "yaml"))
+	s.Manifest(s.Kubectl("patch", "--local", "-f", path, "--type=merge", "-p", patch, "-o", "yaml"))
 }
 
 // inside runs a command in a pod's container and answers its output. A kubelet that has just started does not know its
 // pods yet.
 func (s *story) inside(pod string, command ...string) (out string) {
 	s.Helper()
-	s.await(soon, "kubelet to run a command in "+pod, func() (err error) {
-		out, err = theCluster.Kubectl(s.ctx, append([]string{"exec", "-n", s.namespace, pod, "--"}, command...)...)
+	s.Await(soon, "kubelet to run a command in "+pod, func() (err error) {
+		out, err = theCluster.Kubectl(s.Ctx, append([]string{"exec", "-n", s.Namespace, pod, "--"}, command...)...)
 		return err
 	})
 	return out
@@ -41,7 +41,7 @@ func (s *story) cpus(pod string) string {
 
 func (s *story) awaitCPUs(pod, want string) {
 	s.Helper()
-	s.await(soon, fmt.Sprintf("%s to be on CPUs %s", pod, want), func() error {
+	s.Await(soon, fmt.Sprintf("%s to be on CPUs %s", pod, want), func() error {
 		if got := s.cpus(pod); got != want {
 			return fmt.Errorf("it is on %s", got)
 		}
@@ -98,33 +98,33 @@ func (s *story) aligned() {
 	n := theCluster.Node(numaNode)
 	s.Cleanup(func() {
 		s.remove()
-		s.await(patient, "the ledger of "+numaNode+" to be empty", func() error {
-			if holds := s.holds(n); len(holds) > 0 {
+		s.Await(patient, "the ledger of "+numaNode+" to be empty", func() error {
+			if holds := s.Holds(n); len(holds) > 0 {
 				return fmt.Errorf("holds: %v", holds)
 			}
 			return nil
 		})
 	})
 	// It runs on all CPUs that no pod has exclusively.
-	s.manifest(manifests.Pod("limit", "shared") + `
+	s.Manifest(manifests.Pod("limit", "shared") + `
   nodeSelector: {` + numaKey + `: "true"}
   tolerations: [{key: ` + numaKey + `, operator: Exists}]
 `)
-	s.running(soon, 1, 0)
+	s.Running(soon, 1, 0)
 	everywhere := s.cpus("shared")
 	s.patched(filepath.Join("..", "..", "examples", "numa-aligned.yaml"), onNUMANode)
-	s.running(soon, 2, 0)
+	s.Running(soon, 2, 0)
 
 	exclusive := s.cpus("numa-aligned")
 	devices := s.devices("numa-aligned")
 	if len(devices) != 1 {
 		s.Fatalf("numa-aligned sees %v", devices)
 	}
-	cpus := strings.TrimSpace(s.on(n, "cat", fmt.Sprintf("/sys/devices/system/node/node%d/cpulist", devices[0].GPU.NUMANode)))
+	cpus := strings.TrimSpace(s.On(n, "cat", fmt.Sprintf("/sys/devices/system/node/node%d/cpulist", devices[0].GPU.NUMANode)))
 	if exclusive != cpus {
 		s.Errorf("CPU %s beside GPU %d of NUMA node %d, whose CPUs are %s", exclusive, devices[0].GPU.Minor, devices[0].GPU.NUMANode, cpus)
 	}
-	s.await(soon, "the shared pool to shrink", func() error {
+	s.Await(soon, "the shared pool to shrink", func() error {
 		if now := s.cpus("shared"); now == everywhere {
 			return fmt.Errorf("it is %s", now)
 		}
@@ -134,14 +134,14 @@ func (s *story) aligned() {
 	s.openable("numa-aligned")
 
 	// After its start kubelet sets every container's cpuset anew; a wrong one shows when it has.
-	if err := n.Component(cluster.Kubelet).Stop(s.ctx); err != nil {
+	if err := n.Component(cluster.Kubelet).Stop(s.Ctx); err != nil {
 		s.Fatal(err)
 	}
 	s.spoilCPUs(n, "numa-aligned", exclusive)
-	if err := n.Component(cluster.Kubelet).Start(s.ctx); err != nil {
+	if err := n.Component(cluster.Kubelet).Start(s.Ctx); err != nil {
 		s.Fatal(err)
 	}
-	s.ready()
+	s.Ready()
 	s.awaitCPUs("numa-aligned", exclusive)
 	s.openable("shared")
 	s.openable("numa-aligned")
@@ -149,20 +149,20 @@ func (s *story) aligned() {
 	s.remove("numa-aligned")
 	s.awaitCPUs("shared", everywhere)
 	s.openable("shared")
-	s.noDoubleOwners()
+	s.NoDoubleOwners()
 }
 
 // spoilCPUs gives a container's processes all CPUs, behind kubelet's back.
 func (s *story) spoilCPUs(n *cluster.Node, pod, own string) {
 	s.Helper()
-	before := s.pod(pod)
+	before := s.Pod(pod)
 	id := strings.TrimPrefix(before.Status.ContainerStatuses[0].ContainerID, "containerd://")
-	file := strings.TrimSpace(s.on(n, "find", "/sys/fs/cgroup", "-path", "*"+string(before.UID)+"*"+id+"/cpuset.cpus"))
+	file := strings.TrimSpace(s.On(n, "find", "/sys/fs/cgroup", "-path", "*"+string(before.UID)+"*"+id+"/cpuset.cpus"))
 	if file == "" || strings.Contains(file, "\n") {
 		s.Fatalf("cpuset of container %s: %q", id, file)
 	}
-	s.on(n, "sh", "-c", "cat $(dirname $(dirname $0))/cpuset.cpus > $0", file)
-	if now := strings.TrimSpace(s.on(n, "cat", file)); now == own {
+	s.On(n, "sh", "-c", "cat $(dirname $(dirname $0))/cpuset.cpus > $0", file)
+	if now := strings.TrimSpace(s.On(n, "cat", file)); now == own {
 		s.Fatalf("the container's cpuset is still %s", now)
 	}
 }

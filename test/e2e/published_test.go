@@ -19,6 +19,7 @@ import (
 	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/test/dropin"
 	"github.com/tandem-gpu/tandem/test/oracle"
+	"github.com/tandem-gpu/tandem/test/stories"
 )
 
 // published is a manifest that NVIDIA publishes, or several that differ in names and commands only, with the state that NVIDIA's own
@@ -54,7 +55,7 @@ func TestPublishedManifests(t *testing.T) {
 		{manifests: []string{"gpu-test2", "gpu-1pod-2cnt-1gpu", "two-containers-shared-gpu"}, file: "examples/shared-claim", running: 1, sharers: []int{2}},
 		{manifests: []string{"gpu-test3", "gpu-2pods-1gpu", "two-pods-shared-gpu"}, file: "examples/shared-claim-pods", running: 2, sharers: []int{2}, check: reserved("our-gpu", 2)},
 		{manifests: []string{"gpu-test5"}, file: "examples/sharing-by-request", running: 1, sharers: []int{2, 2}, check: func(s *story) {
-			s.says(s.claimOf("sharing-by-request").Name, map[string]string{"ts-gpu": timeSliced, "mps-gpu": byClaimsDaemon})
+			s.Says(s.claimOf("sharing-by-request").Name, map[string]string{"ts-gpu": timeSliced, "mps-gpu": byClaimsDaemon})
 		}},
 		{manifests: []string{"gpu-test7"}, file: "gpu-test7", running: 1, sharers: []int{1, 1}},
 	}, {
@@ -68,8 +69,8 @@ func TestPublishedManifests(t *testing.T) {
 	}, {
 		// Of these only the first sets anything on a GPU.
 		{manifests: []string{"gpu-timeslicing"}, file: "gpu-timeslicing", running: 1, sharers: []int{2}, check: func(s *story) {
-			s.says(s.claimOf("short-slices").Name, map[string]string{"gpu": timeSliced})
-			s.gpusAre(setting{}, map[int]setting{s.gpus("short-slices", "ctr0")[0]: {slice: 1}})
+			s.Says(s.claimOf("short-slices").Name, map[string]string{"gpu": timeSliced})
+			s.gpusAre(setting{}, map[int]setting{s.GPUs("short-slices", "ctr0")[0]: {slice: 1}})
 		}},
 		{manifests: []string{"gpu-cuda-demo-suite", "gpu-cuda-busgrind"}, file: "gpu-cuda", succeeded: 1},
 		{manifests: []string{"gpu-job-rct"}, file: "gpu-job-rct", succeeded: 2},
@@ -81,7 +82,7 @@ func TestPublishedManifests(t *testing.T) {
 		{manifests: []string{"rc-shared-gpu", "pods-shared-gpu"}, file: "pods-shared-gpu", running: 12, sharers: []int{12}, check: reserved("our-gpu", 12)},
 		{manifests: []string{"timeslicing"}, file: "timeslicing", running: 4, sharers: []int{4}, check: reserved("our-gpu", 4)},
 		{manifests: []string{"prioritized-list-config"}, file: "prioritized-list-config", running: 2, each: 2, sharers: []int{2, 2}, check: func(s *story) {
-			s.says("two-or-one", map[string]string{"gpu/dual": timeSliced})
+			s.Says("two-or-one", map[string]string{"gpu/dual": timeSliced})
 		}},
 	}, {
 		// By limits: a claim that gets the same GPU at the same moment waits for it.
@@ -122,7 +123,7 @@ func TestPublishedReplicas(t *testing.T) {
 	publishedManifests(t, [][]published{{
 		{manifests: []string{"time-slicing-verification"}, file: "time-slicing-verification", running: 5},
 		{manifests: []string{"gpu-pod of two replicas"}, file: "gpu-pod-shared", failed: 1, check: func(s *story) {
-			if reason := s.pod("gpu-pod").Status.Reason; reason != "UnexpectedAdmissionError" {
+			if reason := s.Pod("gpu-pod").Status.Reason; reason != "UnexpectedAdmissionError" {
 				s.Errorf("the pod failed with %s", reason)
 			}
 		}},
@@ -153,7 +154,7 @@ func TestPublishedPartitionsOnDemand(t *testing.T) {
 		published{manifests: []string{"gpu-full"}, file: "gpu-full", succeeded: 1, check: claimMadeFor("gpu-full")},
 		published{manifests: []string{"gpu-extres"}, file: "gpu-extres", running: 1, sharers: []int{1}, check: func(s *story) {
 			claimMadeFor("gpu-extres")(s)
-			claim := s.claim(s.pod("gpu-extres").Status.ExtendedResourceClaimStatus.ResourceClaimName)
+			claim := s.Claim(s.Pod("gpu-extres").Status.ExtendedResourceClaimStatus.ResourceClaimName)
 			if claim.Annotations[resourceapi.ExtendedResourceClaimAnnotation] != "true" || claim.Status.Allocation.Devices.Results[0].Driver != install.DriverName {
 				s.Errorf("the claim has annotations %v and is allocated %+v", claim.Annotations, claim.Status.Allocation)
 			}
@@ -163,7 +164,7 @@ func TestPublishedPartitionsOnDemand(t *testing.T) {
 			before: func(s *story) {
 				// The scheduler has to know the newer class before it knows the pod.
 				class, _, _ := strings.Cut(published{file: "mig-1g-12gb"}.text(s.T), "\n---\n")
-				s.manifest(class)
+				s.Manifest(class)
 				sevenOnEach(s)
 			},
 			check: func(s *story) {
@@ -171,8 +172,8 @@ func TestPublishedPartitionsOnDemand(t *testing.T) {
 				partitionsOnly(s)
 			},
 			after: func(s *story) {
-				s.kubectl("delete", "deviceclass", "1g-12gb.example.com", "--ignore-not-found")
-				s.uncut(0, 1)
+				s.Kubectl("delete", "deviceclass", "1g-12gb.example.com", "--ignore-not-found")
+				s.Uncut(0, 1)
 			},
 		},
 	))
@@ -195,7 +196,7 @@ func publishedManifests(t *testing.T, batches [][]published) {
 			if row.after != nil {
 				s.Cleanup(func() {
 					if s.Failed() {
-						part.gone()
+						part.Gone()
 						row.after(s)
 					}
 				})
@@ -203,7 +204,7 @@ func publishedManifests(t *testing.T, batches [][]published) {
 			if row.before != nil {
 				row.before(part)
 			}
-			part.manifest(row.text(t))
+			part.Manifest(row.text(t))
 		}
 		for i, row := range batch {
 			manifests += len(row.manifests)
@@ -217,21 +218,21 @@ func publishedManifests(t *testing.T, batches [][]published) {
 			}
 			t.Logf("%s: %t", strings.Join(row.manifests, ", "), ok)
 		}
-		s.noDoubleOwners()
+		s.NoDoubleOwners()
 		for _, part := range parts {
 			part.clear()
 		}
 		for i, part := range parts {
-			part.gone()
+			part.Gone()
 			if after := batch[i].after; after != nil {
 				after(part)
 			}
 		}
-		s.await(patient, "all to be free", func() error {
+		s.Await(patient, "all to be free", func() error {
 			if now := s.migInstances(); !slices.Equal(now, instances) {
 				return fmt.Errorf("instances were %v, are %v", instances, now)
 			}
-			return s.free()
+			return s.Free()
 		})
 	}
 	dropin.Report(t, "manifests=%d running=%d", manifests, running)
@@ -239,7 +240,7 @@ func publishedManifests(t *testing.T, batches [][]published) {
 
 // sharedAs tells how the slices offer the GPUs of the node to several claims at once.
 func (s *story) sharedAs() (string, error) {
-	list, err := theClient.ResourceV1().ResourceSlices().List(s.ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
+	list, err := theClient.ResourceV1().ResourceSlices().List(s.Ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
 	if err != nil {
 		return "", err
 	}
@@ -280,10 +281,10 @@ func (s *story) clear() {
 	background, now, all := metav1.DeletePropagationBackground, int64(1), metav1.ListOptions{}
 	owners := metav1.DeleteOptions{PropagationPolicy: &background}
 	err := errors.Join(
-		theClient.AppsV1().Deployments(s.namespace).DeleteCollection(s.ctx, owners, all),
-		theClient.BatchV1().Jobs(s.namespace).DeleteCollection(s.ctx, owners, all),
-		theClient.CoreV1().Pods(s.namespace).DeleteCollection(s.ctx, metav1.DeleteOptions{GracePeriodSeconds: &now}, all),
-		theClient.CoreV1().Namespaces().Delete(s.ctx, s.namespace, metav1.DeleteOptions{}),
+		theClient.AppsV1().Deployments(s.Namespace).DeleteCollection(s.Ctx, owners, all),
+		theClient.BatchV1().Jobs(s.Namespace).DeleteCollection(s.Ctx, owners, all),
+		theClient.CoreV1().Pods(s.Namespace).DeleteCollection(s.Ctx, metav1.DeleteOptions{GracePeriodSeconds: &now}, all),
+		theClient.CoreV1().Namespaces().Delete(s.Ctx, s.Namespace, metav1.DeleteOptions{}),
 	)
 	if err != nil {
 		s.Fatal(err)
@@ -295,7 +296,7 @@ func (s *story) becomes(row published) {
 	s.Helper()
 	s.Cleanup(func() {
 		if s.Failed() {
-			s.explain()
+			s.Explain()
 		}
 	})
 	want := map[corev1.PodPhase]int{}
@@ -306,13 +307,13 @@ func (s *story) becomes(row published) {
 			want[phase] = n
 		}
 	}
-	s.await(patient, fmt.Sprintf("pods to be %v", want), func() error {
+	s.Await(patient, fmt.Sprintf("pods to be %v", want), func() error {
 		now := map[corev1.PodPhase]int{}
-		for _, pod := range s.pods() {
+		for _, pod := range s.Pods() {
 			now[pod.Status.Phase]++
 		}
 		if now[corev1.PodFailed] > row.failed {
-			return never{fmt.Errorf("they are %v", now)}
+			return stories.Never(fmt.Errorf("they are %v", now))
 		}
 		if fmt.Sprint(now) != fmt.Sprint(want) {
 			return fmt.Errorf("they are %v", now)
@@ -336,7 +337,7 @@ func (s *story) becomes(row published) {
 func (s *story) seers() (found []oracle.Container) {
 	s.Helper()
 	for _, container := range s.picture().Containers {
-		if container.Namespace == s.namespace && container.Name != "" {
+		if container.Namespace == s.Namespace && container.Name != "" {
 			found = append(found, container)
 		}
 	}
@@ -366,7 +367,7 @@ func (s *story) sharers(each int) []int {
 // sawAGPU checks that each pod that has ended has listed one GPU.
 func (s *story) sawAGPU() {
 	s.Helper()
-	for _, pod := range s.pods() {
+	for _, pod := range s.Pods() {
 		log, err := s.log(pod.Name)
 		if err != nil {
 			s.Fatal(err)
@@ -381,7 +382,7 @@ func (s *story) sawAGPU() {
 func reserved(claim string, pods int) func(*story) {
 	return func(s *story) {
 		s.Helper()
-		if got := s.claim(claim).Status.ReservedFor; len(got) != pods {
+		if got := s.Claim(claim).Status.ReservedFor; len(got) != pods {
 			s.Errorf("claim %s is reserved for %v, not for %d pods", claim, got, pods)
 		}
 	}
@@ -392,9 +393,9 @@ func mpsOf(request string, containers ...string) func(*story) {
 	return func(s *story) {
 		s.Helper()
 		claim := s.claimOf("mps")
-		s.says(claim.Name, map[string]string{request: byClaimsDaemon})
+		s.Says(claim.Name, map[string]string{request: byClaimsDaemon})
 		s.daemonOf(claim)
-		gpu := s.gpus("mps", containers[0])[0]
+		gpu := s.GPUs("mps", containers[0])[0]
 		s.clients([]string{"mps"}, containers, halfOfThreads, limited(s.uuidsInOrder()[gpu], 10240))
 	}
 }
@@ -402,7 +403,7 @@ func mpsOf(request string, containers ...string) func(*story) {
 // noSuchGPU checks what the scheduler says, and that no claim is allocated.
 func noSuchGPU(s *story) {
 	s.Helper()
-	if told := s.unschedulable(1); !strings.Contains(told[0], "cannot allocate all claims") {
+	if told := s.Unschedulable(1); !strings.Contains(told[0], "cannot allocate all claims") {
 		s.Errorf("the pod that waits is told %q", told[0])
 	}
 	for _, claim := range s.claims() {
@@ -435,7 +436,7 @@ func podsOnOneGPU(s *story) {
 			podOf[d.GPU.UUID] = container.Pod
 		}
 	}
-	if pods := s.pods(); len(podOf) != len(pods) {
+	if pods := s.Pods(); len(podOf) != len(pods) {
 		s.Errorf("%d pods have partitions of %d GPUs", len(pods), len(podOf))
 	}
 }
@@ -444,7 +445,7 @@ func podsOnOneGPU(s *story) {
 func claimMadeFor(pod string) func(*story) {
 	return func(s *story) {
 		s.Helper()
-		status := s.pod(pod).Status.ExtendedResourceClaimStatus
+		status := s.Pod(pod).Status.ExtendedResourceClaimStatus
 		if status == nil {
 			s.Fatalf("%s has no claim for its limits", pod)
 		}
@@ -458,7 +459,7 @@ func claimMadeFor(pod string) func(*story) {
 func sevenOnEach(s *story) {
 	s.Helper()
 	for _, gpu := range []string{"0", "1"} {
-		s.administer("-i", gpu, "-mig", "1")
-		s.administer("mig", "-i", gpu, "-cgi", strings.Join(slices.Repeat([]string{"1g.12gb"}, 7), ","), "-C")
+		s.Administer("-i", gpu, "-mig", "1")
+		s.Administer("mig", "-i", gpu, "-cgi", strings.Join(slices.Repeat([]string{"1g.12gb"}, 7), ","), "-C")
 	}
 }

@@ -19,8 +19,8 @@ import (
 // quotaUsed waits until the quota of the example counts so many GPUs.
 func (s *story) quotaUsed(want int64) {
 	s.Helper()
-	s.await(soon, fmt.Sprintf("the quota to count %d GPUs", want), func() error {
-		quota, err := theClient.CoreV1().ResourceQuotas(s.namespace).Get(s.ctx, "gpus", metav1.GetOptions{})
+	s.Await(soon, fmt.Sprintf("the quota to count %d GPUs", want), func() error {
+		quota, err := theClient.CoreV1().ResourceQuotas(s.Namespace).Get(s.Ctx, "gpus", metav1.GetOptions{})
 		if err != nil {
 			return err
 		}
@@ -35,46 +35,46 @@ func (s *story) quotaUsed(want int64) {
 // TestQuota: a namespace gets as many GPUs as its quota says, by limits and claims together.
 func TestQuota(t *testing.T) {
 	s := begin(t)
-	if !s.extendedResources() {
+	if !s.ExtendedResources() {
 		t.Skip("quota counts claims as an extended resource from Kubernetes 1.36 on")
 	}
-	s.example("quota.yaml")
+	s.Example("quota.yaml")
 	s.quotaUsed(0)
-	s.manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim-0"))
-	s.running(soon, 1, 0)
-	s.manifest(manifests.Pod("limit", "limit-0"))
-	s.running(soon, 2, 0)
+	s.Manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim-0"))
+	s.Running(soon, 1, 0)
+	s.Manifest(manifests.Pod("limit", "limit-0"))
+	s.Running(soon, 2, 0)
 	s.quotaUsed(2)
-	s.wantHolds(1, 1)
+	s.WantHolds(1, 1)
 
-	if err := s.apply(manifests.Pod("limit", "limit-1")); err == nil || !strings.Contains(err.Error(), "exceeded quota: gpus") {
+	if err := s.Apply(manifests.Pod("limit", "limit-1")); err == nil || !strings.Contains(err.Error(), "exceeded quota: gpus") {
 		t.Errorf("a third pod with limits: %v", err)
 	}
-	s.manifest(manifests.Pod("claim", "claim-1"))
-	s.event("Pod", "claim-1", "FailedResourceClaimCreation", "exceeded quota: gpus")
-	s.running(soon, 2, 1)
+	s.Manifest(manifests.Pod("claim", "claim-1"))
+	s.Event("Pod", "claim-1", "FailedResourceClaimCreation", "exceeded quota: gpus")
+	s.Running(soon, 2, 1)
 
 	// A tenant cannot pass a claim off as the scheduler's, which quota does not count beside its pod.
-	s.kubectl("create", "role", "tenant", "-n", s.namespace, "--verb=create", "--resource=resourceclaims.resource.k8s.io")
-	s.kubectl("create", "rolebinding", "tenant", "-n", s.namespace, "--role=tenant", "--user=tenant")
+	s.Kubectl("create", "role", "tenant", "-n", s.Namespace, "--verb=create", "--resource=resourceclaims.resource.k8s.io")
+	s.Kubectl("create", "rolebinding", "tenant", "-n", s.Namespace, "--role=tenant", "--user=tenant")
 	claim := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{
 		Name: "forged", Annotations: map[string]string{resourceapi.ExtendedResourceClaimAnnotation: "true"},
 	}}
-	claims := s.impersonate("tenant").ResourceV1().ResourceClaims(s.namespace)
-	if _, err := claims.Create(s.ctx, claim, metav1.CreateOptions{}); err == nil || !strings.Contains(err.Error(), "only a scheduler may write the annotation") {
+	claims := s.impersonate("tenant").ResourceV1().ResourceClaims(s.Namespace)
+	if _, err := claims.Create(s.Ctx, claim, metav1.CreateOptions{}); err == nil || !strings.Contains(err.Error(), "only a scheduler may write the annotation") {
 		t.Errorf("a claim with the scheduler's annotation: %v", err)
 	}
 	claim.Annotations = nil
-	if _, err := claims.Create(s.ctx, claim, metav1.CreateOptions{}); err != nil {
+	if _, err := claims.Create(s.Ctx, claim, metav1.CreateOptions{}); err != nil {
 		t.Errorf("a claim of the tenant: %v", err)
 	}
 
 	// The pod that waits gets the GPU that limits give back.
 	s.remove("limit-0")
-	s.running(patient, 2, 0)
+	s.Running(patient, 2, 0)
 	s.quotaUsed(2)
-	s.wantHolds(2, 0)
-	s.noDoubleOwners()
+	s.WantHolds(2, 0)
+	s.NoDoubleOwners()
 	if !t.Failed() {
 		dropin.Report(t, "quota=ok")
 	}
@@ -84,25 +84,25 @@ func TestQuota(t *testing.T) {
 // no claim for it, although quota counts claims as the resource of limits, also after it has started again.
 func TestLimitsStayWithTheDevicePlugin(t *testing.T) {
 	s := begin(t)
-	if !s.extendedResources() {
+	if !s.ExtendedResources() {
 		t.Skip("extended resources of device classes are off by default before Kubernetes 1.36")
 	}
 	pods := manifests.SingleTemplate
 	for i := range gpusANode {
 		pods += manifests.Pod("claim", fmt.Sprintf("claim-%d", i))
 	}
-	s.manifest(pods)
-	s.running(soon, gpusANode, 0)
-	s.await(soon, "nothing to be allocatable", func() error { return s.offeredToPods(0) })
-	s.manifest(manifests.Pod("limit", "limit-0"))
-	s.running(soon, gpusANode, 1)
-	if err := theCluster.Component(cluster.Scheduler).Restart(s.ctx); err != nil {
+	s.Manifest(pods)
+	s.Running(soon, gpusANode, 0)
+	s.Await(soon, "nothing to be allocatable", func() error { return s.OfferedToPods(0) })
+	s.Manifest(manifests.Pod("limit", "limit-0"))
+	s.Running(soon, gpusANode, 1)
+	if err := theCluster.Component(cluster.Scheduler).Restart(s.Ctx); err != nil {
 		t.Fatal(err)
 	}
 	s.remove("claim-0")
-	s.running(patient, gpusANode, 0)
-	s.wantHolds(gpusANode-1, 1)
-	claims, err := theClient.ResourceV1().ResourceClaims(s.namespace).List(s.ctx, metav1.ListOptions{})
+	s.Running(patient, gpusANode, 0)
+	s.WantHolds(gpusANode-1, 1)
+	claims, err := theClient.ResourceV1().ResourceClaims(s.Namespace).List(s.Ctx, metav1.ListOptions{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -114,5 +114,5 @@ func TestLimitsStayWithTheDevicePlugin(t *testing.T) {
 	if err != nil {
 		t.Error(err)
 	}
-	s.noDoubleOwners()
+	s.NoDoubleOwners()
 }

@@ -50,17 +50,17 @@ spec:
 // lets the slices tell before kubelet asks to prepare. The claim's template is "preferring"; start makes its pod.
 func (s *story) loseToPod(start func()) {
 	s.Helper()
-	before := len(s.pods())
+	before := len(s.Pods())
 	allow := s.holdSlices()
-	s.manifest(manifests.Pod("limit", "winner"))
-	s.running(soon, before+1, 0)
+	s.Manifest(manifests.Pod("limit", "winner"))
+	s.Running(soon, before+1, 0)
 	gpu := s.devices("winner")[0]
-	s.manifest(preferring("preferring", gpu.GPU.UUID))
+	s.Manifest(preferring("preferring", gpu.GPU.UUID))
 
 	thaw := s.freeze(node().Component(cluster.Kubelet))
 	start()
 	s.bound(before + 2)
-	s.await(soon, "the claim to be allocated on the GPU of the limit", func() error {
+	s.Await(soon, "the claim to be allocated on the GPU of the limit", func() error {
 		for _, claim := range s.claims() {
 			if claim.Status.Allocation != nil && claim.Status.Allocation.Devices.Results[0].Device == gpuName(gpu.Number.Minor) {
 				return nil
@@ -69,7 +69,7 @@ func (s *story) loseToPod(start func()) {
 		return errors.New("it is not")
 	})
 	allow()
-	s.await(soon, "the slices to tell", func() error { return s.offeredToClaims(gpusANode - 1) })
+	s.Await(soon, "the slices to tell", func() error { return s.OfferedToClaims(gpusANode - 1) })
 	thaw()
 }
 
@@ -84,10 +84,10 @@ func TestClaimConflictsWithPod(t *testing.T) {
 	s := begin(t)
 	var healed []time.Duration
 	for range repetitions {
-		s.loseToPod(func() { s.manifest(manifests.ClaimDeployment("conflicting", "preferring", 1)) })
+		s.loseToPod(func() { s.Manifest(manifests.ClaimDeployment("conflicting", "preferring", 1)) })
 		lost := s.conflict(soon, true)
-		s.await(soon, "the owner's next pod to run", func() error {
-			for _, pod := range s.pods() {
+		s.Await(soon, "the owner's next pod to run", func() error {
+			for _, pod := range s.Pods() {
 				if strings.HasPrefix(pod.Name, "conflicting") && pod.Status.Phase == corev1.PodRunning {
 					return nil
 				}
@@ -97,15 +97,15 @@ func TestClaimConflictsWithPod(t *testing.T) {
 		took := time.Since(lost.Since.Time)
 		t.Logf("healed in %.2f s", took.Seconds())
 		healed = append(healed, took)
-		s.running(soon, 2, 0)
-		s.noDoubleOwners()
+		s.Running(soon, 2, 0)
+		s.NoDoubleOwners()
 		if failed := s.failed(); len(failed) > 0 {
 			t.Errorf("pods failed: %v", failed)
 		}
-		s.kubectl("delete", "deployment", "-n", s.namespace, "conflicting")
+		s.Kubectl("delete", "deployment", "-n", s.Namespace, "conflicting")
 		s.remove()
-		s.noPods()
-		s.allFree()
+		s.NoPods()
+		s.AllFree()
 	}
 	t.Logf("claim loses to limit: healed=%d heal_p50=%s heal_p99=%s", len(healed), quantile(healed, 50), quantile(healed, 99))
 }
@@ -128,20 +128,20 @@ func repetitions(t *testing.T, otherwise int) int {
 // free.
 func TestBareClaimWaitsForPod(t *testing.T) {
 	s := begin(t)
-	s.loseToPod(func() { s.manifest(withTemplate(manifests.Pod("claim", "bare"), "preferring")) })
-	if lost := s.conflict(soon, false); !slices.Equal(lost.Devices, []string{gpuName(s.gpus("winner", "")[0])}) {
+	s.loseToPod(func() { s.Manifest(withTemplate(manifests.Pod("claim", "bare"), "preferring")) })
+	if lost := s.conflict(soon, false); !slices.Equal(lost.Devices, []string{gpuName(s.GPUs("winner", "")[0])}) {
 		t.Errorf("it lost %v", lost.Devices)
 	}
-	uid := s.pod("bare").UID
+	uid := s.Pod("bare").UID
 	s.remove("winner")
-	took := s.took("the pod that waited to run", func() { s.running(soon, 1, 0) })
+	took := s.Took("the pod that waited to run", func() { s.Running(soon, 1, 0) })
 	if took > freedWithin {
 		t.Errorf("the pod ran %s after the GPU was free", took)
 	}
-	if now := s.pod("bare").UID; now != uid {
+	if now := s.Pod("bare").UID; now != uid {
 		t.Errorf("pod %s became %s", uid, now)
 	}
-	s.noDoubleOwners()
+	s.NoDoubleOwners()
 }
 
 func withTemplate(pod, template string) string {
@@ -153,19 +153,19 @@ func withTemplate(pod, template string) string {
 func TestConflictWithoutController(t *testing.T) {
 	s := begin(t)
 	thaw := s.freezeController()
-	s.loseToPod(func() { s.manifest(manifests.ClaimDeployment("conflicting", "preferring", 1)) })
+	s.loseToPod(func() { s.Manifest(manifests.ClaimDeployment("conflicting", "preferring", 1)) })
 	s.conflict(soon, true)
 	s.remove("winner")
-	s.wantHolds(0, 0)
+	s.WantHolds(0, 0)
 	s.retry("--all")
-	s.took("the pending eviction to expire", func() { s.conflict(soon, false) })
-	s.wantHolds(0, 0)
+	s.Took("the pending eviction to expire", func() { s.conflict(soon, false) })
+	s.WantHolds(0, 0)
 	s.retry("--all")
-	s.running(soon, 1, 0)
-	s.wantHolds(1, 0)
+	s.Running(soon, 1, 0)
+	s.WantHolds(1, 0)
 	thaw()
-	s.running(soon, 1, 0)
-	s.noDoubleOwners()
+	s.Running(soon, 1, 0)
+	s.NoDoubleOwners()
 }
 
 // TestPodRefusedForClaim: kubelet's node status still offers a GPU that a claim has. The controller's own word keeps pods from
@@ -173,12 +173,12 @@ func TestConflictWithoutController(t *testing.T) {
 func TestPodRefusedForClaim(t *testing.T) {
 	s := begin(t)
 	allow := s.holdNodeStatus()
-	s.manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim"))
-	s.await(soon, "the claim to be allocated", s.allocated(1))
-	s.await(soon, "allocatable to tell", func() error { return s.offeredToPods(gpusANode - 1) })
-	s.manifest(manifests.Deployment("limits", gpusANode))
-	s.running(soon, gpusANode, 1)
-	s.noDoubleOwners()
+	s.Manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim"))
+	s.Await(soon, "the claim to be allocated", s.allocated(1))
+	s.Await(soon, "allocatable to tell", func() error { return s.OfferedToPods(gpusANode - 1) })
+	s.Manifest(manifests.Deployment("limits", gpusANode))
+	s.Running(soon, gpusANode, 1)
+	s.NoDoubleOwners()
 	if failed := s.failed(); len(failed) > 0 {
 		t.Errorf("pods failed: %v", failed)
 	}
@@ -207,72 +207,72 @@ func TestPodRefusedForClaimWithoutController(t *testing.T) {
 	s := begin(t)
 	thaw := s.freezeController()
 	allow := s.holdNodeStatus()
-	s.manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim"))
-	s.running(soon, 1, 0)
-	s.manifest(manifests.Deployment("limits", gpusANode))
-	s.await(soon, "a pod to be refused", func() error {
+	s.Manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim"))
+	s.Running(soon, 1, 0)
+	s.Manifest(manifests.Deployment("limits", gpusANode))
+	s.Await(soon, "a pod to be refused", func() error {
 		if len(s.failed()) == 0 {
 			return errors.New("none is")
 		}
 		return nil
 	})
-	s.noDoubleOwners()
+	s.NoDoubleOwners()
 	allow()
 	thaw()
-	s.running(soon, gpusANode, 1)
+	s.Running(soon, gpusANode, 1)
 	failed := s.failed()
 	t.Logf("%d pods failed, the first: %s", len(failed), failed[0])
-	s.noDoubleOwners()
+	s.NoDoubleOwners()
 }
 
 // TestBoundPodsFirst: eight limits pods are bound to the node, then a claim is allocated there, and kubelet hears of all at
 // once, of the claim's pod first. No limits pod fails: the claim has waited for them, and lost.
 func TestBoundPodsFirst(t *testing.T) {
 	s := begin(t)
-	s.manifest(manifests.SingleTemplate)
+	s.Manifest(manifests.SingleTemplate)
 	// Kubelet admits pods in the order in which they were made.
-	s.manifest(manifests.Pod("claim", "claim") + "  schedulingGates: [{name: example.com/later}]\n")
+	s.Manifest(manifests.Pod("claim", "claim") + "  schedulingGates: [{name: example.com/later}]\n")
 	thaw := s.freeze(node().Component(cluster.Kubelet))
 	for i := range gpusANode {
-		s.manifest(manifests.Pod("limit", fmt.Sprintf("limit-%d", i)))
+		s.Manifest(manifests.Pod("limit", fmt.Sprintf("limit-%d", i)))
 	}
 	s.bound(gpusANode)
-	s.kubectl("patch", "pod", "-n", s.namespace, "claim", "--type=json", "-p", `[{"op": "remove", "path": "/spec/schedulingGates"}]`)
+	s.Kubectl("patch", "pod", "-n", s.Namespace, "claim", "--type=json", "-p", `[{"op": "remove", "path": "/spec/schedulingGates"}]`)
 	s.bound(gpusANode + 1)
 	thaw()
-	s.running(soon, gpusANode, 1)
+	s.Running(soon, gpusANode, 1)
 	if failed := s.failed(); len(failed) > 0 {
 		t.Errorf("pods failed: %v", failed)
 	}
-	s.wantHolds(0, gpusANode)
-	s.noDoubleOwners()
+	s.WantHolds(0, gpusANode)
+	s.NoDoubleOwners()
 	s.conflict(soon, false)
 	s.remove("limit-0")
-	s.running(soon, gpusANode-1, -1)
+	s.Running(soon, gpusANode-1, -1)
 }
 
 // TestForceDeletedAndRunning: pods are gone from the API server while their containers cannot be ended. kubelet counts their GPUs
 // as free. A pod or claim that requests them does not get them before the containers are gone.
 func TestForceDeletedAndRunning(t *testing.T) {
 	s := begin(t)
-	s.manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim") + manifests.Pod("limit", "limit"))
-	s.running(soon, 2, 0)
-	before := s.seen()
+	s.Manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim") + manifests.Pod("limit", "limit"))
+	s.Running(soon, 2, 0)
+	before := s.Seen()
 	var thaws []func()
 	for _, name := range []string{"claim", "limit"} {
-		pod := s.pod(name)
+		pod := s.Pod(name)
 		thaws = append(thaws, s.freezeProcess(node(), s.shimOf(node(), pod.UID)))
-		s.kubectl("delete", "pod", "-n", s.namespace, name, "--force", "--grace-period=0")
+		s.Kubectl("delete", "pod", "-n", s.Namespace, name, "--force", "--grace-period=0")
 	}
-	s.manifest(manifests.Deployment("limits", gpusANode) + manifests.ClaimDeployment("claims", "single", gpusANode))
-	s.running(soon, gpusANode-2, -1)
+	s.Manifest(manifests.Deployment("limits", gpusANode) + manifests.ClaimDeployment("claims", "single", gpusANode))
+	s.Running(soon, gpusANode-2, -1)
 	s.wantHoldsInAll(gpusANode)
-	s.noDoubleOwners()
-	for _, pod := range s.pods() {
+	s.NoDoubleOwners()
+	for _, pod := range s.Pods() {
 		if pod.Status.Phase != corev1.PodRunning {
 			continue
 		}
-		if gpus := s.gpus(pod.Name, ""); slices.Equal(gpus, before["claim"]) || slices.Equal(gpus, before["limit"]) {
+		if gpus := s.GPUs(pod.Name, ""); slices.Equal(gpus, before["claim"]) || slices.Equal(gpus, before["limit"]) {
 			t.Errorf("%s sees GPUs %v, and %v run on", pod.Name, gpus, before)
 		}
 	}
@@ -280,15 +280,15 @@ func TestForceDeletedAndRunning(t *testing.T) {
 	for _, thaw := range thaws {
 		thaw()
 	}
-	s.took("the GPUs to be in use again", func() { s.running(patient, gpusANode, -1) })
-	s.noDoubleOwners()
+	s.Took("the GPUs to be in use again", func() { s.Running(patient, gpusANode, -1) })
+	s.NoDoubleOwners()
 }
 
 // wantHoldsInAll waits for so many holds of either kind.
 func (s *story) wantHoldsInAll(n int) {
 	s.Helper()
-	s.await(soon, fmt.Sprintf("%d holds", n), func() error {
-		if holds := s.holds(node()); len(holds) != n {
+	s.Await(soon, fmt.Sprintf("%d holds", n), func() error {
+		if holds := s.Holds(node()); len(holds) != n {
 			return fmt.Errorf("%v", holds)
 		}
 		return nil
@@ -304,12 +304,12 @@ func (s *story) killAtRecord(kind string, ask func()) {
 		s.Fatal(err)
 	}
 	defer watcher.Close()
-	if err := watcher.Add(s.nodePath("/run/tandem/holds")); err != nil {
+	if err := watcher.Add(s.NodePath("/run/tandem/holds")); err != nil {
 		s.Fatal(err)
 	}
-	restarts := s.agentRestarts()
-	pid := s.agentProcess(node())
-	kill, err := node().Command(s.ctx, "sh", "-c", "read go; kill -KILL "+pid)
+	restarts := s.AgentRestarts()
+	pid := s.AgentProcess(node())
+	kill, err := node().Command(s.Ctx, "sh", "-c", "read go; kill -KILL "+pid)
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -320,7 +320,7 @@ func (s *story) killAtRecord(kind string, ask func()) {
 	if err != nil {
 		s.Fatal(err)
 	}
-	s.on(node(), "sh", "-c", "rm -f /var/run/cdi/tandem-* /var/lib/kubelet/plugins/gpu.nvidia.com/nvidia-cdi-hook")
+	s.On(node(), "sh", "-c", "rm -f /var/run/cdi/tandem-* /var/lib/kubelet/plugins/gpu.nvidia.com/nvidia-cdi-hook")
 	ask()
 	deadline := time.After(soon)
 	for recorded := false; !recorded; {
@@ -339,35 +339,35 @@ func (s *story) killAtRecord(kind string, ask func()) {
 	if err := kill.Wait(); err != nil {
 		s.Fatal(err)
 	}
-	if _, err := os.Stat(s.nodePath("/var/run/cdi/tandem-k8s.gpu.nvidia.com-gpu.json")); err == nil {
+	if _, err := os.Stat(s.NodePath("/var/run/cdi/tandem-k8s.gpu.nvidia.com-gpu.json")); err == nil {
 		s.Log("the agent had got further than the record")
 	}
-	s.restarted(restarts)
+	s.Restarted(restarts)
 }
 
 // TestKilledBetweenRecordAndAnswer: kubelet gets no answer for a recorded hold. A claim gets the same GPU when kubelet retries. A
 // pod fails, its owner creates another one, and the agent finds the stale hold.
 func TestKilledBetweenRecordAndAnswer(t *testing.T) {
 	s := begin(t)
-	s.manifest(manifests.SingleTemplate)
-	s.killAtRecord("claim", func() { s.manifest(manifests.Pod("claim", "claim")) })
-	s.ready()
+	s.Manifest(manifests.SingleTemplate)
+	s.killAtRecord("claim", func() { s.Manifest(manifests.Pod("claim", "claim")) })
+	s.Ready()
 	// The record says that the claim has its GPU. kubelet itself would retry after 60 to 90 s. The controller makes it retry
 	// after 5 s, and once more if kubelet's connection was still that of the previous agent.
-	if took := s.took("the claim's pod to run", func() { s.running(soon, 1, 0) }); took > time.Minute {
+	if took := s.Took("the claim's pod to run", func() { s.Running(soon, 1, 0) }); took > time.Minute {
 		t.Errorf("the claim's pod ran after %s: the controller has not made kubelet retry", took)
 	}
-	s.wantHolds(1, 0)
+	s.WantHolds(1, 0)
 
-	s.killAtRecord("pod", func() { s.manifest(manifests.Deployment("limits", 1)) })
-	s.ready()
-	s.running(patient, 2, 0)
+	s.killAtRecord("pod", func() { s.Manifest(manifests.Deployment("limits", 1)) })
+	s.Ready()
+	s.Running(patient, 2, 0)
 	t.Logf("%d pods failed", len(s.failed()))
-	s.noDoubleOwners()
-	s.took("the stale hold to be found", func() {
-		s.await(patient, "two holds", func() error {
-			if claims, limits := s.holdsByKind(); claims != 1 || limits != 1 {
-				return fmt.Errorf("%v", s.holds(node()))
+	s.NoDoubleOwners()
+	s.Took("the stale hold to be found", func() {
+		s.Await(patient, "two holds", func() error {
+			if claims, limits := s.HoldsByKind(); claims != 1 || limits != 1 {
+				return fmt.Errorf("%v", s.Holds(node()))
 			}
 			return nil
 		})
@@ -378,15 +378,15 @@ func TestKilledBetweenRecordAndAnswer(t *testing.T) {
 // new name each time. When kubelet is back it has one plugin, and believes it.
 func TestKubeletFrozenWhileRegistering(t *testing.T) {
 	s := begin(t)
-	before := s.occupy()
+	before := s.Occupy()
 	sockets := func() string {
-		return strings.TrimSpace(s.on(node(), "sh", "-c", "ls "+devicePluginDir+" | grep tandem || true"))
+		return strings.TrimSpace(s.On(node(), "sh", "-c", "ls "+devicePluginDir+" | grep tandem || true"))
 	}
 	thaw := s.freeze(node().Component(cluster.Kubelet))
 	for range 3 {
 		old := sockets()
-		s.on(node(), "sh", "-c", "rm -f "+devicePluginDir+"/tandem-*.sock")
-		s.await(soon, "another socket", func() error {
+		s.On(node(), "sh", "-c", "rm -f "+devicePluginDir+"/tandem-*.sock")
+		s.Await(soon, "another socket", func() error {
 			if now := sockets(); now == "" || now == old {
 				return fmt.Errorf("sockets: %q", now)
 			}
@@ -394,20 +394,20 @@ func TestKubeletFrozenWhileRegistering(t *testing.T) {
 		})
 	}
 	thaw()
-	s.ready()
-	s.await(soon, "the node to offer what is free", func() error { return s.offeredToPods(gpusANode - 2) })
-	s.undisturbed(before)
-	s.await(soon, "kubelet to believe what it is told", func() error { return s.offeredToPods(gpusANode - 3) })
+	s.Ready()
+	s.Await(soon, "the node to offer what is free", func() error { return s.OfferedToPods(gpusANode - 2) })
+	s.Undisturbed(before)
+	s.Await(soon, "kubelet to believe what it is told", func() error { return s.OfferedToPods(gpusANode - 3) })
 }
 
 // TestKubeletFrozenWhileAgentStarts: the agent dies, and kubelet is frozen as soon as it has started the next.
 func TestKubeletFrozenWhileAgentStarts(t *testing.T) {
 	s := begin(t)
-	before := s.occupy()
-	old := s.agentProcess(node())
-	s.on(node(), "kill", "-KILL", old)
-	s.await(soon, "the next agent", func() error {
-		if now := strings.TrimSpace(s.on(node(), "sh", "-c", "pgrep -x kubelet-plugin || true")); now == "" || now == old {
+	before := s.Occupy()
+	old := s.AgentProcess(node())
+	s.On(node(), "kill", "-KILL", old)
+	s.Await(soon, "the next agent", func() error {
+		if now := strings.TrimSpace(s.On(node(), "sh", "-c", "pgrep -x kubelet-plugin || true")); now == "" || now == old {
 			return fmt.Errorf("process %q", now)
 		}
 		return nil
@@ -416,60 +416,60 @@ func TestKubeletFrozenWhileAgentStarts(t *testing.T) {
 	// As long as an agent waits for kubelet before it registers anew.
 	select {
 	case <-time.After(10 * time.Second):
-	case <-s.ctx.Done():
+	case <-s.Ctx.Done():
 	}
 	thaw()
-	s.ready()
-	s.undisturbed(before)
+	s.Ready()
+	s.Undisturbed(before)
 }
 
 // TestAgentsOverlap: the agent's pod is force-deleted and cannot be ended, and the DaemonSet makes another. That one waits, and
 // the old one serves, until it is gone.
 func TestAgentsOverlap(t *testing.T) {
 	s := begin(t)
-	before := s.occupy()
-	pod := s.agentPod(gpuNode)
+	before := s.Occupy()
+	pod := s.AgentPod(gpuNode)
 	thaw := s.freezeProcess(node(), s.shimOf(node(), pod.UID))
-	s.kubectl("delete", "pod", "-n", pod.Namespace, pod.Name, "--force", "--grace-period=0")
-	s.event("Node", gpuNode, "LedgerLocked", "another")
-	s.manifest(manifests.Pod("claim", "claim-overlap") + manifests.Pod("limit", "limit-overlap"))
-	s.await(soon, "limits to be served by the first", func() error {
-		if pod := s.pod("limit-overlap"); pod.Status.Phase != corev1.PodRunning {
+	s.Kubectl("delete", "pod", "-n", pod.Namespace, pod.Name, "--force", "--grace-period=0")
+	s.Event("Node", gpuNode, "LedgerLocked", "another")
+	s.Manifest(manifests.Pod("claim", "claim-overlap") + manifests.Pod("limit", "limit-overlap"))
+	s.Await(soon, "limits to be served by the first", func() error {
+		if pod := s.Pod("limit-overlap"); pod.Status.Phase != corev1.PodRunning {
 			return errors.New(string(pod.Status.Phase))
 		}
 		return nil
 	})
 	// Within ten seconds the API server knows the first no more, whose pod is deleted: claims are then the second's to prepare.
-	s.noDoubleOwners()
-	s.same(before)
+	s.NoDoubleOwners()
+	s.Same(before)
 	thaw()
-	s.ready()
-	s.running(patient, 6, 0)
+	s.Ready()
+	s.Running(patient, 6, 0)
 	s.remove("claim-overlap", "limit-overlap")
-	s.wantHolds(2, 2)
-	s.undisturbed(before)
+	s.WantHolds(2, 2)
+	s.Undisturbed(before)
 }
 
 // TestNodeCreatedAnew: an administrator deletes the node object, and kubelet creates another one. The published slices belong to
 // the new one.
 func TestNodeCreatedAnew(t *testing.T) {
 	s := begin(t)
-	before := s.occupy()
+	before := s.Occupy()
 	old := s.nodeUID()
-	s.withoutKubelet(func() { s.kubectl("delete", "node", gpuNode) })
-	s.await(soon, "kubelet to make another", func() error {
-		n, err := theClient.CoreV1().Nodes().Get(s.ctx, gpuNode, metav1.GetOptions{})
+	s.withoutKubelet(func() { s.Kubectl("delete", "node", gpuNode) })
+	s.Await(soon, "kubelet to make another", func() error {
+		n, err := theClient.CoreV1().Nodes().Get(s.Ctx, gpuNode, metav1.GetOptions{})
 		if err == nil && string(n.UID) == old {
 			err = errors.New("it is the old one")
 		}
 		return err
 	})
-	s.await(patient, "the slices and the GPUNode to belong to it", func() error {
-		slices, err := theClient.ResourceV1().ResourceSlices().List(s.ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
+	s.Await(patient, "the slices and the GPUNode to belong to it", func() error {
+		slices, err := theClient.ResourceV1().ResourceSlices().List(s.Ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
 		if err != nil {
 			return err
 		}
-		object, err := s.gpuNodeObject()
+		object, err := s.GPUNodeObject()
 		if err != nil {
 			return err
 		}
@@ -487,13 +487,13 @@ func TestNodeCreatedAnew(t *testing.T) {
 		}
 		return nil
 	})
-	s.ready()
-	s.undisturbed(before)
+	s.Ready()
+	s.Undisturbed(before)
 }
 
 func (s *story) nodeUID() string {
 	s.Helper()
-	n, err := theClient.CoreV1().Nodes().Get(s.ctx, gpuNode, metav1.GetOptions{})
+	n, err := theClient.CoreV1().Nodes().Get(s.Ctx, gpuNode, metav1.GetOptions{})
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -503,20 +503,20 @@ func (s *story) nodeUID() string {
 // TestAgentFrozen between any two of its steps: requests wait meanwhile, and no holder gets a device of another one.
 func TestAgentFrozen(t *testing.T) {
 	s := begin(t)
-	s.manifest(manifests.SingleTemplate)
-	thaw := s.freezeProcess(node(), s.agentProcess(node()))
-	s.manifest(manifests.Deployment("limits", gpusANode) + manifests.ClaimDeployment("claims", "single", gpusANode))
-	s.await(soon, "the claims to be allocated", s.allocated(gpusANode))
+	s.Manifest(manifests.SingleTemplate)
+	thaw := s.freezeProcess(node(), s.AgentProcess(node()))
+	s.Manifest(manifests.Deployment("limits", gpusANode) + manifests.ClaimDeployment("claims", "single", gpusANode))
+	s.Await(soon, "the claims to be allocated", s.allocated(gpusANode))
 	thaw()
-	s.running(patient, gpusANode, gpusANode)
-	s.noDoubleOwners()
+	s.Running(patient, gpusANode, gpusANode)
+	s.NoDoubleOwners()
 	t.Logf("%d pods failed", len(s.failed()))
 }
 
 // claims of the story.
 func (s *story) claims() []resourceapi.ResourceClaim {
 	s.Helper()
-	list, err := theClient.ResourceV1().ResourceClaims(s.namespace).List(s.ctx, metav1.ListOptions{})
+	list, err := theClient.ResourceV1().ResourceClaims(s.Namespace).List(s.Ctx, metav1.ListOptions{})
 	if err != nil {
 		s.Fatal(err)
 	}

@@ -35,14 +35,14 @@ func TestRelease(t *testing.T) {
 	r := s.newRegistry()
 	d, dir := s.release("v0.98.7-test.1", r.address)
 	// The release that all stories use goes, and comes back.
-	s.undo(func() error {
-		ctx := context.WithoutCancel(s.ctx)
+	s.Undo(func() error {
+		ctx := context.WithoutCancel(s.Ctx)
 		if err := install.Uninstall(ctx, theCluster, install.Options{}); err != nil {
 			return err
 		}
-		return install.Tandem(ctx, theCluster, install.Options{Values: installValues})
+		return s.Install(ctx, install.Options{})
 	})
-	if err := install.Uninstall(s.ctx, theCluster, install.Options{}); err != nil {
+	if err := install.Uninstall(s.Ctx, theCluster, install.Options{}); err != nil {
 		t.Fatal(err)
 	}
 	helm := func(args ...string) {
@@ -54,17 +54,17 @@ func TestRelease(t *testing.T) {
 	s.importImage(filepath.Join(dir, "image"))
 	helm("install", install.Release, filepath.Join(dir, d.ChartFile), "--create-namespace", "--wait", "--timeout=3m")
 	s.runs(d)
-	if err := install.Uninstall(s.ctx, theCluster, install.Options{}); err != nil {
+	if err := install.Uninstall(s.Ctx, theCluster, install.Options{}); err != nil {
 		t.Fatal(err)
 	}
 	for _, node := range theCluster.Nodes() {
 		// CRI has names of its own for the same content, and content that is there is not fetched again.
-		names := strings.Fields(s.on(node, "ctr", "--namespace=k8s.io", "images", "list", "--quiet", "target.digest=="+d.ImageDigest))
-		s.on(node, "ctr", append([]string{"--namespace=k8s.io", "images", "rm", "--sync"}, names...)...)
+		names := strings.Fields(s.On(node, "ctr", "--namespace=k8s.io", "images", "list", "--quiet", "target.digest=="+d.ImageDigest))
+		s.On(node, "ctr", append([]string{"--namespace=k8s.io", "images", "rm", "--sync"}, names...)...)
 	}
 
 	r.serve()
-	if _, err := release.Publish(s.ctx, dir, io.Discard); err != nil {
+	if _, err := release.Publish(s.Ctx, dir, io.Discard); err != nil {
 		t.Fatal(err)
 	}
 	chart := []string{install.Release, "oci://" + d.Chart, "--version", d.Version, "--plain-http"}
@@ -78,27 +78,27 @@ func TestRelease(t *testing.T) {
 	helm(append([]string{"upgrade", "--set=simulated.profile=" + install.DefaultProfile}, chart...)...)
 	ready := func() {
 		t.Helper()
-		if err := install.Ready(s.ctx, theCluster); err != nil {
+		if err := install.Ready(s.Ctx, theCluster); err != nil {
 			t.Fatal(err)
 		}
 	}
 	ready()
 	s.runs(d)
-	before := s.occupy()
+	before := s.Occupy()
 	same := func(what string) {
 		t.Helper()
-		if now := s.seen(); !maps.EqualFunc(before, now, slices.Equal) {
+		if now := s.Seen(); !maps.EqualFunc(before, now, slices.Equal) {
 			t.Errorf("the pods saw GPUs %v, after the %s %v", before, what, now)
 		}
 	}
-	if err := install.Upgrade(s.ctx, theCluster, install.Options{Values: installValues}); err != nil {
+	if err := install.Upgrade(s.Ctx, theCluster, s.Options(install.Options{})); err != nil {
 		t.Fatal(err)
 	}
 	same("upgrade")
 	helm("rollback", install.Release, "--wait", "--timeout=3m")
 	ready()
 	s.runs(d)
-	s.undisturbed(before)
+	s.Undisturbed(before)
 }
 
 // registryServer is an empty registry for this process and every machine of the cluster, at one address of the loopback interface: there containerd
@@ -124,7 +124,7 @@ func (s *story) newRegistry() *registryServer {
 
 func (r *registryServer) serve() {
 	r.Helper()
-	there, err := theCluster.Listen(r.ctx, r.address)
+	there, err := theCluster.Listen(r.Ctx, r.address)
 	if err != nil {
 		r.Fatal(err)
 	}
@@ -153,15 +153,15 @@ func (r *registryServer) pulled(digest string) int {
 // release makes a release of this checkout and returns it with its directory.
 func (s *story) release(version, registry string) (release.Description, string) {
 	s.Helper()
-	root, err := gotool.Root(s.ctx)
+	root, err := gotool.Root(s.Ctx)
 	if err != nil {
 		s.Fatal(err)
 	}
 	checkout, out := filepath.Join(s.TempDir(), "checkout"), filepath.Join(s.TempDir(), "release")
-	if err := release.Rehearse(s.ctx, root, version, checkout); err != nil {
+	if err := release.Rehearse(s.Ctx, root, version, checkout); err != nil {
 		s.Fatal(err)
 	}
-	d, err := release.Build(s.ctx, release.Options{
+	d, err := release.Build(s.Ctx, release.Options{
 		Version: version, Out: out, Root: checkout, Registry: registry + "/gpu", AnyToolchain: true, Progress: io.Discard,
 		// Compiling for the other architecture takes minutes.
 		NoPlugins: true, Architectures: []string{runtime.GOARCH},
@@ -176,10 +176,10 @@ func (s *story) release(version, registry string) (release.Description, string) 
 func (s *story) importImage(layout string) {
 	s.Helper()
 	archive := filepath.Join(s.TempDir(), "image.tar")
-	if out, err := exec.CommandContext(s.ctx, "tar", "-C", layout, "-cf", archive, ".").CombinedOutput(); err != nil {
+	if out, err := exec.CommandContext(s.Ctx, "tar", "-C", layout, "-cf", archive, ".").CombinedOutput(); err != nil {
 		s.Fatalf("pack image: %v\n%s", err, out)
 	}
-	if err := theCluster.LoadImage(s.ctx, archive); err != nil {
+	if err := theCluster.LoadImage(s.Ctx, archive); err != nil {
 		s.Fatal(err)
 	}
 }
@@ -188,7 +188,7 @@ func (s *story) importImage(layout string) {
 func (s *story) runs(d release.Description) {
 	s.Helper()
 	ours := metav1.ListOptions{LabelSelector: "app.kubernetes.io/name=tandem"}
-	controllers, err := theClient.AppsV1().Deployments(install.Namespace).List(s.ctx, ours)
+	controllers, err := theClient.AppsV1().Deployments(install.Namespace).List(s.Ctx, ours)
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -196,7 +196,7 @@ func (s *story) runs(d release.Description) {
 	for _, deployment := range controllers.Items {
 		want += int(ptr.Deref(deployment.Spec.Replicas, 1))
 	}
-	pods, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, ours)
+	pods, err := theClient.CoreV1().Pods(install.Namespace).List(s.Ctx, ours)
 	if err != nil {
 		s.Fatal(err)
 	}

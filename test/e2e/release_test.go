@@ -24,6 +24,7 @@ import (
 	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/test/faults"
 	"github.com/tandem-gpu/tandem/test/manifests"
+	"github.com/tandem-gpu/tandem/test/stories"
 )
 
 // Stories of how GPUs become free. Each ends, as all do, when every GPU is free in both APIs and the ledger is empty.
@@ -78,34 +79,34 @@ const (
 func TestOneHoldAPod(t *testing.T) {
 	s := begin(t)
 	// A limits pod asks for the GPU of a finished one at once, so seven others leave it no choice.
-	s.manifest(shaped("others", strings.ReplaceAll(initContainer, "nvidia.com/gpu: 1", "nvidia.com/gpu: 7")))
-	s.running(soon, 1, 0)
-	s.wantHolds(0, 7)
+	s.Manifest(shaped("others", strings.ReplaceAll(initContainer, "nvidia.com/gpu: 1", "nvidia.com/gpu: 7")))
+	s.Running(soon, 1, 0)
+	s.WantHolds(0, 7)
 
-	s.manifest(shaped("init", initContainer))
-	s.running(soon, 2, 0)
-	s.wantHolds(0, 8)
+	s.Manifest(shaped("init", initContainer))
+	s.Running(soon, 2, 0)
+	s.WantHolds(0, 8)
 	s.remove("init")
 
-	s.manifest(shaped("crashing", crashing))
-	s.await(soon, "three restarts", func() error {
-		statuses := s.pod("crashing").Status.ContainerStatuses
+	s.Manifest(shaped("crashing", crashing))
+	s.Await(soon, "three restarts", func() error {
+		statuses := s.Pod("crashing").Status.ContainerStatuses
 		if len(statuses) == 0 || statuses[0].RestartCount < 2 {
 			return fmt.Errorf("%v", statuses)
 		}
 		return nil
 	})
-	s.wantHolds(0, 8)
+	s.WantHolds(0, 8)
 	s.remove("crashing")
 
 	// Each of these is bound as soon as the one before has ended, before kubelet has removed anything of it.
 	for i := range 3 {
-		s.manifest(shaped(fmt.Sprintf("finishing-%d", i), finishing))
+		s.Manifest(shaped(fmt.Sprintf("finishing-%d", i), finishing))
 	}
-	s.await(soon, "three pods to succeed one after the other", func() error {
+	s.Await(soon, "three pods to succeed one after the other", func() error {
 		var states []string
 		done := 0
-		for _, pod := range s.pods() {
+		for _, pod := range s.Pods() {
 			states = append(states, pod.Name+"="+string(pod.Status.Phase)+pod.Status.Reason)
 			if pod.Status.Phase == corev1.PodSucceeded {
 				done++
@@ -116,7 +117,7 @@ func TestOneHoldAPod(t *testing.T) {
 		}
 		return nil
 	})
-	s.wantHolds(0, 7)
+	s.WantHolds(0, 7)
 }
 
 // refuser is a device plugin whose every Allocate fails.
@@ -133,14 +134,14 @@ func TestAdmissionFailsAfterAllocate(t *testing.T) {
 	plugin := &refuser{faults.NewDevicePlugin(map[string]int{"refused-0": 0})}
 	server := s.serve(filepath.Join(devicePluginDir, "refuser.sock"), func(server *grpc.Server) { pluginapi.RegisterDevicePluginServer(server, plugin) })
 	s.register(server, resource)
-	s.await(soon, resource+" to be offered", func() error {
-		n, err := theClient.CoreV1().Nodes().Get(s.ctx, gpuNode, metav1.GetOptions{})
+	s.Await(soon, resource+" to be offered", func() error {
+		n, err := theClient.CoreV1().Nodes().Get(s.Ctx, gpuNode, metav1.GetOptions{})
 		if err == nil && n.Status.Allocatable.Name(resource, "").Value() < 1 {
 			err = errors.New("it is not")
 		}
 		return err
 	})
-	s.manifest(shaped("rejected", `
+	s.Manifest(shaped("rejected", `
   containers:
   - name: first
     image: docker.io/library/busybox:1.37
@@ -153,15 +154,15 @@ func TestAdmissionFailsAfterAllocate(t *testing.T) {
     command: [sleep, infinity]
     resources: {limits: {example.com/refused: 1}}
 `))
-	s.await(soon, "kubelet to reject the pod", func() error {
-		if pod := s.pod("rejected"); pod.Status.Phase != corev1.PodFailed {
+	s.Await(soon, "kubelet to reject the pod", func() error {
+		if pod := s.Pod("rejected"); pod.Status.Phase != corev1.PodFailed {
 			return fmt.Errorf("it is %s", pod.Status.Phase)
 		}
 		return nil
 	})
 	// The object stays: its phase is what counts.
-	s.took("the GPUs of a rejected pod to be free", func() { s.awaitEmpty(patient) })
-	if _, limits := s.holdsByKind(); limits != 0 {
+	s.Took("the GPUs of a rejected pod to be free", func() { s.awaitEmpty(patient) })
+	if _, limits := s.HoldsByKind(); limits != 0 {
 		t.Errorf("%d holds", limits)
 	}
 	if err := server.Stop(); err != nil {
@@ -172,64 +173,64 @@ func TestAdmissionFailsAfterAllocate(t *testing.T) {
 // awaitEmpty waits for the ledger of the node to be empty.
 func (s *story) awaitEmpty(patience time.Duration) {
 	s.Helper()
-	s.await(patience, "the ledger to be empty", s.empty)
+	s.Await(patience, "the ledger to be empty", s.Empty)
 }
 
 // TestStaticPod: a pod that kubelet reads from a file has a UID that the API server does not know, and its mirror there may be
 // deleted at any time. It keeps its GPU until the file is gone.
 func TestStaticPod(t *testing.T) {
 	s := begin(t)
-	file := s.nodePath(filepath.Join(staticPodDir, "static.yaml"))
+	file := s.NodePath(filepath.Join(staticPodDir, "static.yaml"))
 	if err := os.MkdirAll(filepath.Dir(file), 0o755); err != nil {
 		t.Fatal(err)
 	}
 	// Not with an init container: its GPU would be refused to the other container (docs/design/0002-ledger.md, known limits).
-	text := strings.Replace(manifests.Pod("limit", "static"), "metadata: {name: static}", "metadata: {name: static, namespace: "+s.namespace+"}", 1)
+	text := strings.Replace(manifests.Pod("limit", "static"), "metadata: {name: static}", "metadata: {name: static, namespace: "+s.Namespace+"}", 1)
 	if err := os.WriteFile(file, []byte(text), 0o644); err != nil {
 		t.Fatal(err)
 	}
-	remove := s.undo(func() error { return os.Remove(file) })
-	s.running(soon, 1, 0)
+	remove := s.Undo(func() error { return os.Remove(file) })
+	s.Running(soon, 1, 0)
 	mirror := "static-" + gpuNode
-	before := s.gpus(mirror, "")
-	uid := s.pod(mirror).UID
-	s.wantHolds(0, 1)
+	before := s.GPUs(mirror, "")
+	uid := s.Pod(mirror).UID
+	s.WantHolds(0, 1)
 
-	s.kubectl("delete", "pod", "-n", s.namespace, mirror, "--force", "--grace-period=0")
-	s.await(soon, "kubelet to make the mirror again", func() error {
-		pod, err := theClient.CoreV1().Pods(s.namespace).Get(s.ctx, mirror, metav1.GetOptions{})
+	s.Kubectl("delete", "pod", "-n", s.Namespace, mirror, "--force", "--grace-period=0")
+	s.Await(soon, "kubelet to make the mirror again", func() error {
+		pod, err := theClient.CoreV1().Pods(s.Namespace).Get(s.Ctx, mirror, metav1.GetOptions{})
 		if err == nil && (pod.UID == uid || pod.Status.Phase != corev1.PodRunning) {
 			err = fmt.Errorf("%s is %s", pod.UID, pod.Status.Phase)
 		}
 		return err
 	})
 	s.fillWithLimits(7)
-	s.wantHolds(0, 8)
-	s.noDoubleOwners()
-	s.same(map[string][]int{mirror: before})
+	s.WantHolds(0, 8)
+	s.NoDoubleOwners()
+	s.Same(map[string][]int{mirror: before})
 	s.remove("others")
 
 	remove()
-	s.took("the GPU of a static pod to be free", func() { s.awaitEmpty(patient) })
+	s.Took("the GPU of a static pod to be free", func() { s.awaitEmpty(patient) })
 }
 
 // fillWithLimits starts one pod that takes so many GPUs, and leaves limits no choice among the others.
 func (s *story) fillWithLimits(gpus int) {
 	s.Helper()
 	running := 0
-	for _, pod := range s.pods() {
+	for _, pod := range s.Pods() {
 		if pod.Status.Phase == corev1.PodRunning {
 			running++
 		}
 	}
-	s.manifest(shaped("others", strings.ReplaceAll(initContainer, "nvidia.com/gpu: 1", fmt.Sprintf("nvidia.com/gpu: %d", gpus))))
-	s.running(soon, running+1, 0)
+	s.Manifest(shaped("others", strings.ReplaceAll(initContainer, "nvidia.com/gpu: 1", fmt.Sprintf("nvidia.com/gpu: %d", gpus))))
+	s.Running(soon, running+1, 0)
 }
 
 // plugin is a connection to the agent's DRA service: the stories that use it are kubelet.
 func (s *story) plugin() drapb.DRAPluginClient {
 	s.Helper()
-	conn, err := grpc.NewClient("unix://"+s.nodePath(filepath.Join(pluginsDir, install.DriverName, "dra.sock")),
+	conn, err := grpc.NewClient("unix://"+s.NodePath(filepath.Join(pluginsDir, install.DriverName, "dra.sock")),
 		grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithAuthority("localhost"))
 	if err != nil {
 		s.Fatal(err)
@@ -241,7 +242,7 @@ func (s *story) plugin() drapb.DRAPluginClient {
 // allocate asks the agent for a GPU as kubelet does, for a pod that it does not name.
 func (s *story) allocate(uuid string) error {
 	s.Helper()
-	sockets, err := filepath.Glob(s.nodePath(filepath.Join(devicePluginDir, "tandem-gpu-*.sock")))
+	sockets, err := filepath.Glob(s.NodePath(filepath.Join(devicePluginDir, "tandem-gpu-*.sock")))
 	if err != nil || len(sockets) != 1 {
 		s.Fatalf("sockets of the device plugin: %v (%v)", sockets, err)
 	}
@@ -250,7 +251,7 @@ func (s *story) allocate(uuid string) error {
 		s.Fatal(err)
 	}
 	defer conn.Close()
-	_, err = pluginapi.NewDevicePluginClient(conn).Allocate(s.ctx, &pluginapi.AllocateRequest{
+	_, err = pluginapi.NewDevicePluginClient(conn).Allocate(s.Ctx, &pluginapi.AllocateRequest{
 		ContainerRequests: []*pluginapi.ContainerAllocateRequest{{DevicesIds: []string{uuid}}},
 	})
 	return err
@@ -259,12 +260,12 @@ func (s *story) allocate(uuid string) error {
 // unprepare asks for what kubelets below 1.37 ask for while pods still use a claim.
 func (s *story) unprepare(claim string) {
 	s.Helper()
-	object, err := theClient.ResourceV1().ResourceClaims(s.namespace).Get(s.ctx, claim, metav1.GetOptions{})
+	object, err := theClient.ResourceV1().ResourceClaims(s.Namespace).Get(s.Ctx, claim, metav1.GetOptions{})
 	if err != nil {
 		s.Fatal(err)
 	}
-	answer, err := s.plugin().NodeUnprepareResources(s.ctx, &drapb.NodeUnprepareResourcesRequest{
-		Claims: []*drapb.Claim{{Namespace: s.namespace, Name: claim, Uid: string(object.UID)}},
+	answer, err := s.plugin().NodeUnprepareResources(s.Ctx, &drapb.NodeUnprepareResourcesRequest{
+		Claims: []*drapb.Claim{{Namespace: s.Namespace, Name: claim, Uid: string(object.UID)}},
 	})
 	if err != nil {
 		s.Fatal(err)
@@ -278,69 +279,69 @@ func (s *story) unprepare(claim string) {
 // the GPU until both are gone, and a third pod of the claim may still come.
 func TestUnpreparedInUse(t *testing.T) {
 	s := begin(t)
-	s.example("shared-claim.yaml")
+	s.Example("shared-claim.yaml")
 	s.remove("shared-claim")
-	s.example("shared-claim-pods.yaml")
-	s.running(soon, 2, 0)
-	shared := s.gpus("shared-claim-a", "")
-	claim := s.pod("shared-claim-a").Spec.ResourceClaims[0].ResourceClaimName
+	s.Example("shared-claim-pods.yaml")
+	s.Running(soon, 2, 0)
+	shared := s.GPUs("shared-claim-a", "")
+	claim := s.Pod("shared-claim-a").Spec.ResourceClaims[0].ResourceClaimName
 	if claim == nil {
 		t.Fatal("the pods share no claim by name")
 	}
 	s.unprepare(*claim)
-	s.wantHolds(1, 0)
+	s.WantHolds(1, 0)
 	s.fillWithLimits(7)
-	s.noDoubleOwners()
+	s.NoDoubleOwners()
 
 	// The next pod of the claim makes it whole again; what kubelet knows of it stays its own.
-	third := s.pod("shared-claim-b").DeepCopy()
-	third.ObjectMeta = metav1.ObjectMeta{Name: "shared-claim-c", Namespace: s.namespace}
+	third := s.Pod("shared-claim-b").DeepCopy()
+	third.ObjectMeta = metav1.ObjectMeta{Name: "shared-claim-c", Namespace: s.Namespace}
 	third.Spec.NodeName = ""
 	third.Status = corev1.PodStatus{}
-	if _, err := theClient.CoreV1().Pods(s.namespace).Create(s.ctx, third, metav1.CreateOptions{}); err != nil {
+	if _, err := theClient.CoreV1().Pods(s.Namespace).Create(s.Ctx, third, metav1.CreateOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	s.running(soon, 4, 0)
-	if now := s.gpus("shared-claim-c", ""); !slices.Equal(now, shared) {
+	s.Running(soon, 4, 0)
+	if now := s.GPUs("shared-claim-c", ""); !slices.Equal(now, shared) {
 		t.Errorf("the third pod sees GPUs %v, the first %v", now, shared)
 	}
 	s.unprepare(*claim)
 	s.remove("shared-claim-a", "shared-claim-b")
-	s.wantHolds(1, 7)
-	s.noDoubleOwners()
+	s.WantHolds(1, 7)
+	s.NoDoubleOwners()
 	s.remove("shared-claim-c", "others")
-	s.took("the GPU of an unprepared claim to be free", func() { s.awaitEmpty(soon) })
+	s.Took("the GPU of an unprepared claim to be free", func() { s.awaitEmpty(soon) })
 }
 
 // TestAgentAwayWhilePodsEnd: pods end by every way there is while no agent runs. When it is back, it finds out.
 func TestAgentAwayWhilePodsEnd(t *testing.T) {
 	s := begin(t)
-	s.occupy()
+	s.Occupy()
 	s.withoutAgent(func() {
 		s.remove("limit-0")
-		s.kubectl("delete", "pod", "-n", s.namespace, "limit-1", "claim-0", "--force", "--grace-period=0")
+		s.Kubectl("delete", "pod", "-n", s.Namespace, "limit-1", "claim-0", "--force", "--grace-period=0")
 		// Kubelet does not let it go before it is unprepared.
-		s.kubectl("delete", "pod", "-n", s.namespace, "claim-1", "--wait=false")
+		s.Kubectl("delete", "pod", "-n", s.Namespace, "claim-1", "--wait=false")
 	})
-	s.ready()
-	s.took("the GPUs to be free", func() { s.awaitEmpty(patient) })
-	s.noPods()
+	s.Ready()
+	s.Took("the GPUs to be free", func() { s.awaitEmpty(patient) })
+	s.NoPods()
 }
 
 // withoutAgent takes the agents off all nodes, does something, and brings them back.
 func (s *story) withoutAgent(part func()) {
 	s.Helper()
 	set := func(selector string) error {
-		_, err := theClient.AppsV1().DaemonSets(install.Namespace).Patch(context.WithoutCancel(s.ctx), s.daemonSet(), types.StrategicMergePatchType,
+		_, err := theClient.AppsV1().DaemonSets(install.Namespace).Patch(context.WithoutCancel(s.Ctx), s.daemonSet(), types.StrategicMergePatchType,
 			[]byte(`{"spec":{"template":{"spec":{"nodeSelector":`+selector+`}}}}`), metav1.PatchOptions{})
 		return err
 	}
 	if err := set(`{"agents":"away"}`); err != nil {
 		s.Fatal(err)
 	}
-	back := s.undo(func() error { return set(`{"agents":null}`) })
-	s.await(soon, "the agents to be gone", func() error {
-		list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{LabelSelector: agentLabel})
+	back := s.Undo(func() error { return set(`{"agents":null}`) })
+	s.Await(soon, "the agents to be gone", func() error {
+		list, err := theClient.CoreV1().Pods(install.Namespace).List(s.Ctx, metav1.ListOptions{LabelSelector: stories.AgentLabel})
 		if err == nil && len(list.Items) > 0 {
 			err = fmt.Errorf("%d pods", len(list.Items))
 		}
@@ -352,7 +353,7 @@ func (s *story) withoutAgent(part func()) {
 
 func (s *story) daemonSet() string {
 	s.Helper()
-	list, err := theClient.AppsV1().DaemonSets(install.Namespace).List(s.ctx, metav1.ListOptions{LabelSelector: agentLabel})
+	list, err := theClient.AppsV1().DaemonSets(install.Namespace).List(s.Ctx, metav1.ListOptions{LabelSelector: stories.AgentLabel})
 	if err != nil || len(list.Items) != 1 {
 		s.Fatalf("%d DaemonSets of the agent: %v", len(list.Items), err)
 	}
@@ -369,22 +370,22 @@ const (
 // lost as well.
 func TestKubeletAwayWhilePodsEnd(t *testing.T) {
 	s := begin(t)
-	s.occupy()
+	s.Occupy()
 	s.withoutKubelet(func() {
 		s.endContainers("claim-0", "limit-0")
-		s.kubectl("delete", "pod", "-n", s.namespace, "--all", "--force", "--grace-period=0")
-		s.on(node(), "rm", deviceState, claimState)
+		s.Kubectl("delete", "pod", "-n", s.Namespace, "--all", "--force", "--grace-period=0")
+		s.On(node(), "rm", deviceState, claimState)
 	})
-	s.ready()
-	s.took("the GPUs to be free", func() { s.awaitEmpty(patient) })
+	s.Ready()
+	s.Took("the GPUs to be free", func() { s.awaitEmpty(patient) })
 }
 
 // endContainers kills the processes of pods without kubelet or the runtime.
 func (s *story) endContainers(pods ...string) {
 	s.Helper()
 	for _, pod := range pods {
-		uid := strings.ReplaceAll(string(s.pod(pod).UID), "_", "-")
-		s.on(node(), "sh", "-c", `for f in $(find /sys/fs/cgroup -path "*$0*" -name cgroup.procs); do for p in $(cat $f); do kill -9 $p; done; done 2> /dev/null; true`, uid)
+		uid := strings.ReplaceAll(string(s.Pod(pod).UID), "_", "-")
+		s.On(node(), "sh", "-c", `for f in $(find /sys/fs/cgroup -path "*$0*" -name cgroup.procs); do for p in $(cat $f); do kill -9 $p; done; done 2> /dev/null; true`, uid)
 	}
 }
 
@@ -392,8 +393,8 @@ func (s *story) endContainers(pods ...string) {
 // them, and they are free when the pods are gone.
 func TestKubeletForgetsRunningPods(t *testing.T) {
 	s := begin(t)
-	before := s.occupy()
-	t.Logf("holds before:\n%s", s.records(node()))
+	before := s.Occupy()
+	t.Logf("holds before:\n%s", s.Records(node()))
 	for _, pod := range []string{"claim-0", "limit-0"} {
 		if err := s.allocate(s.devices(pod)[0].GPU.UUID); err == nil {
 			t.Errorf("another holder got the GPU of %s", pod)
@@ -401,27 +402,27 @@ func TestKubeletForgetsRunningPods(t *testing.T) {
 			t.Log(err)
 		}
 	}
-	s.wantHolds(2, 2)
-	s.withoutKubelet(func() { s.on(node(), "rm", deviceState, claimState) })
-	s.ready()
-	s.same(before)
-	s.manifest(manifests.Deployment("limits", gpusANode) + manifests.ClaimDeployment("claims", "single", gpusANode))
+	s.WantHolds(2, 2)
+	s.withoutKubelet(func() { s.On(node(), "rm", deviceState, claimState) })
+	s.Ready()
+	s.Same(before)
+	s.Manifest(manifests.Deployment("limits", gpusANode) + manifests.ClaimDeployment("claims", "single", gpusANode))
 	s.awaitGPUsInUse(gpusANode)
-	s.noDoubleOwners()
-	s.same(before)
+	s.NoDoubleOwners()
+	s.Same(before)
 	t.Logf("failed: %v", s.failed())
-	s.kubectl("delete", "deployment", "-n", s.namespace, "claims", "limits")
+	s.Kubectl("delete", "deployment", "-n", s.Namespace, "claims", "limits")
 	s.remove()
-	s.took("the GPUs to be free", func() { s.awaitEmpty(patient) })
+	s.Took("the GPUs to be free", func() { s.awaitEmpty(patient) })
 }
 
 // awaitGPUsInUse waits until so many GPUs are held and seen by running pods.
 func (s *story) awaitGPUsInUse(n int) {
 	s.Helper()
-	s.await(patient, fmt.Sprintf("%d GPUs to be in use", n), func() error {
-		claims, limits := s.holdsByKind()
+	s.Await(patient, fmt.Sprintf("%d GPUs to be in use", n), func() error {
+		claims, limits := s.HoldsByKind()
 		running := 0
-		for _, pod := range s.pods() {
+		for _, pod := range s.Pods() {
 			if pod.Status.Phase == corev1.PodRunning && pod.DeletionTimestamp == nil {
 				running++
 			}

@@ -7,77 +7,13 @@ import (
 	"strings"
 	"testing"
 
-	authenticationv1 "k8s.io/api/authentication/v1"
-	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
-	"k8s.io/client-go/rest"
 
-	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/test/stories"
 )
-
-const agentLabel = "app.kubernetes.io/component=kubelet-plugin"
-
-// agentPod is the agent's pod on a node.
-func (s *story) agentPod(nodeName string) corev1.Pod {
-	s.Helper()
-	pods, err := s.agentPods(nodeName)
-	if err != nil {
-		s.Fatal(err)
-	}
-	if len(pods) != 1 {
-		s.Fatalf("%d pods of the agent on %s", len(pods), nodeName)
-	}
-	return pods[0]
-}
-
-// agentPods are all pods of the agent on a node, also those that end.
-func (s *story) agentPods(nodeName string) ([]corev1.Pod, error) {
-	list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{LabelSelector: agentLabel, FieldSelector: "spec.nodeName=" + nodeName})
-	if err != nil {
-		return nil, err
-	}
-	return list.Items, nil
-}
-
-// as is a client with a token of the agent's account; bound is the pod that the token is bound to, or nil.
-func (s *story) as(account string, bound *corev1.Pod) kubernetes.Interface {
-	s.Helper()
-	request := &authenticationv1.TokenRequest{}
-	if bound != nil {
-		request.Spec.BoundObjectRef = &authenticationv1.BoundObjectReference{APIVersion: "v1", Kind: "Pod", Name: bound.Name, UID: bound.UID}
-	}
-	answer, err := theClient.CoreV1().ServiceAccounts(install.Namespace).CreateToken(s.ctx, account, request, metav1.CreateOptions{})
-	if err != nil {
-		s.Fatal(err)
-	}
-	admin, err := theCluster.RESTConfig()
-	if err != nil {
-		s.Fatal(err)
-	}
-	config := rest.AnonymousClientConfig(admin)
-	config.BearerToken = answer.Status.Token
-	client, err := kubernetes.NewForConfig(config)
-	if err != nil {
-		s.Fatal(err)
-	}
-	return client
-}
-
-// sliceOf is one slice of a node.
-func (s *story) sliceOf(nodeName string) *resourceapi.ResourceSlice {
-	s.Helper()
-	list, err := theClient.ResourceV1().ResourceSlices().List(s.ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + nodeName})
-	if err != nil {
-		s.Fatal(err)
-	}
-	if len(list.Items) == 0 {
-		s.Fatalf("no slice of %s", nodeName)
-	}
-	return &list.Items[0]
-}
 
 // writes to slices that are never stored.
 type writes struct {
@@ -88,15 +24,15 @@ type writes struct {
 var dryRun = []string{metav1.DryRunAll}
 
 func (w writes) update(slice *resourceapi.ResourceSlice) error {
-	_, err := w.client.ResourceV1().ResourceSlices().Patch(w.ctx, slice.Name, types.MergePatchType, []byte(`{"metadata":{"labels":{"stolen":"true"}}}`), metav1.PatchOptions{DryRun: dryRun})
+	_, err := w.client.ResourceV1().ResourceSlices().Patch(w.Ctx, slice.Name, types.MergePatchType, []byte(`{"metadata":{"labels":{"stolen":"true"}}}`), metav1.PatchOptions{DryRun: dryRun})
 	return err
 }
 
 // TestAgentIsConfined: what the kernel says of the agent's process on a node without real GPUs, where it needs no privilege.
 func TestAgentIsConfined(t *testing.T) {
 	s := begin(t)
-	pid := strings.TrimSpace(s.on(node(), "pgrep", "-x", "kubelet-plugin"))
-	status := s.on(node(), "cat", "/proc/"+pid+"/status")
+	pid := strings.TrimSpace(s.On(node(), "pgrep", "-x", "kubelet-plugin"))
+	status := s.On(node(), "cat", "/proc/"+pid+"/status")
 	for field, want := range map[string]string{
 		"CapInh": "0000000000000000", "CapPrm": "0000000000000000", "CapEff": "0000000000000000", "CapBnd": "0000000000000000",
 		"NoNewPrivs": "1",
@@ -107,7 +43,7 @@ func TestAgentIsConfined(t *testing.T) {
 		}
 	}
 	for _, namespace := range []string{"net", "pid", "ipc", "mnt"} {
-		own, host := s.on(node(), "readlink", "/proc/"+pid+"/ns/"+namespace), s.on(node(), "readlink", "/proc/1/ns/"+namespace)
+		own, host := s.On(node(), "readlink", "/proc/"+pid+"/ns/"+namespace), s.On(node(), "readlink", "/proc/1/ns/"+namespace)
 		if own == host {
 			t.Errorf("the agent is in the node's %s namespace", namespace)
 		}
@@ -119,9 +55,9 @@ func TestAgentIsConfined(t *testing.T) {
 		"/sys/fs/cgroup", // the container's own
 		// What stands for the partitions that are in the GPUs themselves. The rest of the simulated machine stays read-only, and
 		// with real GPUs nothing is mounted here.
-		simulatedMachine + "/mig",
+		stories.SimulatedMachine + "/mig",
 	}
-	for line := range strings.Lines(s.on(node(), "cat", "/proc/"+pid+"/mounts")) {
+	for line := range strings.Lines(s.On(node(), "cat", "/proc/"+pid+"/mounts")) {
 		fields := strings.Fields(line)
 		at, options := fields[1], strings.Split(fields[3], ",")
 		if slices.Contains(options, "ro") || slices.ContainsFunc(may, func(path string) bool {
@@ -131,7 +67,7 @@ func TestAgentIsConfined(t *testing.T) {
 		}
 		// Volumes of other pods are there, under a mount that hides them.
 		if strings.HasPrefix(at, "/var/lib/kubelet/pods/") {
-			if names := s.on(node(), "ls", "-A", "/proc/"+pid+"/root/var/lib/kubelet/pods"); names != "" {
+			if names := s.On(node(), "ls", "-A", "/proc/"+pid+"/root/var/lib/kubelet/pods"); names != "" {
 				t.Errorf("the agent sees the volumes of pods: %s", names)
 			}
 			continue
@@ -148,7 +84,7 @@ func TestAgentIsConfined(t *testing.T) {
 // with it, the agent could unmount what hides them. The simulated machine needs no such mounts, so a pod has them here.
 func TestHostIsHidden(t *testing.T) {
 	s := begin(t)
-	s.manifest(`
+	s.Manifest(`
 apiVersion: v1
 kind: Pod
 metadata: {name: sees-host}
@@ -169,8 +105,8 @@ spec:
   - {name: host, hostPath: {path: /, type: Directory}}
   - {name: nothing, emptyDir: {}}
 `)
-	s.running(soon, 1, 0)
-	s.manifest(`
+	s.Running(soon, 1, 0)
+	s.Manifest(`
 apiVersion: v1
 kind: Secret
 metadata: {name: secret}
@@ -186,11 +122,11 @@ spec:
   - {name: c, image: "docker.io/library/busybox:1.37", imagePullPolicy: Never, command: [sleep, infinity], volumeMounts: [{name: v, mountPath: /v}]}
   volumes: [{name: v, secret: {secretName: secret}}]
 `)
-	s.running(soon, 2, 0)
-	if seen := s.kubectl("exec", "-n", s.namespace, "sees-host", "--", "ls", "/host"); !strings.Contains(seen, "usr") {
+	s.Running(soon, 2, 0)
+	if seen := s.Kubectl("exec", "-n", s.Namespace, "sees-host", "--", "ls", "/host"); !strings.Contains(seen, "usr") {
 		t.Errorf("the host's root has %q", seen)
 	}
-	if seen := s.kubectl("exec", "-n", s.namespace, "sees-host", "--", "ls", "-A", "/host/var/lib/kubelet", "/host/proc"); strings.TrimSpace(seen) != "/host/proc:\n\n/host/var/lib/kubelet:" {
+	if seen := s.Kubectl("exec", "-n", s.Namespace, "sees-host", "--", "ls", "-A", "/host/var/lib/kubelet", "/host/proc"); strings.TrimSpace(seen) != "/host/proc:\n\n/host/var/lib/kubelet:" {
 		t.Errorf("of kubelet and of processes there is %q", seen)
 	}
 }

@@ -13,15 +13,15 @@ import (
 // when a GPU frees.
 func TestBothUntilFull(t *testing.T) {
 	s := begin(t)
-	s.manifest(manifests.SingleTemplate)
+	s.Manifest(manifests.SingleTemplate)
 	for i := range gpusANode / 2 {
-		s.manifest(manifests.Pod("claim", fmt.Sprintf("claim-%d", i)))
-		s.running(soon, 2*i+1, 0)
-		s.manifest(manifests.Pod("limit", fmt.Sprintf("limit-%d", i)))
-		s.running(soon, 2*i+2, 0)
+		s.Manifest(manifests.Pod("claim", fmt.Sprintf("claim-%d", i)))
+		s.Running(soon, 2*i+1, 0)
+		s.Manifest(manifests.Pod("limit", fmt.Sprintf("limit-%d", i)))
+		s.Running(soon, 2*i+2, 0)
 	}
 	seen := map[int]string{}
-	for pod, gpus := range s.seen() {
+	for pod, gpus := range s.Seen() {
 		for _, gpu := range gpus {
 			if other, taken := seen[gpu]; taken {
 				t.Errorf("GPU %d is seen by %s and %s", gpu, other, pod)
@@ -32,12 +32,12 @@ func TestBothUntilFull(t *testing.T) {
 	if len(seen) != gpusANode {
 		t.Errorf("%d GPUs are used, not %d", len(seen), gpusANode)
 	}
-	s.noDoubleOwners()
-	s.await(soon, "the scheduler to see a full node", func() error { return s.offeredToPods(gpusANode / 2) })
+	s.NoDoubleOwners()
+	s.Await(soon, "the scheduler to see a full node", func() error { return s.OfferedToPods(gpusANode / 2) })
 	// Both may get the GPU that is free first. The claim's pod then has an owner that creates another one.
-	s.manifest(manifests.ClaimDeployment("claim-late", "single", 1) + manifests.Pod("limit", "limit-late"))
-	s.unschedulable(2)
+	s.Manifest(manifests.ClaimDeployment("claim-late", "single", 1) + manifests.Pod("limit", "limit-late"))
+	s.Unschedulable(2)
 	s.remove("claim-0", "limit-0")
-	s.running(patient, gpusANode, 0)
-	s.noDoubleOwners()
+	s.Running(patient, gpusANode, 0)
+	s.NoDoubleOwners()
 }

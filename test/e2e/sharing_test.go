@@ -19,7 +19,7 @@ import (
 
 // sharesKept reports whether the API server keeps what shares are published by.
 func (s *story) sharesKept() bool {
-	list, err := theClient.ResourceV1().ResourceSlices().List(s.ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
+	list, err := theClient.ResourceV1().ResourceSlices().List(s.Ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -37,11 +37,11 @@ func (s *story) sharesKept() bool {
 func (s *story) perGPU(app string) map[string]int {
 	s.Helper()
 	count := map[string]int{}
-	for _, pod := range s.pods() {
+	for _, pod := range s.Pods() {
 		if pod.Labels["app"] != app || pod.Status.Phase != corev1.PodRunning || pod.DeletionTimestamp != nil {
 			continue
 		}
-		for _, minor := range s.gpus(pod.Name, "") {
+		for _, minor := range s.GPUs(pod.Name, "") {
 			count[fmt.Sprintf("%s/gpu-%d", pod.Spec.NodeName, minor)]++
 		}
 	}
@@ -62,38 +62,38 @@ func TestMemoryShares(t *testing.T) {
 	if !s.sharesKept() {
 		t.Skip(droppedCapacity)
 	}
-	s.example("memory-shares.yaml")
-	s.running(soon, 4, 2)
+	s.Example("memory-shares.yaml")
+	s.Running(soon, 4, 2)
 	first := map[string]int{gpuNode + "/gpu-0": 2, gpuNode + "/gpu-1": 2}
 	s.wantPerGPU("memory-shares", first)
-	s.manifest(manifests.SingleTemplate)
-	s.manifest(manifests.Pod("claim", "exclusive"))
-	s.running(soon, 5, 2)
-	if got := s.gpus("exclusive", ""); !slices.Equal(got, []int{2}) {
+	s.Manifest(manifests.SingleTemplate)
+	s.Manifest(manifests.Pod("claim", "exclusive"))
+	s.Running(soon, 5, 2)
+	if got := s.GPUs("exclusive", ""); !slices.Equal(got, []int{2}) {
 		t.Errorf("the exclusive claim has GPUs %v beside shares on %v", got, first)
 	}
-	for _, pod := range s.pods() {
+	for _, pod := range s.Pods() {
 		if pod.Status.Phase == corev1.PodPending {
 			s.explains(pod, "10240 MiB left on 1 GPU")
 		}
 	}
 	// What claims leave of the GPU that has replicas, 23034 - 2 x 10240 MiB, is not enough for one.
-	s.await(soon, "nothing on offer for limits", func() error { return s.offeredToPods(0) })
+	s.Await(soon, "nothing on offer for limits", func() error { return s.OfferedToPods(0) })
 
-	s.kubectl("taint", "nodes", numaNode, numaKey+":NoSchedule-")
-	s.undo(func() error {
-		_, err := theCluster.Kubectl(context.WithoutCancel(s.ctx), "taint", "nodes", numaNode, numaKey+"=true:NoSchedule", "--overwrite")
+	s.Kubectl("taint", "nodes", numaNode, numaKey+":NoSchedule-")
+	s.Undo(func() error {
+		_, err := theCluster.Kubectl(context.WithoutCancel(s.Ctx), "taint", "nodes", numaNode, numaKey+"=true:NoSchedule", "--overwrite")
 		return err
 	})
-	s.running(soon, 7, 0)
+	s.Running(soon, 7, 0)
 	first[numaNode+"/gpu-0"] = 2
 	s.wantPerGPU("memory-shares", first)
 
 	// One that ends takes nothing from the one beside it.
-	containers := s.containers()
-	s.kubectl("scale", "-n", s.namespace, "deployment/memory-shares", "--replicas=5")
-	s.running(soon, 6, 0)
-	for name, container := range s.containers() {
+	containers := s.Containers()
+	s.Kubectl("scale", "-n", s.Namespace, "deployment/memory-shares", "--replicas=5")
+	s.Running(soon, 6, 0)
+	for name, container := range s.Containers() {
 		if containers[name] != container {
 			t.Errorf("the container of %s was %s and is %s", name, containers[name], container)
 		}
@@ -106,44 +106,44 @@ func TestSharesOfClaims(t *testing.T) {
 	if !s.sharesKept() {
 		t.Skip(droppedCapacity)
 	}
-	s.example("equal-shares.yaml")
-	s.running(soon, 4, 2)
+	s.Example("equal-shares.yaml")
+	s.Running(soon, 4, 2)
 	s.wantPerGPU("equal-shares", map[string]int{gpuNode + "/gpu-0": 4})
 	s.withinBudget(4)
-	for _, pod := range s.pods() {
+	for _, pod := range s.Pods() {
 		if pod.Status.Phase == corev1.PodPending {
 			s.explains(pod, "1 share left on 1 GPU")
 		}
 	}
-	s.await(soon, "no replica left for limits", func() error { return s.offeredToPods(3) })
+	s.Await(soon, "no replica left for limits", func() error { return s.OfferedToPods(3) })
 
 	// A pod with limits takes the share that is left, and gives it back.
-	s.kubectl("scale", "-n", s.namespace, "deployment/equal-shares", "--replicas=3")
-	s.running(soon, 3, 0)
-	s.await(soon, "one replica for limits", func() error { return s.offeredToPods(4) })
+	s.Kubectl("scale", "-n", s.Namespace, "deployment/equal-shares", "--replicas=3")
+	s.Running(soon, 3, 0)
+	s.Await(soon, "one replica for limits", func() error { return s.OfferedToPods(4) })
 	for i := range 4 {
-		s.manifest(manifests.Pod("limits", fmt.Sprintf("limits-%d", i)))
+		s.Manifest(manifests.Pod("limits", fmt.Sprintf("limits-%d", i)))
 	}
-	s.running(soon, 7, 0)
-	s.kubectl("scale", "-n", s.namespace, "deployment/equal-shares", "--replicas=4")
-	s.running(soon, 7, 1)
+	s.Running(soon, 7, 0)
+	s.Kubectl("scale", "-n", s.Namespace, "deployment/equal-shares", "--replicas=4")
+	s.Running(soon, 7, 1)
 	s.withinBudget(7)
 	s.remove("limits-0", "limits-1", "limits-2", "limits-3")
-	s.running(soon, 4, 0)
+	s.Running(soon, 4, 0)
 }
 
 // TestUnlimitedShares: any number of claims share a GPU, which limits get no more, also after a restart of the agent.
 func TestUnlimitedShares(t *testing.T) {
 	s := begin(t)
-	s.example("unlimited-shares.yaml")
-	s.running(soon, 5, 0)
+	s.Example("unlimited-shares.yaml")
+	s.Running(soon, 5, 0)
 	s.wantPerGPU("unlimited-shares", map[string]int{gpuNode + "/gpu-0": 5})
 	s.withinBudget(5)
-	s.await(soon, "the GPU to leave the limits", func() error { return s.offeredToPods(3) })
-	containers := s.containers()
-	s.killAgent()
-	s.await(soon, "the GPU to stay away from the limits", func() error { return s.offeredToPods(3) })
-	for name, container := range s.containers() {
+	s.Await(soon, "the GPU to leave the limits", func() error { return s.OfferedToPods(3) })
+	containers := s.Containers()
+	s.KillAgent()
+	s.Await(soon, "the GPU to stay away from the limits", func() error { return s.OfferedToPods(3) })
+	for name, container := range s.Containers() {
 		if containers[name] != container {
 			t.Errorf("the container of %s was %s and is %s", name, containers[name], container)
 		}
@@ -183,21 +183,21 @@ func TestOneBudget(t *testing.T) {
 	if !s.sharesKept() {
 		t.Skip(droppedCapacity)
 	}
-	s.manifest(shareOfFirst("share", "10Gi"))
-	s.running(soon, 1, 0)
+	s.Manifest(shareOfFirst("share", "10Gi"))
+	s.Running(soon, 1, 0)
 	// 10 of 22.5 GiB leave room for two of four replicas.
-	s.await(soon, "what is left for limits", func() error { return s.offeredToPods(2 + 1 + 1) })
-	s.example("limits-shared.yaml")
-	s.kubectl("scale", "-n", s.namespace, "deployment/limits-shared", "--replicas=6")
-	s.running(soon, 1+4, 2)
+	s.Await(soon, "what is left for limits", func() error { return s.OfferedToPods(2 + 1 + 1) })
+	s.Example("limits-shared.yaml")
+	s.Kubectl("scale", "-n", s.Namespace, "deployment/limits-shared", "--replicas=6")
+	s.Running(soon, 1+4, 2)
 	mixed := map[string]int{gpuNode + "/gpu-0": 2, gpuNode + "/gpu-1": 1, gpuNode + "/gpu-2": 1}
 	s.wantPerGPU("limits-shared", mixed)
-	s.manifest(manifests.SingleTemplate)
-	s.manifest(manifests.Pod("claim", "exclusive"))
-	s.manifest(shareOfFirst("another", "10Gi"))
-	s.await(soon, "pods without room to wait", func() error {
+	s.Manifest(manifests.SingleTemplate)
+	s.Manifest(manifests.Pod("claim", "exclusive"))
+	s.Manifest(shareOfFirst("another", "10Gi"))
+	s.Await(soon, "pods without room to wait", func() error {
 		waiting := 0
-		for _, pod := range s.pods() {
+		for _, pod := range s.Pods() {
 			if pod.Status.Phase == corev1.PodPending && unschedulablePod(&pod) {
 				waiting++
 			}
@@ -209,25 +209,25 @@ func TestOneBudget(t *testing.T) {
 	})
 	s.withinBudget(5)
 
-	containers := s.containers()
-	s.killAgent()
-	s.readyz(200)
+	containers := s.Containers()
+	s.KillAgent()
+	s.Readyz(200)
 	s.withinBudget(5)
-	if err := node().Component(cluster.Kubelet).Restart(s.ctx); err != nil {
+	if err := node().Component(cluster.Kubelet).Restart(s.Ctx); err != nil {
 		t.Fatal(err)
 	}
-	s.readyz(200)
+	s.Readyz(200)
 	s.withinBudget(5)
-	if now := s.containers(); !maps.Equal(containers, now) {
+	if now := s.Containers(); !maps.Equal(containers, now) {
 		t.Errorf("containers were %v, are %v", containers, now)
 	}
 
-	s.kubectl("scale", "-n", s.namespace, "deployment/limits-shared", "--replicas=0")
-	s.running(soon, 3, 0)
-	if a, b := s.gpus("share", ""), s.gpus("another", ""); !slices.Equal(a, b) || !slices.Equal(a, []int{0}) {
+	s.Kubectl("scale", "-n", s.Namespace, "deployment/limits-shared", "--replicas=0")
+	s.Running(soon, 3, 0)
+	if a, b := s.GPUs("share", ""), s.GPUs("another", ""); !slices.Equal(a, b) || !slices.Equal(a, []int{0}) {
 		t.Errorf("two shares of the first GPU see %v and %v", a, b)
 	}
-	if got := s.gpus("exclusive", ""); slices.Contains(got, 0) || len(got) != 1 {
+	if got := s.GPUs("exclusive", ""); slices.Contains(got, 0) || len(got) != 1 {
 		t.Errorf("the exclusive claim has GPUs %v", got)
 	}
 	s.withinBudget(3)
@@ -236,7 +236,7 @@ func TestOneBudget(t *testing.T) {
 // withinBudget waits until the GPUNode tells of so many holders, and checks that those of each device fit into it.
 func (s *story) withinBudget(holders int) {
 	s.Helper()
-	object := s.shows(fmt.Sprint(holders, " holders"), func(o gpunode.GPUNode) bool {
+	object := s.Shows(fmt.Sprint(holders, " holders"), func(o gpunode.GPUNode) bool {
 		n := 0
 		for _, d := range o.Status.Devices {
 			n += len(d.Holders)

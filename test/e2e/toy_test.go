@@ -27,7 +27,7 @@ func (s *story) serve(path string, register func(*grpc.Server)) *faults.Server {
 	if err != nil {
 		s.Fatal(err)
 	}
-	s.undo(server.Stop)
+	s.Undo(server.Stop)
 	return server
 }
 
@@ -45,7 +45,7 @@ func (s *story) devicePlugin(name string, minors map[string]int) (*faults.Server
 // register tells kubelet's device manager of a plugin.
 func (s *story) register(server *faults.Server, resource string) {
 	s.Helper()
-	if err := server.Register(s.ctx, resource); err != nil {
+	if err := server.Register(s.Ctx, resource); err != nil {
 		s.Fatal(err)
 	}
 }

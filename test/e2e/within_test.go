@@ -5,7 +5,6 @@ package e2e
 import (
 	"errors"
 	"fmt"
-	"io/fs"
 	"maps"
 	"os"
 	"path/filepath"
@@ -19,16 +18,13 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/yaml"
 
-	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/internal/podstatus"
-	"github.com/tandem-gpu/tandem/pkg/driver"
 	"github.com/tandem-gpu/tandem/simulated"
 	"github.com/tandem-gpu/tandem/simulated/programs"
+	"github.com/tandem-gpu/tandem/test/stories"
 )
 
 // The stories in this file share devices among the containers of one claim, by the claim's settings.
-
-const daemonLabel = "tandem-gpu.dev/mps-daemon"
 
 // Compute modes, as NVML numbers them.
 const (
@@ -47,13 +43,13 @@ func (t setting) String() string {
 // toldOfGPUs is what the driver was told of each GPU of the node, by index.
 func (s *story) toldOfGPUs() (all []setting) {
 	s.Helper()
-	data, err := os.ReadFile(filepath.Join(s.machine(), simulated.MIGDir, simulated.MIGStateFile))
+	data, err := os.ReadFile(filepath.Join(s.Machine(), simulated.MIGDir, simulated.MIGStateFile))
 	var state simulated.MIGState
 	if err == nil {
 		err = yaml.Unmarshal(data, &state)
 	}
 	for _, uuid := range s.uuidsInOrder() {
-		slice, sliceErr := simulated.TimeSlice(s.machine(), uuid)
+		slice, sliceErr := simulated.TimeSlice(s.Machine(), uuid)
 		err = errors.Join(err, sliceErr)
 		all = append(all, setting{int(state.ComputeModes[uuid]), slice})
 	}
@@ -66,7 +62,7 @@ func (s *story) toldOfGPUs() (all []setting) {
 // uuidsInOrder are the UUIDs of the node's GPUs, by index.
 func (s *story) uuidsInOrder() (uuids []string) {
 	s.Helper()
-	profile, err := simulated.Load(filepath.Join(s.machine(), simulated.ProfileFile))
+	profile, err := simulated.Load(filepath.Join(s.Machine(), simulated.ProfileFile))
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -79,17 +75,17 @@ func (s *story) uuidsInOrder() (uuids []string) {
 // administeredMode is a compute mode of all GPUs that only an administrator sets. The end of the story restores the default.
 func (s *story) administeredMode(mode int) {
 	s.Helper()
-	s.undo(func() error {
-		_, err := s.smi("-c", strconv.Itoa(modeDefault))
+	s.Undo(func() error {
+		_, err := s.SMI("-c", strconv.Itoa(modeDefault))
 		return err
 	})
-	s.administer("-c", strconv.Itoa(mode))
+	s.Administer("-c", strconv.Itoa(mode))
 }
 
 // gpusAre waits until the driver was told this of some GPUs, and the usual of all others.
 func (s *story) gpusAre(usual setting, others map[int]setting) {
 	s.Helper()
-	s.await(soon, fmt.Sprintf("GPUs with %v, others with %s", others, usual), func() error {
+	s.Await(soon, fmt.Sprintf("GPUs with %v, others with %s", others, usual), func() error {
 		for i, is := range s.toldOfGPUs() {
 			want, ok := others[i]
 			if !ok {
@@ -103,23 +99,13 @@ func (s *story) gpusAre(usual setting, others map[int]setting) {
 	})
 }
 
-// daemons are the pods of MPS daemons.
-func (s *story) daemons() []corev1.Pod {
-	s.Helper()
-	list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{LabelSelector: daemonLabel})
-	if err != nil {
-		s.Fatal(err)
-	}
-	return list.Items
-}
-
 // daemonOf is the pod of the one MPS daemon of a claim. It is where the claim is, and goes with the node's GPUNode.
 func (s *story) daemonOf(claim *resourceapi.ResourceClaim) (daemon corev1.Pod) {
 	s.Helper()
-	s.await(soon, "one MPS daemon of claim "+claim.Name, func() error {
+	s.Await(soon, "one MPS daemon of claim "+claim.Name, func() error {
 		var names []string
-		for _, pod := range s.daemons() {
-			if strings.HasPrefix(pod.Labels[daemonLabel], string(claim.UID)) {
+		for _, pod := range s.Daemons() {
+			if strings.HasPrefix(pod.Labels[stories.DaemonLabel], string(claim.UID)) {
 				daemon, names = pod, append(names, pod.Name)
 			}
 		}
@@ -138,41 +124,7 @@ func (s *story) daemonOf(claim *resourceapi.ResourceClaim) (daemon corev1.Pod) {
 // claimOf is the claim that a pod got from its template.
 func (s *story) claimOf(pod string) *resourceapi.ResourceClaim {
 	s.Helper()
-	return s.claim(*s.pod(pod).Status.ResourceClaimStatuses[0].ResourceClaimName)
-}
-
-func (s *story) claim(name string) *resourceapi.ResourceClaim {
-	s.Helper()
-	claim, err := theClient.ResourceV1().ResourceClaims(s.namespace).Get(s.ctx, name, metav1.GetOptions{})
-	if err != nil {
-		s.Fatal(err)
-	}
-	return claim
-}
-
-// says waits until the claim's status tells how each of its devices is shared, by request: "MPS, limit Daemon".
-func (s *story) says(claim string, want map[string]string) {
-	s.Helper()
-	s.await(soon, fmt.Sprintf("claim %s to say %v", claim, want), func() error {
-		c := s.claim(claim)
-		got := map[string]string{}
-		for _, result := range c.Status.Allocation.Devices.Results {
-			for _, d := range c.Status.Devices {
-				if d.Device != result.Device || d.Pool != result.Pool {
-					continue
-				}
-				reasons := map[string]string{}
-				for _, condition := range d.Conditions {
-					reasons[condition.Type] = condition.Reason
-				}
-				got[result.Request] = reasons[driver.ConditionSharing] + ", limit " + reasons[driver.ConditionMemoryLimit]
-			}
-		}
-		if !maps.Equal(got, want) {
-			return fmt.Errorf("it says %v", got)
-		}
-		return nil
-	})
+	return s.Claim(*s.Pod(pod).Status.ResourceClaimStatuses[0].ResourceClaimName)
 }
 
 // program is the MPS program of the simulated driver, which a container with a GPU finds, and which has a mode for clients.
@@ -189,11 +141,11 @@ func (s *story) client(pod, container string) string {
 }
 
 func (s *story) tryClient(pod, container string) (string, error) {
-	args := []string{"exec", "-n", s.namespace, pod}
+	args := []string{"exec", "-n", s.Namespace, pod}
 	if container != "" {
 		args = append(args, "-c", container)
 	}
-	return theCluster.Kubectl(s.ctx, append(args, "--", program, "client")...)
+	return theCluster.Kubectl(s.Ctx, append(args, "--", program, "client")...)
 }
 
 // halfOfThreads and limited are what a client reports.
@@ -222,37 +174,12 @@ func (s *story) clients(pods, containers []string, want ...string) {
 	}
 }
 
-// nothingShared holds once nothing is left of what was shared: on the node no process of MPS, no directory, no record, no CDI
-// device, and in the cluster no pod of a daemon.
-func (s *story) nothingShared() error {
-	var left []string
-	for _, dir := range []string{"/run/tandem/mps", "/run/tandem/sharing"} {
-		entries, err := os.ReadDir(s.nodePath(dir))
-		if err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return err
-		}
-		for _, entry := range entries {
-			left = append(left, filepath.Join(dir, entry.Name()))
-		}
-	}
-	for _, pod := range s.daemons() {
-		left = append(left, "pod "+pod.Name)
-	}
-	if len(left) == 0 {
-		left = strings.Fields(s.on(node(), "sh", "-c", "find /var/run/cdi -name '*-sharing-*'; pgrep -l nvidia-cuda-mps; pgrep -lx mps-daemon; true"))
-	}
-	if len(left) > 0 {
-		return fmt.Errorf("left of sharing: %v", left)
-	}
-	return nil
-}
-
 // TestSharedWithinClaims: the shapes of parameters that NVIDIA's driver documents for whole GPUs, all at once. What the driver
 // was told before comes back with the end of the last pod, and nothing is left.
 func TestSharedWithinClaims(t *testing.T) {
 	s := begin(t)
-	s.undo(func() error {
-		_, err := theCluster.Kubectl(s.ctx, "delete", "deviceclass", "mps.gpu.example.com", "--ignore-not-found")
+	s.Undo(func() error {
+		_, err := theCluster.Kubectl(s.Ctx, "delete", "deviceclass", "mps.gpu.example.com", "--ignore-not-found")
 		return err
 	})
 	// Neither of the modes that sharing takes.
@@ -260,20 +187,20 @@ func TestSharedWithinClaims(t *testing.T) {
 	s.administeredMode(usual.mode)
 	// A story that fails has nothing shared any more when the mode is put back.
 	t.Cleanup(func() {
-		s.deleteAll()
-		s.await(soon, "nothing to be left", s.nothingShared)
+		s.DeleteAll()
+		s.Await(soon, "nothing to be left", s.NothingShared)
 	})
 	for _, name := range []string{"time-slicing", "mps", "sharing-by-request", "sharing-class"} {
-		s.example(name + ".yaml")
+		s.Example(name + ".yaml")
 	}
-	s.took("the pods to run", func() { s.running(patient, 5, 0) })
+	s.Took("the pods to run", func() { s.Running(patient, 5, 0) })
 	uuids := s.uuidsInOrder()
 	slice, exclusive := setting{mode: modeDefault, slice: 3}, setting{mode: modeExclusive}
 	where := map[int]setting{}
 	sees := func(n int, want setting, who ...[2]string) (gpus []int) {
 		t.Helper()
 		for _, w := range who {
-			got := s.gpus(w[0], w[1])
+			got := s.GPUs(w[0], w[1])
 			if gpus == nil {
 				gpus = got
 			}
@@ -291,12 +218,12 @@ func TestSharedWithinClaims(t *testing.T) {
 	}
 
 	sees(1, slice, [2]string{"time-slicing", "first"}, [2]string{"time-slicing", "second"})
-	s.says(s.claimOf("time-slicing").Name, map[string]string{"gpu": "TimeSlicing, limit Advisory"})
+	s.Says(s.claimOf("time-slicing").Name, map[string]string{"gpu": "TimeSlicing, limit Advisory"})
 
 	gpu := sees(1, exclusive, [2]string{"mps-a", "main"}, [2]string{"mps-b", "main"})[0]
 	s.clients([]string{"mps-a", "mps-b"}, []string{"main"}, halfOfThreads, limited(uuids[gpu], 5120))
-	s.says("mps", map[string]string{"gpu": "MPS, limit Daemon"})
-	s.daemonOf(s.claim("mps"))
+	s.Says("mps", map[string]string{"gpu": "MPS, limit Daemon"})
+	s.daemonOf(s.Claim("mps"))
 
 	sees(1, slice, [2]string{"sharing-by-request", "ts-ctr0"}, [2]string{"sharing-by-request", "ts-ctr1"})
 	gpu = sees(1, exclusive, [2]string{"sharing-by-request", "mps-ctr0"}, [2]string{"sharing-by-request", "mps-ctr1"})[0]
@@ -306,7 +233,7 @@ func TestSharedWithinClaims(t *testing.T) {
 		t.Errorf("a container that has no part in MPS is its client: %s", out)
 	}
 	both := s.claimOf("sharing-by-request")
-	s.says(both.Name, map[string]string{"ts-gpu": "TimeSlicing, limit Advisory", "mps-gpu": "MPS, limit Daemon"})
+	s.Says(both.Name, map[string]string{"ts-gpu": "TimeSlicing, limit Advisory", "mps-gpu": "MPS, limit Daemon"})
 	s.daemonOf(both)
 
 	pair := sees(2, exclusive, [2]string{"sharing-class", "first"}, [2]string{"sharing-class", "second"})
@@ -314,27 +241,27 @@ func TestSharedWithinClaims(t *testing.T) {
 	slices.Sort(sorted)
 	s.clients([]string{"sharing-class"}, []string{"first", "second"},
 		halfOfThreads, limited(sorted[0], 10240), limited(sorted[1], 5120))
-	s.says(s.claimOf("sharing-class").Name, map[string]string{"gpus": "MPS, limit Daemon"})
+	s.Says(s.claimOf("sharing-class").Name, map[string]string{"gpus": "MPS, limit Daemon"})
 	s.daemonOf(s.claimOf("sharing-class"))
 
 	s.gpusAre(usual, where)
-	s.wantHolds(6, 0)
-	s.noDoubleOwners()
+	s.WantHolds(6, 0)
+	s.NoDoubleOwners()
 
 	// The first pod of two to go takes nothing from the other; the claim outlives both, and its daemon does not.
 	s.remove("mps-a", "time-slicing", "sharing-by-request", "sharing-class")
 	maps.DeleteFunc(where, func(_ int, was setting) bool { return was == slice })
-	gpu = s.gpus("mps-b", "")[0]
+	gpu = s.GPUs("mps-b", "")[0]
 	s.gpusAre(usual, map[int]setting{gpu: exclusive})
 	s.clients([]string{"mps-b"}, []string{"main"}, halfOfThreads, limited(uuids[gpu], 5120))
-	if restarts := s.pod("mps-b").Status.ContainerStatuses[0].RestartCount; restarts > 0 {
+	if restarts := s.Pod("mps-b").Status.ContainerStatuses[0].RestartCount; restarts > 0 {
 		t.Errorf("mps-b restarted %d times", restarts)
 	}
-	s.wantHolds(1, 0)
+	s.WantHolds(1, 0)
 	s.remove("mps-b")
 	s.gpusAre(usual, nil)
-	s.await(soon, "nothing to be left", s.nothingShared)
-	if c := s.claim("mps"); len(c.Status.ReservedFor) > 0 {
+	s.Await(soon, "nothing to be left", s.NothingShared)
+	if c := s.Claim("mps"); len(c.Status.ReservedFor) > 0 {
 		t.Errorf("the claim is still reserved for %v", c.Status.ReservedFor)
 	}
 }
@@ -343,18 +270,18 @@ func TestSharedWithinClaims(t *testing.T) {
 func TestSharedPartitions(t *testing.T) {
 	const last = "7"
 	s := begin(t)
-	t.Cleanup(func() { s.uncut(gpusANode - 1) })
+	t.Cleanup(func() { s.Uncut(gpusANode - 1) })
 	// A story that fails leaves no pod on what the administrator removes.
-	t.Cleanup(func() { s.deleteAll() })
-	s.administer("-i", last, "-mig", "1")
-	s.administer("mig", "-i", last, "-cgi", "1g.10gb,3g.40gb", "-C")
-	s.published("1g.10gb", "3g.40gb")
-	s.example("mig-shared.yaml")
-	s.running(patient, 1, 0)
+	t.Cleanup(func() { s.DeleteAll() })
+	s.Administer("-i", last, "-mig", "1")
+	s.Administer("mig", "-i", last, "-cgi", "1g.10gb,3g.40gb", "-C")
+	s.Published("1g.10gb", "3g.40gb")
+	s.Example("mig-shared.yaml")
+	s.Running(patient, 1, 0)
 
 	used := map[string]string{}
 	for _, container := range s.picture().Containers {
-		if container.Namespace != s.namespace || container.Name == "" {
+		if container.Namespace != s.Namespace || container.Name == "" {
 			continue
 		}
 		if len(container.Devices) != 1 || container.Devices[0].Whole() {
@@ -372,15 +299,15 @@ func TestSharedPartitions(t *testing.T) {
 		t.Errorf("a container that has no part in MPS is its client: %s", out)
 	}
 	claim := s.claimOf("mig-shared")
-	s.says(claim.Name, map[string]string{"best/half": "MPS, limit Daemon", "small": "TimeSlicing, limit Advisory"})
+	s.Says(claim.Name, map[string]string{"best/half": "MPS, limit Daemon", "small": "TimeSlicing, limit Advisory"})
 	s.daemonOf(claim)
 	// A partition has no compute mode and no time slice of its own; that of its GPU is none of its business.
 	s.gpusAre(setting{}, nil)
 	s.explained()
-	s.noDoubleOwners()
+	s.NoDoubleOwners()
 
-	s.deleteAll()
-	s.await(soon, "nothing to be left", func() error { return errors.Join(s.nothingShared(), s.empty()) })
+	s.DeleteAll()
+	s.Await(soon, "nothing to be left", func() error { return errors.Join(s.NothingShared(), s.Empty()) })
 	if found := s.migInstances(); len(found) != 2 {
 		t.Errorf("instances: %v", found)
 	}

@@ -17,6 +17,7 @@ import (
 	"github.com/tandem-gpu/tandem/internal/podstatus"
 	"github.com/tandem-gpu/tandem/simulated"
 	"github.com/tandem-gpu/tandem/simulated/programs"
+	"github.com/tandem-gpu/tandem/test/stories"
 )
 
 // mpsClaim is a claim for the GPU of this index, whose containers are clients of MPS.
@@ -81,13 +82,13 @@ type interrupted struct {
 
 var interruptions = []interrupted{
 	{name: "controller", before: (*story).stopControllers, strike: (*story).killControllers},
-	{name: "agent", strike: (*story).killAgent},
+	{name: "agent", strike: (*story).KillAgent},
 	{name: "daemon", ends: true, strike: func(s *story) {
-		s.on(node(), "sh", "-c", "kill -KILL $(cat /run/tandem/mps/*/pipe/nvidia-cuda-mps-control.pid)")
+		s.On(node(), "sh", "-c", "kill -KILL $(cat /run/tandem/mps/*/pipe/nvidia-cuda-mps-control.pid)")
 	}},
-	{name: "supervisor", ends: true, strike: func(s *story) { s.on(node(), "pkill", "-KILL", "-x", "mps-daemon") }},
+	{name: "supervisor", ends: true, strike: func(s *story) { s.On(node(), "pkill", "-KILL", "-x", "mps-daemon") }},
 	{name: "pods of daemons", ends: true, strike: func(s *story) {
-		s.kubectl("delete", "pod", "-n", install.Namespace, "-l", daemonLabel, "--wait=false")
+		s.Kubectl("delete", "pod", "-n", install.Namespace, "-l", stories.DaemonLabel, "--wait=false")
 	}},
 	{name: "API server", strike: (*story).withoutAPIServer},
 }
@@ -97,7 +98,7 @@ var interruptions = []interrupted{
 func TestInterruptedSharing(t *testing.T) {
 	s := begin(t)
 	for _, row := range interruptions {
-		s.took(row.name, func() { s.interrupted(row) })
+		s.Took(row.name, func() { s.interrupted(row) })
 	}
 	s.nextHave(usedGPU, leavingGPU, comingGPU)
 }
@@ -105,11 +106,11 @@ func TestInterruptedSharing(t *testing.T) {
 func (s *story) interrupted(row interrupted) {
 	s.Helper()
 	exclusive := setting{mode: modeExclusive}
-	s.manifest(mpsClaim("used", usedGPU) + mpsClaim("leaving", leavingGPU) + mpsClaim("coming", comingGPU))
-	s.manifest(mpsPod("used-a", "used") + mpsPod("used-b", "used") + mpsPod("leaving", "leaving"))
-	s.running(patient, 3, 0)
+	s.Manifest(mpsClaim("used", usedGPU) + mpsClaim("leaving", leavingGPU) + mpsClaim("coming", comingGPU))
+	s.Manifest(mpsPod("used-a", "used") + mpsPod("used-b", "used") + mpsPod("leaving", "leaving"))
+	s.Running(patient, 3, 0)
 	s.clientsOf("used-a", "used-b")
-	before := s.containers()
+	before := s.Containers()
 	delete(before, "leaving")
 
 	// Daemons that leave commands without an answer take their time to be ready, and to end.
@@ -117,33 +118,33 @@ func (s *story) interrupted(row interrupted) {
 		row.before(s)
 	}
 	answer := s.mute()
-	s.kubectl("delete", "pod", "-n", s.namespace, "leaving", "--wait=false")
-	s.await(soon, "the daemon of the claim that goes to be told", func() error {
+	s.Kubectl("delete", "pod", "-n", s.Namespace, "leaving", "--wait=false")
+	s.Await(soon, "the daemon of the claim that goes to be told", func() error {
 		if err := s.inDaemons("leaving", "wanted")(); err == nil {
 			return errors.New("it is wanted")
 		}
 		return nil
 	})
-	s.manifest(mpsPod("coming", "coming"))
+	s.Manifest(mpsPod("coming", "coming"))
 	begun := "pipe/nvidia-cuda-mps-control.pid"
 	if row.before != nil {
 		begun = "wanted" // no pod runs the daemon
 	}
-	s.await(soon, "the daemon of the claim that comes to be begun", s.inDaemons("coming", begun))
+	s.Await(soon, "the daemon of the claim that comes to be begun", s.inDaemons("coming", begun))
 	row.strike(s)
 	answer()
 
-	s.readyz(200)
+	s.Readyz(200)
 	s.retry("coming")
-	s.running(patient, 3, 0)
+	s.Running(patient, 3, 0)
 	used := func() map[string]string {
-		now := s.containers()
+		now := s.Containers()
 		delete(now, "coming")
 		return now
 	}
 	if row.ends {
 		// Pods take their time to end.
-		s.await(patient, "the clients of daemons that died to run again", func() error {
+		s.Await(patient, "the clients of daemons that died to run again", func() error {
 			if now := used(); len(now) < len(before) || maps.Equal(before, now) {
 				return fmt.Errorf("containers were %v, are %v", before, now)
 			}
@@ -153,26 +154,26 @@ func (s *story) interrupted(row interrupted) {
 	s.clientsOf("used-a", "used-b")
 	s.clientsOf("coming")
 	s.gpusAre(setting{}, map[int]setting{usedGPU: exclusive, comingGPU: exclusive})
-	s.await(soon, "the daemon of the claim that went to be gone", func() error {
+	s.Await(soon, "the daemon of the claim that went to be gone", func() error {
 		if err := s.inDaemons("leaving", "")(); err == nil {
 			return errors.New("its directory is there")
 		}
 		return nil
 	})
-	s.noDoubleOwners()
+	s.NoDoubleOwners()
 	if now := used(); !row.ends && !maps.Equal(before, now) {
 		s.Errorf("%s: containers were %v, are %v", row.name, before, now)
 	}
-	s.kubectl("delete", "pod,resourceclaim", "--all", "-n", s.namespace)
+	s.Kubectl("delete", "pod,resourceclaim", "--all", "-n", s.Namespace)
 	// An agent that has lost the API server for a while takes its time to see who is gone.
-	s.await(patient, "nothing to be left", func() error { return errors.Join(s.nothingShared(), s.empty()) })
+	s.Await(patient, "nothing to be left", func() error { return errors.Join(s.NothingShared(), s.Empty()) })
 	s.gpusAre(setting{}, nil)
 }
 
 // clientsOf waits until the containers of pods are clients of one server. What runs may have to start again before.
 func (s *story) clientsOf(pods ...string) {
 	s.Helper()
-	s.await(patient, fmt.Sprintf("%v to be clients of MPS", pods), func() error {
+	s.Await(patient, fmt.Sprintf("%v to be clients of MPS", pods), func() error {
 		servers := map[string]bool{}
 		for _, pod := range pods {
 			out, err := s.tryClient(pod, "")
@@ -181,7 +182,7 @@ func (s *story) clientsOf(pods ...string) {
 			}
 			server, _, _ := strings.Cut(out, "\n")
 			servers[server] = true
-			if p := s.pod(pod); !podstatus.Ready(p) {
+			if p := s.Pod(pod); !podstatus.Ready(p) {
 				return fmt.Errorf("%s is not ready: %+v", pod, p.Status.ContainerStatuses)
 			}
 		}
@@ -196,25 +197,25 @@ func (s *story) clientsOf(pods ...string) {
 func (s *story) mute() (answer func()) {
 	s.Helper()
 	fault := func(word string) error {
-		return simulated.WriteProgramFault(s.machine(), programs.MPSControl, word, "")
+		return simulated.WriteProgramFault(s.Machine(), programs.MPSControl, word, "")
 	}
 	if err := fault(programs.FaultMute); err != nil {
 		s.Fatal(err)
 	}
-	return s.undo(func() error { return fault("") })
+	return s.Undo(func() error { return fault("") })
 }
 
 // inDaemons is a condition: the directory of a claim's daemon on the node has this path.
 func (s *story) inDaemons(claim, path string) func() error {
 	s.Helper()
-	return s.inDaemonsOf(string(s.claim(claim).UID), path)
+	return s.inDaemonsOf(string(s.Claim(claim).UID), path)
 }
 
 // inDaemonsOf is inDaemons for the daemons whose names have that prefix.
 func (s *story) inDaemonsOf(holder, path string) func() error {
 	return func() error {
 		pattern := fmt.Sprintf("/run/tandem/mps/%s-*/%s", holder, path)
-		if found := s.on(node(), "sh", "-c", "ls -d "+pattern+" || true"); found == "" {
+		if found := s.On(node(), "sh", "-c", "ls -d "+pattern+" || true"); found == "" {
 			return fmt.Errorf("no %s", pattern)
 		}
 		return nil
@@ -227,9 +228,9 @@ func (s *story) nextHave(gpus ...int) {
 	for _, gpu := range gpus {
 		name := fmt.Sprintf("next-%d", gpu)
 		claim, _, _ := strings.Cut(mpsClaim(name, gpu), "    config:")
-		s.manifest(claim + strings.Replace(mpsPod(name, name), program+", client, hold", "sleep, infinity", 1))
+		s.Manifest(claim + strings.Replace(mpsPod(name, name), program+", client, hold", "sleep, infinity", 1))
 	}
-	s.running(patient, len(gpus), 0)
+	s.Running(patient, len(gpus), 0)
 	s.gpusAre(setting{}, nil)
 }
 
@@ -238,7 +239,7 @@ func (s *story) controllerProcesses() map[*cluster.Node][]string {
 	s.Helper()
 	found := map[*cluster.Node][]string{}
 	for _, n := range theCluster.Nodes() {
-		if pids := strings.Fields(s.on(n, "sh", "-c", "pgrep -x controller || true")); len(pids) > 0 {
+		if pids := strings.Fields(s.On(n, "sh", "-c", "pgrep -x controller || true")); len(pids) > 0 {
 			found[n] = pids
 		}
 	}
@@ -252,7 +253,7 @@ func (s *story) controllerProcesses() map[*cluster.Node][]string {
 func (s *story) stopControllers() {
 	s.Helper()
 	for n, pids := range s.controllerProcesses() {
-		s.on(n, "kill", append([]string{"-STOP"}, pids...)...)
+		s.On(n, "kill", append([]string{"-STOP"}, pids...)...)
 	}
 }
 
@@ -260,7 +261,7 @@ func (s *story) stopControllers() {
 func (s *story) killControllers() {
 	s.Helper()
 	restarts := func() (total int32) {
-		list, err := theClient.CoreV1().Pods(install.Namespace).List(s.ctx, metav1.ListOptions{LabelSelector: controllerLabel})
+		list, err := theClient.CoreV1().Pods(install.Namespace).List(s.Ctx, metav1.ListOptions{LabelSelector: controllerLabel})
 		if err != nil {
 			s.Fatal(err)
 		}
@@ -273,9 +274,9 @@ func (s *story) killControllers() {
 	}
 	before := restarts()
 	for n, pids := range s.controllerProcesses() {
-		s.on(n, "kill", append([]string{"-KILL"}, pids...)...)
+		s.On(n, "kill", append([]string{"-KILL"}, pids...)...)
 	}
-	s.await(soon, "kubelet to restart the controller", func() error {
+	s.Await(soon, "kubelet to restart the controller", func() error {
 		if now := restarts(); now <= before {
 			return fmt.Errorf("%d restarts", now)
 		}
@@ -288,14 +289,14 @@ func (s *story) withoutAPIServer() {
 	s.Helper()
 	gone, ready := s.inDaemons("leaving", ""), s.inDaemons("coming", "ready")
 	server := theCluster.Component(cluster.APIServer)
-	if err := server.Stop(s.ctx); err != nil {
+	if err := server.Stop(s.Ctx); err != nil {
 		s.Fatal(err)
 	}
-	start := s.undo(func() error { return server.Start(s.ctx) })
-	if err := simulated.WriteProgramFault(s.machine(), programs.MPSControl, "", ""); err != nil {
+	start := s.Undo(func() error { return server.Start(s.Ctx) })
+	if err := simulated.WriteProgramFault(s.Machine(), programs.MPSControl, "", ""); err != nil {
 		s.Fatal(err)
 	}
-	s.await(soon, "the daemons to go and to come", func() error {
+	s.Await(soon, "the daemons to go and to come", func() error {
 		if gone() == nil {
 			return errors.New("one has not gone")
 		}

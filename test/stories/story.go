@@ -1,0 +1,394 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package stories has what tests on a cluster with Tandem have in common, be its kubelet the real one (test/e2e) or a fake one
+// (test/contract). Methods fail the test where they cannot do what they say, unless they return an error. None is safe for concurrent use.
+package stories
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/util/yaml"
+	"k8s.io/client-go/discovery/cached/memory"
+	"k8s.io/client-go/dynamic"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/restmapper"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/hack/install"
+)
+
+const (
+	// Soon is for what takes seconds; Patient for what waits for kubelet's retry of a Prepare (60 to 90 s). Both count from the last
+	// change of what a condition says, and a busy machine needs more than a quiet one: no story depends on how fast something is.
+	Soon    = 2 * time.Minute
+	Patient = 4 * time.Minute
+	// LookAgain is the time between two looks at a condition.
+	LookAgain = 100 * time.Millisecond
+	// mostPatience is how many times as long Await waits in all, where a condition says something else each time.
+	mostPatience = 4
+)
+
+// The nodes: most stories are about GPUNode. Only pods that ask for it by NUMAKey get NUMANode.
+const (
+	GPUNode  = "node-1"
+	NUMANode = "node-2"
+	NUMAKey  = "numa"
+	// GPUsANode is how many GPUs the usual machine has.
+	GPUsANode = 8
+)
+
+const (
+	// AgentLabel selects the agents' pods, DaemonLabel those of MPS daemons, by the chart and by pkg/mps. ModeLabel gives a node a mode.
+	AgentLabel  = "app.kubernetes.io/component=kubelet-plugin"
+	DaemonLabel = "tandem-gpu.dev/mps-daemon"
+	ModeLabel   = "tandem-gpu.dev/mode"
+	// SimulatedMachine is where the chart makes the simulated machine of a node.
+	SimulatedMachine = "/run/nvidia/simulated"
+)
+
+// Place is a cluster with Tandem, on which tests are played one after the other.
+type Place struct {
+	Cluster *cluster.Cluster
+	Client  kubernetes.Interface
+	Dynamic dynamic.Interface
+	Mapper  meta.RESTMapper
+	// Image is install.Options.Image of all installations that do not say another one.
+	Image   string
+	Devices Devices
+}
+
+// Devices tells which GPUs containers have. It looks at what their runtime gave them, and never at the ledger.
+type Devices interface {
+	// Of are the minors of the GPUs of containers, which the map names by their pods, sorted.
+	Of(s *Story, containers map[string]string) map[string][]int
+	// DoublyOwned describes each GPU that has two owners.
+	DoublyOwned(ctx context.Context) ([]string, error)
+}
+
+// Connect sets the clients of a cluster that runs.
+func (p *Place) Connect(c *cluster.Cluster) error {
+	config, err := c.RESTConfig()
+	if err != nil {
+		return err
+	}
+	if p.Client, err = kubernetes.NewForConfig(config); err != nil {
+		return err
+	}
+	if p.Dynamic, err = dynamic.NewForConfig(config); err != nil {
+		return err
+	}
+	p.Cluster, p.Mapper = c, restmapper.NewDeferredDiscoveryRESTMapper(memory.NewMemCacheClient(p.Client.Discovery()))
+	return nil
+}
+
+// Install installs Tandem or upgrades it, with Options.
+func (p *Place) Install(ctx context.Context, o install.Options) error {
+	return install.Tandem(ctx, p.Cluster, p.Options(o))
+}
+
+// Options adds what all installations have: the image of the place, and agents also on the node that only pods that ask for it get.
+func (p *Place) Options(o install.Options) install.Options {
+	o.Image = cmp.Or(o.Image, p.Image)
+	o.Values = append(slices.Clone(o.Values), "extraTolerations[0].key="+NUMAKey, "extraTolerations[0].operator=Exists")
+	return o
+}
+
+// Story is one test in a namespace of its own. A copy with another namespace is a part of the same test.
+type Story struct {
+	*testing.T
+	*Place
+	Ctx       context.Context
+	Namespace string
+	// Limits and Offered are how many devices the node offers to limits and by its slices while all is free. Offered is negative where
+	// that depends on the version of Kubernetes.
+	Limits  int64
+	Offered int
+	// DaemonsStay says that MPS daemons run meanwhile.
+	DaemonsStay bool
+}
+
+// New returns a story whose node offers what the usual machine has. It does nothing visible.
+func New(t *testing.T, ctx context.Context, p *Place) Story {
+	return Story{
+		T: t, Place: p, Ctx: ctx, Namespace: strings.ToLower(strings.ReplaceAll(t.Name(), "/", "-")), Limits: GPUsANode, Offered: GPUsANode,
+	}
+}
+
+// Begin makes the namespace. At the end of the test it removes the namespace, and waits until all GPUs are free again. explain logs what a
+// reader of a failure asks.
+func (s *Story) Begin(explain func()) {
+	s.Helper()
+	_, err := s.Client.CoreV1().Namespaces().Create(s.Ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: s.Namespace}}, metav1.CreateOptions{})
+	if err != nil {
+		s.Fatalf("create namespace: %v", err)
+	}
+	s.Cleanup(func() {
+		failed := s.Failed()
+		if failed {
+			explain()
+		}
+		defer func() {
+			if s.Failed() && !failed {
+				explain()
+			}
+		}()
+		s.Gone()
+		s.AllFree()
+	})
+}
+
+// Node is GPUNode.
+func (s *Story) Node() *cluster.Node { return s.Cluster.Node(GPUNode) }
+
+// Never is what a condition of Await returns that can hold no more.
+func Never(err error) error { return never{err} }
+
+type never struct{ error }
+
+// Await looks until the condition holds; what it returns last is in the failure. It gives up after so much time in which the condition has
+// always said the same.
+func (s *Story) Await(patience time.Duration, what string, condition func() error) {
+	s.Helper()
+	began := time.Now()
+	changed, said := began, ""
+	ticker := time.NewTicker(LookAgain)
+	defer ticker.Stop()
+	for {
+		err := condition()
+		if err == nil {
+			return
+		}
+		if now := err.Error(); now != said {
+			changed, said = time.Now(), now
+		}
+		var hopeless never
+		if errors.As(err, &hopeless) || time.Since(changed) > patience || time.Since(began) > mostPatience*patience {
+			s.Fatalf("waited %s for %s: %v", time.Since(began).Round(time.Second), what, err)
+		}
+		select {
+		case <-s.Ctx.Done():
+			s.Fatalf("waiting for %s: %v", what, context.Cause(s.Ctx))
+		case <-ticker.C:
+		}
+	}
+}
+
+// Undo returns a function that runs once, at the latest when the story ends.
+func (s *Story) Undo(action func() error) func() {
+	var once sync.Once
+	undo := func() {
+		once.Do(func() {
+			if err := action(); err != nil {
+				s.Error(err)
+			}
+		})
+	}
+	s.Cleanup(undo)
+	return undo
+}
+
+// Took runs a part of a story and says how long it took.
+func (s *Story) Took(what string, part func()) time.Duration {
+	s.Helper()
+	began := time.Now()
+	part()
+	took := time.Since(began)
+	s.Logf("%s: %.1f s", what, took.Seconds())
+	return took
+}
+
+// Explain logs what a reader of a failure asks first.
+func (s *Story) Explain() {
+	for _, args := range [][]string{
+		{"get", "pods,resourceclaims", "-n", s.Namespace, "-o", "wide"},
+		{"get", "events", "-n", s.Namespace, "--sort-by=.lastTimestamp"},
+		{"get", "events", "-n", "default", "--field-selector=involvedObject.kind=Node"},
+		{"get", "gpunodes", "-o", "yaml"},
+		{"logs", "-n", install.Namespace, "-l", "app.kubernetes.io/name=tandem", "--tail=40", "--prefix"},
+	} {
+		out, err := s.Cluster.Kubectl(s.Ctx, args...)
+		s.Logf("kubectl %s (%v):\n%s", strings.Join(args, " "), err, out)
+	}
+	for _, node := range s.Cluster.Nodes() {
+		s.Logf("holds on %s:\n%s", node.Name(), s.Records(node))
+	}
+}
+
+// Gone removes the story's namespace with all that is in it.
+func (s *Story) Gone() {
+	s.Helper()
+	now := int64(0)
+	err := s.Client.CoreV1().Namespaces().Delete(s.Ctx, s.Namespace, metav1.DeleteOptions{GracePeriodSeconds: &now})
+	// A conflict says that it is being deleted already.
+	if err != nil && !apierrors.IsNotFound(err) && !apierrors.IsConflict(err) {
+		s.Errorf("delete namespace: %v", err)
+	}
+	s.Await(Patient, "the namespace to be gone", func() error {
+		_, err := s.Client.CoreV1().Namespaces().Get(s.Ctx, s.Namespace, metav1.GetOptions{})
+		if apierrors.IsNotFound(err) {
+			return nil
+		}
+		return errors.Join(errors.New("it is there"), err)
+	})
+}
+
+// Kubectl runs kubectl and returns what it printed.
+func (s *Story) Kubectl(args ...string) string {
+	s.Helper()
+	out, err := s.Cluster.Kubectl(s.Ctx, args...)
+	if err != nil {
+		s.Fatal(err)
+	}
+	return out
+}
+
+// Example applies a file of examples/ as a user would.
+func (s *Story) Example(name string) {
+	s.Helper()
+	s.Kubectl("apply", "-n", s.Namespace, "-f", filepath.Join("..", "..", "examples", name))
+}
+
+// Manifest applies text, for what no user would copy. It does without a kubectl, whose start takes longer than the request.
+func (s *Story) Manifest(text string) {
+	s.Helper()
+	decoder := yaml.NewYAMLOrJSONDecoder(strings.NewReader(text), 4096)
+	for {
+		object := &unstructured.Unstructured{}
+		err := decoder.Decode(&object.Object)
+		if errors.Is(err, io.EOF) {
+			return
+		}
+		if err != nil {
+			s.Fatalf("read manifest: %v\n%s", err, text)
+		}
+		if len(object.Object) == 0 {
+			continue
+		}
+		kind := object.GroupVersionKind()
+		mapping, err := s.Mapper.RESTMapping(kind.GroupKind(), kind.Version)
+		if err != nil {
+			s.Fatal(err)
+		}
+		namespace := ""
+		if mapping.Scope.Name() == meta.RESTScopeNameNamespace {
+			namespace = cmp.Or(object.GetNamespace(), s.Namespace)
+		}
+		_, err = s.Dynamic.Resource(mapping.Resource).Namespace(namespace).Apply(s.Ctx, object.GetName(), object,
+			metav1.ApplyOptions{FieldManager: "story", Force: true})
+		if err != nil {
+			s.Fatalf("apply %s %s: %v", kind.Kind, object.GetName(), err)
+		}
+	}
+}
+
+// Apply does with kubectl what may be denied.
+func (s *Story) Apply(text string, flags ...string) error {
+	s.Helper()
+	cmd, err := s.Cluster.Command(s.Ctx, "kubectl", append([]string{"apply", "-n", s.Namespace, "-f", "-"}, flags...)...)
+	if err != nil {
+		return err
+	}
+	cmd.Stdin = strings.NewReader(text)
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("kubectl apply: %w: %s", err, out)
+	}
+	return nil
+}
+
+// ApplyAnywhere applies a manifest that names its namespace.
+func (s *Story) ApplyAnywhere(text string) error {
+	cmd, err := s.Cluster.Command(s.Ctx, "kubectl", "apply", "-f", "-")
+	if err != nil {
+		return err
+	}
+	cmd.Stdin = strings.NewReader(text)
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("kubectl apply: %w: %s", err, out)
+	}
+	return nil
+}
+
+// On runs a command on a node and answers its output.
+func (s *Story) On(n *cluster.Node, command string, args ...string) string {
+	s.Helper()
+	cmd, err := n.Command(s.Ctx, command, args...)
+	if err != nil {
+		s.Fatal(err)
+	}
+	out, err := cmd.Output()
+	if err != nil {
+		s.Fatalf("%s %v on %s: %v", command, args, n.Name(), err)
+	}
+	return string(out)
+}
+
+// File reads a file of the node.
+func (s *Story) File(path string) ([]byte, error) {
+	root, err := s.Node().Root()
+	if err != nil {
+		return nil, err
+	}
+	return os.ReadFile(filepath.Join(root, path))
+}
+
+// NodePath is where a file of the node is for this process.
+func (s *Story) NodePath(path string) string {
+	s.Helper()
+	root, err := s.Node().Root()
+	if err != nil {
+		s.Fatal(err)
+	}
+	return filepath.Join(root, path)
+}
+
+// Event waits for an event of the story's namespace, of the node where the kind is Node, or of our Secret, whose message has all the
+// words.
+func (s *Story) Event(kind, name, reason string, words ...string) {
+	s.Helper()
+	namespace := s.Namespace
+	switch kind {
+	case "Node":
+		namespace = metav1.NamespaceDefault
+	case "Secret":
+		namespace = install.Namespace
+	}
+	s.Await(Soon, fmt.Sprintf("event %s on %s %s", reason, kind, name), func() error {
+		list, err := s.Client.CoreV1().Events(namespace).List(s.Ctx, metav1.ListOptions{})
+		if err != nil {
+			return err
+		}
+		seen := errors.New("there is none")
+		for _, event := range list.Items {
+			if event.InvolvedObject.Kind != kind || event.InvolvedObject.Name != name || event.Reason != reason {
+				continue
+			}
+			if HasAll(event.Message, words) {
+				return nil
+			}
+			seen = fmt.Errorf("it says %q, which lacks some of %q", event.Message, words)
+		}
+		return seen
+	})
+}
+
+// HasAll reports whether the text has all the words.
+func HasAll(text string, words []string) bool {
+	return !slices.ContainsFunc(words, func(word string) bool { return !strings.Contains(text, word) })
+}
