@@ -31,6 +31,16 @@ var retired = map[string]string{
 var word = regexp.MustCompile(`[A-Z]?[a-z]+`)
 
 func TestRetiredWordsStayOut(t *testing.T) {
+	// Few texts have the letters of one, and to find words takes much longer.
+	mayHave := func(text string) bool {
+		text = strings.ToLower(text)
+		for w := range retired {
+			if strings.Contains(text, w) {
+				return true
+			}
+		}
+		return false
+	}
 	for _, path := range texts(t) {
 		if path == "words_test.go" {
 			continue
@@ -39,9 +49,13 @@ func TestRetiredWordsStayOut(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		for number, line := range strings.Split(path+"\n"+string(data), "\n") {
+		text := path + "\n" + string(data)
+		if !mayHave(text) {
+			continue
+		}
+		for number, line := range strings.Split(text, "\n") {
 			// The account nobody of /etc/passwd keeps its name.
-			if strings.Contains(line, "65534") {
+			if strings.Contains(line, "65534") || !mayHave(line) {
 				continue
 			}
 			words := word.FindAllString(line, -1)
