@@ -46,7 +46,7 @@ const (
 
 // node is a node with a running agent whose devices are files.
 type node struct {
-	*kubelet
+	caller
 	api    *fake.Clientset
 	files  *source
 	cdiDir string
@@ -59,8 +59,7 @@ func startNode(t *testing.T, files map[string]properties) *node {
 	dir, err := os.MkdirTemp("", "files")
 	check(t, err)
 	t.Cleanup(func() { check(t, os.RemoveAll(dir)) })
-	check(t, os.Mkdir(filepath.Join(dir, "device-plugins"), 0o700))
-	n := &node{kubelet: startKubelet(t, dir), api: newAPI(), files: &source{dir: t.TempDir()}, cdiDir: t.TempDir()}
+	n := &node{caller: startKubelet(t, dir), api: newAPI(), files: &source{dir: t.TempDir()}, cdiDir: t.TempDir()}
 	for id, p := range files {
 		n.put(id, p)
 	}
@@ -83,11 +82,11 @@ func startNode(t *testing.T, files map[string]properties) *node {
 	})
 	check(t, err)
 	limits, err := legacy.New(legacy.Config{
-		Resources: resources, NodeName: nodeName, Directory: n.pluginDir(), Strategies: []legacy.Strategy{legacy.StrategyCDI},
+		Resources: resources, NodeName: nodeName, Directory: filepath.Join(dir, "device-plugins"), Strategies: []legacy.Strategy{legacy.StrategyCDI},
 		Inventory: n.files, Ledger: book, Specs: specs, Sharing: noPolicy{}, Allocations: noAllocations{},
 		Adopt:       func(context.Context) error { return nil },
 		Acknowledge: func(string, []string, bool) {},
-		Kubelet:     n.kubelet, Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
+		Kubelet:     n.caller, Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
 	})
 	check(t, err)
 
@@ -100,7 +99,7 @@ func startNode(t *testing.T, files map[string]properties) *node {
 		stop()
 		check(t, group.Wait())
 	})
-	eventually(t, func() error { return n.registerDriver(ctx) })
+	eventually(t, n.registered)
 	eventually(t, claims.Ready)
 	eventually(t, limits.Ready)
 	return n
