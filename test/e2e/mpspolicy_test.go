@@ -12,8 +12,6 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
@@ -247,14 +245,8 @@ func (s *story) beside(name string) *story {
 	s.Helper()
 	other := *s
 	other.Namespace += "-" + name
-	_, err := theClient.CoreV1().Namespaces().Create(s.Ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: other.Namespace}}, metav1.CreateOptions{})
-	if err != nil {
-		s.Fatal(err)
-	}
+	other.MakeNamespace()
 	s.Cleanup(func() {
-		if _, err := theClient.CoreV1().Namespaces().Get(s.Ctx, other.Namespace, metav1.GetOptions{}); apierrors.IsNotFound(err) {
-			return
-		}
 		if s.Failed() {
 			other.Explain()
 		}

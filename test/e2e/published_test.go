@@ -4,7 +4,6 @@ package e2e
 
 import (
 	"cmp"
-	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -220,7 +219,7 @@ func publishedManifests(t *testing.T, batches [][]published) {
 		}
 		s.NoDoubleOwners()
 		for _, part := range parts {
-			part.clear()
+			part.Clear()
 		}
 		for i, part := range parts {
 			part.Gone()
@@ -273,22 +272,6 @@ func (row published) text(t *testing.T) string {
 		t.Fatal(err)
 	}
 	return string(text)
-}
-
-// clear ends what a manifest has made, and does not wait for that.
-func (s *story) clear() {
-	s.Helper()
-	background, now, all := metav1.DeletePropagationBackground, int64(1), metav1.ListOptions{}
-	owners := metav1.DeleteOptions{PropagationPolicy: &background}
-	err := errors.Join(
-		theClient.AppsV1().Deployments(s.Namespace).DeleteCollection(s.Ctx, owners, all),
-		theClient.BatchV1().Jobs(s.Namespace).DeleteCollection(s.Ctx, owners, all),
-		theClient.CoreV1().Pods(s.Namespace).DeleteCollection(s.Ctx, metav1.DeleteOptions{GracePeriodSeconds: &now}, all),
-		theClient.CoreV1().Namespaces().Delete(s.Ctx, s.Namespace, metav1.DeleteOptions{}),
-	)
-	if err != nil {
-		s.Fatal(err)
-	}
 }
 
 // becomes waits until the pods of the manifest are as NVIDIA's test expects them, and looks at their devices.

@@ -40,7 +40,7 @@ const (
 	Soon    = 2 * time.Minute
 	Patient = 4 * time.Minute
 	// LookAgain is the time between two looks at a condition.
-	LookAgain = 100 * time.Millisecond
+	LookAgain = 200 * time.Millisecond
 	// mostPatience is how many times as long Await waits in all, where a condition says something else each time.
 	mostPatience = 4
 )
@@ -135,10 +135,7 @@ func New(t *testing.T, ctx context.Context, p *Place) Story {
 // reader of a failure asks.
 func (s *Story) Begin(explain func()) {
 	s.Helper()
-	_, err := s.Client.CoreV1().Namespaces().Create(s.Ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: s.Namespace}}, metav1.CreateOptions{})
-	if err != nil {
-		s.Fatalf("create namespace: %v", err)
-	}
+	s.MakeNamespace()
 	s.Cleanup(func() {
 		failed := s.Failed()
 		if failed {
@@ -231,21 +228,52 @@ func (s *Story) Explain() {
 	}
 }
 
-// Gone removes the story's namespace with all that is in it.
+// MakeNamespace makes the story's namespace. One of that name may be ending.
+func (s *Story) MakeNamespace() {
+	s.Helper()
+	s.Await(Soon, "the namespace to be made", func() error {
+		namespace := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: s.Namespace}}
+		_, err := s.Client.CoreV1().Namespaces().Create(s.Ctx, namespace, metav1.CreateOptions{})
+		if err != nil && !apierrors.IsAlreadyExists(err) {
+			return Never(err)
+		}
+		return err
+	})
+}
+
+// Clear deletes the story's namespace with all that is in it, and does not wait for that.
+func (s *Story) Clear() {
+	s.Helper()
+	err := s.Client.CoreV1().Namespaces().Delete(s.Ctx, s.Namespace, metav1.DeleteOptions{})
+	// A conflict says that it is being deleted already.
+	if apierrors.IsNotFound(err) || apierrors.IsConflict(err) {
+		err = nil
+	}
+	// The namespace controller begins five seconds later to delete what is in it. Nothing can be made meanwhile.
+	grace := int64(1)
+	err = errors.Join(
+		err,
+		s.Client.CoreV1().Pods(s.Namespace).DeleteCollection(s.Ctx, metav1.DeleteOptions{GracePeriodSeconds: &grace}, metav1.ListOptions{}),
+		s.Client.ResourceV1().ResourceClaims(s.Namespace).DeleteCollection(s.Ctx, metav1.DeleteOptions{}, metav1.ListOptions{}),
+	)
+	if err != nil {
+		s.Errorf("delete namespace %s: %v", s.Namespace, err)
+	}
+}
+
+// Gone is Clear, and waits until pods and claims have ended. What else the namespace has goes later.
 func (s *Story) Gone() {
 	s.Helper()
-	now := int64(0)
-	err := s.Client.CoreV1().Namespaces().Delete(s.Ctx, s.Namespace, metav1.DeleteOptions{GracePeriodSeconds: &now})
-	// A conflict says that it is being deleted already.
-	if err != nil && !apierrors.IsNotFound(err) && !apierrors.IsConflict(err) {
-		s.Errorf("delete namespace: %v", err)
-	}
-	s.Await(Patient, "the namespace to be gone", func() error {
-		_, err := s.Client.CoreV1().Namespaces().Get(s.Ctx, s.Namespace, metav1.GetOptions{})
-		if apierrors.IsNotFound(err) {
-			return nil
+	s.Clear()
+	s.Await(Patient, "pods and claims to be gone", func() error {
+		claims, err := s.Client.ResourceV1().ResourceClaims(s.Namespace).List(s.Ctx, metav1.ListOptions{})
+		if err != nil {
+			return err
 		}
-		return errors.Join(errors.New("it is there"), err)
+		if pods := s.Pods(); len(pods)+len(claims.Items) > 0 {
+			return fmt.Errorf("there are %d pods and %d claims", len(pods), len(claims.Items))
+		}
+		return nil
 	})
 }
 
