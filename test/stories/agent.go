@@ -29,7 +29,7 @@ import (
 // AgentPod is the agent's pod on a node.
 func (s *Story) AgentPod(nodeName string) corev1.Pod {
 	s.Helper()
-	pods, err := s.AgentPods(nodeName)
+	pods, err := s.agentPods(nodeName)
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -39,8 +39,8 @@ func (s *Story) AgentPod(nodeName string) corev1.Pod {
 	return pods[0]
 }
 
-// AgentPods are all pods of the agent on a node, also those that end.
-func (s *Story) AgentPods(nodeName string) ([]corev1.Pod, error) {
+// agentPods are all pods of the agent on a node, also those that end.
+func (s *Story) agentPods(nodeName string) ([]corev1.Pod, error) {
 	list, err := s.Client.CoreV1().Pods(install.Namespace).List(s.Ctx, metav1.ListOptions{LabelSelector: AgentLabel, FieldSelector: "spec.nodeName=" + nodeName})
 	if err != nil {
 		return nil, err
@@ -48,8 +48,8 @@ func (s *Story) AgentPods(nodeName string) ([]corev1.Pod, error) {
 	return list.Items, nil
 }
 
-// AllAgentPods are the pods of the agent on all nodes.
-func (s *Story) AllAgentPods() []corev1.Pod {
+// allAgentPods are the pods of the agent on all nodes.
+func (s *Story) allAgentPods() []corev1.Pod {
 	s.Helper()
 	list, err := s.Client.CoreV1().Pods(install.Namespace).List(s.Ctx, metav1.ListOptions{LabelSelector: AgentLabel})
 	if err != nil {
@@ -61,7 +61,7 @@ func (s *Story) AllAgentPods() []corev1.Pod {
 // Agents are the UIDs of all agents' pods.
 func (s *Story) Agents() (uids []types.UID) {
 	s.Helper()
-	for _, pod := range s.AllAgentPods() {
+	for _, pod := range s.allAgentPods() {
 		uids = append(uids, pod.UID)
 	}
 	return uids
@@ -95,7 +95,7 @@ func (s *Story) Restarted(before int32) {
 // AgentRestarts counts how often kubelet has restarted the containers of the agent of the node.
 func (s *Story) AgentRestarts() (total int32) {
 	s.Helper()
-	pods, err := s.AgentPods(GPUNode)
+	pods, err := s.agentPods(GPUNode)
 	if err != nil {
 		s.Fatal(err)
 	}
@@ -118,7 +118,7 @@ func (s *Story) ReplaceAgent() {
 // that begins has it at once.
 func (s *Story) ReplaceAgents(old []types.UID) {
 	s.Helper()
-	for _, pod := range s.AllAgentPods() {
+	for _, pod := range s.allAgentPods() {
 		if slices.Contains(old, pod.UID) && pod.DeletionTimestamp == nil {
 			if err := s.Client.CoreV1().Pods(pod.Namespace).Delete(s.Ctx, pod.Name, metav1.DeleteOptions{}); err != nil {
 				s.Fatal(err)
@@ -127,7 +127,7 @@ func (s *Story) ReplaceAgents(old []types.UID) {
 	}
 	s.Await(Patient, "other agents to be ready", func() error {
 		ready := 0
-		for _, pod := range s.AllAgentPods() {
+		for _, pod := range s.allAgentPods() {
 			if slices.Contains(old, pod.UID) {
 				return fmt.Errorf("pod %s is there", pod.Name)
 			}
@@ -224,8 +224,8 @@ func (s *Story) MetricsText() string {
 	return string(text)
 }
 
-// Metric of the agent of the node; zero where it has none.
-func (s *Story) Metric(name string) float64 {
+// metric of the agent of the node; zero where it has none.
+func (s *Story) metric(name string) float64 {
 	s.Helper()
 	for line := range strings.Lines(s.MetricsText()) {
 		if value, ok := strings.CutPrefix(line, name+" "); ok {
@@ -242,7 +242,7 @@ func (s *Story) Metric(name string) float64 {
 // RefusedPrepares counts the Prepares that the agent of the node has answered with an error.
 func (s *Story) RefusedPrepares() float64 {
 	s.Helper()
-	return s.Metric(`tandem_prepare_duration_seconds_count{result="error"}`)
+	return s.metric(`tandem_prepare_duration_seconds_count{result="error"}`)
 }
 
 // As is a client with a token of the agent's account; bound is the pod that the token is bound to, or nil.
