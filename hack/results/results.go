@@ -185,9 +185,17 @@ func (r *Results) Surprises() []Said {
 // linesEach where it shows the state of a cluster.
 const headLines, tailLines, linesEach = 20, 40, 6
 
+// Lines that end like these are around what a failed test logs of the state of a cluster. Results leave that out: it would hide what failed,
+// and a reader finds it in the test's output.
+const (
+	StateBegins = "the state of the cluster:"
+	StateEnds   = "end of the state of the cluster"
+)
+
 type log struct {
 	head, tail []string
 	more       int
+	state      bool
 }
 
 // place is where a test has logged a message.
@@ -195,6 +203,11 @@ var place = regexp.MustCompile(`^\s*[^ ]+\.go:[0-9]+: `)
 
 func (l *log) add(line string) {
 	line = strings.TrimRight(line, "\n")
+	ends := strings.HasSuffix(line, StateEnds)
+	l.state = !ends && (l.state || strings.HasSuffix(line, StateBegins))
+	if l.state || ends {
+		return
+	}
 	if frame := strings.TrimSpace(line); frame == "" || frame == "PASS" || frame == "FAIL" || strings.HasPrefix(frame, "=== ") ||
 		strings.HasPrefix(frame, "--- ") || strings.HasPrefix(frame, "FAIL\t") {
 		return

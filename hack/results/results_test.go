@@ -89,6 +89,20 @@ func TestLongLogs(t *testing.T) {
 	}
 }
 
+// What failed is not lost among what describes a cluster.
+func TestStateIsLeftOut(t *testing.T) {
+	l := &log{}
+	for _, line := range []string{
+		"    a_test.go:1: waited 4m0s", "    b_test.go:2: " + StateBegins, "    b_test.go:3: kubectl get pods", "        pod/a",
+		"    b_test.go:4: " + StateEnds, "    a_test.go:5: claim is left",
+	} {
+		l.add(line)
+	}
+	if got, want := l.String(), "    a_test.go:1: waited 4m0s\n    a_test.go:5: claim is left"; got != want {
+		t.Errorf("kept %q, want %q", got, want)
+	}
+}
+
 // A skip that says nothing, or that a program of make deps or root's rights would have avoided, is a surprise.
 func TestSurprises(t *testing.T) {
 	skip := func(test, reason string) string {

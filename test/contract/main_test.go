@@ -42,7 +42,7 @@ const (
 var (
 	theCluster *cluster.Cluster
 	theClient  kubernetes.Interface
-	thePlace   = stories.Place{Image: noImage, Devices: given{}}
+	thePlace   = stories.Place{Image: noImage, Devices: given{}, Logs: logs}
 	// theContext ends when the run is interrupted, so that the cluster is removed then as well.
 	theContext  context.Context
 	theKubelets = map[string]*kubelet.Kubelet{}
@@ -98,8 +98,11 @@ func run(m *testing.M) (code int, err error) {
 	if err := start(ctx, dir); err != nil {
 		return 1, errors.Join(err, collectLogs())
 	}
-	if code = m.Run(); code != 0 {
-		err = collectLogs()
+	if code = m.Run(); code == 0 {
+		err = thePlace.End(ctx)
+	}
+	if code != 0 || err != nil {
+		err = errors.Join(err, collectLogs())
 	}
 	return code, err
 }
@@ -190,6 +193,8 @@ func startKubelet(ctx context.Context, node *cluster.Node, dir string) error {
 	}
 	k, err := kubelet.Start(ctx, kubelet.Options{
 		Dir: kubeletDirs(dir)[node.Name()], SeenAs: kubeletDir, Client: theClient, Node: object, Runtime: h, Cgroups: h.cgroups,
+		// Longer than soon: what comes soon is not due to kubelet's own retry.
+		Retry: 3 * time.Minute,
 	})
 	if err != nil {
 		return err

@@ -23,17 +23,16 @@ func begin(t *testing.T) *story {
 	ctx, cancel := context.WithCancel(theContext)
 	t.Cleanup(cancel)
 	s := &story{stories.New(t, ctx, &thePlace)}
-	s.Begin(s.explain)
+	s.Begin()
 	return s
 }
 
-// explain logs what a reader of a failure asks first.
-func (s *story) explain() {
-	s.Explain()
+// logs logs the ends of the logs of all programs.
+func logs(s *stories.Story) {
 	for name, h := range theHosts {
-		logs, _ := filepath.Glob(filepath.Join(h.logs, "*.log")) // the pattern is valid
-		for _, log := range logs {
-			s.Logf("%s:\n%s", filepath.Base(log), tail(log, 0))
+		files, _ := filepath.Glob(filepath.Join(h.logs, "*.log")) // the pattern is valid
+		for _, file := range files {
+			s.Logf("%s:\n%s", filepath.Base(file), tail(file, 0))
 		}
 		s.Logf("kubelet of %s: %v", name, theKubelets[name].Failures())
 	}

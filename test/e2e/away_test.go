@@ -22,7 +22,13 @@ func TestRestartsWithoutAPIServer(t *testing.T) {
 	before := map[string]string{}
 	for _, pod := range s.Pods() {
 		uids[pod.Name] = string(pod.UID)
-		before[pod.Name] = s.work(uids[pod.Name])
+		s.Await(soon, "the process of "+pod.Name, func() error {
+			before[pod.Name] = s.work(uids[pod.Name])
+			if _, gpu, _ := strings.Cut(before[pod.Name], " "); gpu == "" {
+				return fmt.Errorf("it is %q", before[pod.Name])
+			}
+			return nil
+		})
 	}
 	sockets := func() string {
 		return strings.TrimSpace(s.On(node(), "sh", "-c", "ls "+devicePluginDir+" | grep tandem || true"))
@@ -45,9 +51,6 @@ func TestRestartsWithoutAPIServer(t *testing.T) {
 	})
 	for name, uid := range uids {
 		pid, gpu, _ := strings.Cut(before[name], " ")
-		if gpu == "" {
-			t.Fatalf("%s has no GPU: %q", name, before[name])
-		}
 		s.On(node(), "kill", "-KILL", pid)
 		s.Took("the container of "+name+" to run again", func() {
 			s.Await(patient, "kubelet to start it", func() error {

@@ -8,7 +8,6 @@ import (
 	"errors"
 	"flag"
 	"fmt"
-	"maps"
 	"os"
 	"os/signal"
 	"path/filepath"
@@ -59,7 +58,7 @@ const queueVariable = "E2E_QUEUE"
 var (
 	theCluster *cluster.Cluster
 	theClient  kubernetes.Interface
-	thePlace   = stories.Place{Devices: seen{}}
+	thePlace   = stories.Place{Devices: seen{}, Logs: logs}
 	// theContext ends when the run is interrupted, so that the cluster is removed then as well.
 	theContext context.Context
 )
@@ -118,8 +117,10 @@ func run(m *testing.M) (code int, err error) {
 	if err := start(ctx); err != nil {
 		return 1, errors.Join(err, collectLogs())
 	}
-	code, err = play(ctx, m)
-	if code != 0 {
+	if code, err = play(ctx, m); code == 0 {
+		err = thePlace.End(ctx)
+	}
+	if code != 0 || err != nil {
 		return code, errors.Join(err, collectLogs())
 	}
 	return code, err
@@ -188,28 +189,14 @@ func clusterConfig(dir string) (cluster.Config, error) {
 	if err := simulated.Materialize(machine, profile, simulated.MaterializeOptions{Seed: numaNode}); err != nil {
 		return cluster.Config{}, err
 	}
-	// By default kubelet takes 60 to 90 s before it prepares claims again or brings a changed configuration, and up to five minutes before it
-	// starts a killed container again. No story is about how long that is.
-	prompt := map[string]any{"syncFrequency": "10s", "crashLoopBackOff": map[string]any{"maxContainerRestartPeriod": "2s"}}
-	usual := map[string]any{"staticPodPath": staticPodDir, "fileCheckFrequency": "1s"}
-	aligned := map[string]any{
-		"cpuManagerPolicy": "static", "topologyManagerPolicy": "single-numa-node",
-		// Takes one CPU from those that pods may have for themselves, and leaves one of two to be requested whole.
-		"systemReserved":            map[string]string{"cpu": "100m"},
-		"cpuManagerReconcilePeriod": "1s",
-		"registerWithTaints":        []map[string]string{{"key": numaKey, "value": "true", "effect": "NoSchedule"}},
-	}
-	maps.Copy(usual, prompt)
-	maps.Copy(aligned, prompt)
 	const nodes = "devices/system/node"
 	return cluster.Config{
 		Dir:               filepath.Join(dir, "cluster"),
 		KubernetesVersion: os.Getenv("KUBERNETES"),
 		ContainerRuntime:  os.Getenv(runtimeVariable),
 		Progress:          os.Stdout,
-		FeatureGates:      map[string]bool{"KubeletCrashLoopBackOffMax": true},
 		Nodes: []cluster.NodeConfig{
-			{Name: gpuNode, Kubelet: usual},
+			{Name: gpuNode, Kubelet: map[string]any{"staticPodPath": staticPodDir, "fileCheckFrequency": "1s"}},
 			{
 				Name: numaNode, Labels: map[string]string{numaKey: "true"},
 				// Debian 12's crun fails to write the CPU quota of containers with exclusive CPUs.
@@ -218,7 +205,13 @@ func clusterConfig(dir string) (cluster.Config, error) {
 				Mounts: []cluster.Mount{{
 					Source: filepath.Join(machine, simulated.SysfsDir, nodes), Target: filepath.Join("/sys", nodes), ReadOnly: true,
 				}},
-				Kubelet: aligned,
+				Kubelet: map[string]any{
+					"cpuManagerPolicy": "static", "topologyManagerPolicy": "single-numa-node",
+					// Takes one CPU from those that pods may have for themselves, and leaves one of two to be requested whole.
+					"systemReserved":            map[string]string{"cpu": "100m"},
+					"cpuManagerReconcilePeriod": "1s",
+					"registerWithTaints":        []map[string]string{{"key": numaKey, "value": "true", "effect": "NoSchedule"}},
+				},
 			},
 		},
 	}, nil

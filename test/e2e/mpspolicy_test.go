@@ -246,12 +246,7 @@ func (s *story) beside(name string) *story {
 	other := *s
 	other.Namespace += "-" + name
 	other.MakeNamespace()
-	s.Cleanup(func() {
-		if s.Failed() {
-			other.Explain()
-		}
-		other.Gone()
-	})
+	s.Cleanup(other.Gone)
 	return &other
 }
 

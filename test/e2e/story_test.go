@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
@@ -15,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/test/oracle"
 	"github.com/tandem-gpu/tandem/test/stories"
 )
@@ -35,7 +37,7 @@ func begin(t *testing.T) *story {
 			theGroup = nil // the story may have left another installation
 		}
 	})
-	s.Begin(s.Explain)
+	s.Begin()
 	s.unrestartedAgent()
 	return s
 }
@@ -74,6 +76,13 @@ func (s *story) remove(names ...string) {
 		}
 		return nil
 	})
+}
+
+// logs logs the ends of the logs of Tandem's pods.
+func logs(s *stories.Story) {
+	args := []string{"logs", "-n", install.Namespace, "-l", "app.kubernetes.io/name=tandem", "--tail=40", "--prefix"}
+	out, err := theCluster.Kubectl(s.Ctx, args...)
+	s.Logf("kubectl %s (%v):\n%s", strings.Join(args, " "), err, out)
 }
 
 // seen is what containers see by the device nodes in their file systems.

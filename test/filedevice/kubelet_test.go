@@ -78,7 +78,10 @@ const callTimeout = 45 * time.Second
 func (k caller) prepare(claim *resourceapi.ResourceClaim) ([]string, error) {
 	ctx, cancel := context.WithTimeout(k.t.Context(), callTimeout)
 	defer cancel()
-	driver, _ := k.Driver(driverName)
+	driver, ok := k.Driver(driverName)
+	if !ok {
+		return nil, fmt.Errorf("driver %s is not registered", driverName)
+	}
 	answer, err := driver.NodePrepareResources(ctx, &drapb.NodePrepareResourcesRequest{Claims: claimsOf(claim)})
 	if err != nil {
 		return nil, err
@@ -99,7 +102,10 @@ func (k caller) unprepare(claim *resourceapi.ResourceClaim) {
 	k.t.Helper()
 	ctx, cancel := context.WithTimeout(k.t.Context(), callTimeout)
 	defer cancel()
-	driver, _ := k.Driver(driverName)
+	driver, ok := k.Driver(driverName)
+	if !ok {
+		k.t.Fatalf("driver %s is not registered", driverName)
+	}
 	answer, err := driver.NodeUnprepareResources(ctx, &drapb.NodeUnprepareResourcesRequest{Claims: claimsOf(claim)})
 	check(k.t, err)
 	if unprepared, answered := answer.GetClaims()[string(claim.UID)]; !answered || unprepared.GetError() != "" {
@@ -113,7 +119,10 @@ func claimsOf(claim *resourceapi.ResourceClaim) []*drapb.Claim {
 
 // allocate allocates a device to a container with a limit, and returns its CDI names.
 func (k caller) allocate(id string) ([]string, error) {
-	plugin, _ := k.DevicePlugin(resourceName)
+	plugin, ok := k.DevicePlugin(resourceName)
+	if !ok {
+		return nil, fmt.Errorf("no device plugin of %s is registered", resourceName)
+	}
 	answer, err := plugin.Allocate(k.t.Context(), &pluginapi.AllocateRequest{
 		ContainerRequests: []*pluginapi.ContainerAllocateRequest{{DevicesIds: []string{id}}},
 	})

@@ -14,6 +14,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -269,6 +270,11 @@ func (k *Kubelet) registerPlugin(running context.Context, socket string) {
 			return fmt.Errorf("get info of plugin %s: %w", socket, err)
 		}
 		identified := time.Now()
+		if info.GetType() != registerapi.DRAPlugin || !slices.Contains(info.GetSupportedVersions(), drapb.DRAPluginService) {
+			refusal := fmt.Sprintf("%s with versions %v is no DRA driver for %s", info.GetType(), info.GetSupportedVersions(), drapb.DRAPluginService)
+			_, err := client.NotifyRegistrationStatus(ctx, &registerapi.RegistrationStatus{Error: refusal})
+			return errors.Join(fmt.Errorf("plugin %s: %s", socket, refusal), err)
+		}
 		service, err := dial(k.path(info.GetEndpoint()))
 		if err != nil {
 			return err

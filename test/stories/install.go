@@ -72,7 +72,7 @@ func (s *Story) Label(key, value string) {
 	s.Kubectl("label", "node", GPUNode, "--overwrite", key+"="+value)
 }
 
-// Labelled gives the node a mode by its label, until the story ends.
+// Labelled gives the node a mode by its label. UnlabelAtEnd takes the label away.
 func (s *Story) Labelled(mode string) {
 	s.Helper()
 	s.Kubectl("label", "node", GPUNode, "--overwrite", ModeLabel+"="+mode)

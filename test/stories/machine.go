@@ -19,11 +19,7 @@ import (
 // Machine is the directory of the node's simulated machine, from outside.
 func (s *Story) Machine() string {
 	s.Helper()
-	root, err := s.Node().Root()
-	if err != nil {
-		s.Fatal(err)
-	}
-	return filepath.Join(root, SimulatedMachine)
+	return s.NodePath(SimulatedMachine)
 }
 
 // SMI does what an administrator does with nvidia-smi.

@@ -18,16 +18,7 @@ import (
 )
 
 // OfferedToPods wants so many GPUs allocatable on the node.
-func (s *Story) OfferedToPods(want int64) error {
-	n, err := s.Client.CoreV1().Nodes().Get(s.Ctx, GPUNode, metav1.GetOptions{})
-	if err != nil {
-		return err
-	}
-	if got := n.Status.Allocatable[install.ResourceName]; got.Value() != want {
-		return fmt.Errorf("allocatable %s is %s, not %d", install.ResourceName, got.String(), want)
-	}
-	return nil
-}
+func (s *Story) OfferedToPods(want int64) error { return s.Allocatable(install.ResourceName, want) }
 
 // OfferedToClaims wants so many claimable devices, or any number if that is negative.
 func (s *Story) OfferedToClaims(want int) error {

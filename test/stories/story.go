@@ -20,6 +20,7 @@ import (
 
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/apimachinery/pkg/util/yaml"
 	"k8s.io/client-go/discovery/cached/memory"
 	"k8s.io/client-go/dynamic"
@@ -32,6 +33,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/hack/results"
 )
 
 const (
@@ -72,6 +74,8 @@ type Place struct {
 	// Image is install.Options.Image of all installations that do not say another one.
 	Image   string
 	Devices Devices
+	// Logs logs the ends of the logs of Tandem's programs.
+	Logs func(s *Story)
 }
 
 // Devices tells which GPUs containers have. It looks at what their runtime gave them, and never at the ledger.
@@ -95,6 +99,28 @@ func (p *Place) Connect(c *cluster.Cluster) error {
 		return err
 	}
 	p.Cluster, p.Mapper = c, restmapper.NewDeferredDiscoveryRESTMapper(memory.NewMemCacheClient(p.Client.Discovery()))
+	return nil
+}
+
+// End waits until the namespaces of all stories are gone: an object that keeps one was left by a story, or by Tandem.
+func (p *Place) End(ctx context.Context) error {
+	var left []string
+	err := wait.PollUntilContextTimeout(ctx, LookAgain, time.Minute, true, func(ctx context.Context) (bool, error) {
+		list, err := p.Client.CoreV1().Namespaces().List(ctx, metav1.ListOptions{})
+		if err != nil {
+			return false, err
+		}
+		left = nil
+		for _, namespace := range list.Items {
+			if strings.HasPrefix(namespace.Name, "test") {
+				left = append(left, fmt.Sprintf("%s: %v", namespace.Name, namespace.Status.Conditions))
+			}
+		}
+		return len(left) == 0, nil
+	})
+	if err != nil {
+		return fmt.Errorf("wait for the end of namespaces %q: %w", left, err)
+	}
 	return nil
 }
 
@@ -131,19 +157,18 @@ func New(t *testing.T, ctx context.Context, p *Place) Story {
 	}
 }
 
-// Begin makes the namespace. At the end of the test it removes the namespace, and waits until all GPUs are free again. explain logs what a
-// reader of a failure asks.
-func (s *Story) Begin(explain func()) {
+// Begin makes the namespace. At the end of the test it removes the namespace, and waits until all GPUs are free again.
+func (s *Story) Begin() {
 	s.Helper()
 	s.MakeNamespace()
 	s.Cleanup(func() {
 		failed := s.Failed()
 		if failed {
-			explain()
+			s.Explain()
 		}
 		defer func() {
 			if s.Failed() && !failed {
-				explain()
+				s.Explain()
 			}
 		}()
 		s.Gone()
@@ -213,12 +238,14 @@ func (s *Story) Took(what string, part func()) time.Duration {
 
 // Explain logs what a reader of a failure asks first.
 func (s *Story) Explain() {
+	s.Log(results.StateBegins)
+	defer s.Log(results.StateEnds)
 	for _, args := range [][]string{
 		{"get", "pods,resourceclaims", "-n", s.Namespace, "-o", "wide"},
 		{"get", "events", "-n", s.Namespace, "--sort-by=.lastTimestamp"},
 		{"get", "events", "-n", "default", "--field-selector=involvedObject.kind=Node"},
 		{"get", "gpunodes", "-o", "yaml"},
-		{"logs", "-n", install.Namespace, "-l", "app.kubernetes.io/name=tandem", "--tail=40", "--prefix"},
+		{"get", "pods", "-n", install.Namespace, "-o", "wide"},
 	} {
 		out, err := s.Cluster.Kubectl(s.Ctx, args...)
 		s.Logf("kubectl %s (%v):\n%s", strings.Join(args, " "), err, out)
@@ -226,19 +253,29 @@ func (s *Story) Explain() {
 	for _, node := range s.Cluster.Nodes() {
 		s.Logf("holds on %s:\n%s", node.Name(), s.Records(node))
 	}
+	s.Logs(s)
 }
 
 // MakeNamespace makes the story's namespace. One of that name may be ending.
 func (s *Story) MakeNamespace() {
 	s.Helper()
 	s.Await(Soon, "the namespace to be made", func() error {
-		namespace := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: s.Namespace}}
-		_, err := s.Client.CoreV1().Namespaces().Create(s.Ctx, namespace, metav1.CreateOptions{})
-		if err != nil && !apierrors.IsAlreadyExists(err) {
+		namespaces := s.Client.CoreV1().Namespaces()
+		_, err := namespaces.Create(s.Ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: s.Namespace}}, metav1.CreateOptions{})
+		if err == nil {
+			return nil
+		}
+		if !s.ending() {
 			return Never(err)
 		}
 		return err
 	})
+}
+
+// ending reports whether the story's namespace is being deleted, or is gone.
+func (s *Story) ending() bool {
+	namespace, err := s.Client.CoreV1().Namespaces().Get(s.Ctx, s.Namespace, metav1.GetOptions{})
+	return apierrors.IsNotFound(err) || err == nil && namespace.DeletionTimestamp != nil
 }
 
 // Clear deletes the story's namespace with all that is in it, and does not wait for that.
@@ -266,12 +303,16 @@ func (s *Story) Gone() {
 	s.Helper()
 	s.Clear()
 	s.Await(Patient, "pods and claims to be gone", func() error {
+		pods, err := s.Client.CoreV1().Pods(s.Namespace).List(s.Ctx, metav1.ListOptions{})
+		if err != nil {
+			return err
+		}
 		claims, err := s.Client.ResourceV1().ResourceClaims(s.Namespace).List(s.Ctx, metav1.ListOptions{})
 		if err != nil {
 			return err
 		}
-		if pods := s.Pods(); len(pods)+len(claims.Items) > 0 {
-			return fmt.Errorf("there are %d pods and %d claims", len(pods), len(claims.Items))
+		if len(pods.Items)+len(claims.Items) > 0 {
+			return fmt.Errorf("there are %d pods and %d claims", len(pods.Items), len(claims.Items))
 		}
 		return nil
 	})

@@ -32,8 +32,6 @@ const (
 	storiesDir, storiesPart = "test/e2e", "e2e"
 	// keptLines is how many of a part's last lines are repeated if it fails and its results do not say why.
 	keptLines = 30
-	// failureLines is how many lines of a failed test are repeated. The first say what failed; logs of pods follow them.
-	failureLines = 12
 	// endPatience is how long an interrupted part may take to remove its clusters.
 	endPatience = 12 * time.Minute
 )
@@ -222,11 +220,7 @@ func (p *part) tell(out io.Writer, r *results.Results, notPlayed []string) bool 
 		return p.ran
 	}
 	for _, failure := range r.Failed {
-		lines := strings.SplitN(failure.Text, "\n", failureLines+1)
-		if len(lines) > failureLines {
-			lines[failureLines] = "    (the whole text is above)"
-		}
-		fmt.Fprintf(out, "test: %s: failed: %s\n%s\n", p.name, failure.Name, strings.Join(lines, "\n"))
+		fmt.Fprintf(out, "test: %s: failed: %s\n%s\n", p.name, failure.Name, failure.Text)
 	}
 	if len(r.Failed) == 0 {
 		fmt.Fprintf(out, "test: %s failed. Its last lines were:\n%s%s\n", p.name, strings.Join(p.last, ""), p.rest)
