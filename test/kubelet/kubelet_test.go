@@ -34,7 +34,20 @@ const (
 	driverName = "gpu.nvidia.com"
 )
 
+// startOne starts a kubelet that fails at nothing.
 func startOne(t *testing.T, o Options) *Kubelet {
+	t.Helper()
+	k := startAny(t, o)
+	t.Cleanup(func() {
+		k.Stop()
+		if failures := k.Failures(); len(failures) > 0 {
+			t.Errorf("failures: %v", failures)
+		}
+	})
+	return k
+}
+
+func startAny(t *testing.T, o Options) *Kubelet {
 	t.Helper()
 	// t.TempDir is too long for a socket's path.
 	dir, err := os.MkdirTemp("", "k")
@@ -47,12 +60,7 @@ func startOne(t *testing.T, o Options) *Kubelet {
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() {
-		k.Stop()
-		if failures := k.Failures(); len(failures) > 0 {
-			t.Errorf("failures: %v", failures)
-		}
-	})
+	t.Cleanup(k.Stop)
 	return k
 }
 
@@ -267,4 +275,38 @@ func TestDriverAfterAKilledOne(t *testing.T) {
 		next, ok := k.Driver(driverName)
 		return ok && next.Identified.After(killed.Identified)
 	})
+}
+
+// otherPlugin is a plugin that is no DRA driver of ours.
+type otherPlugin struct {
+	registerapi.UnimplementedRegistrationServer
+	info registerapi.PluginInfo
+	told chan *registerapi.RegistrationStatus
+}
+
+func (p *otherPlugin) GetInfo(context.Context, *registerapi.InfoRequest) (*registerapi.PluginInfo, error) {
+	return &p.info, nil
+}
+
+func (p *otherPlugin) NotifyRegistrationStatus(_ context.Context, s *registerapi.RegistrationStatus) (*registerapi.RegistrationStatusResponse, error) {
+	p.told <- s
+	return &registerapi.RegistrationStatusResponse{}, nil
+}
+
+// A plugin of another kind, or for another version of the API, is told that it is not registered.
+func TestPluginsThatAreRefused(t *testing.T) {
+	for kind, versions := range map[string][]string{registerapi.CSIPlugin: {drapb.DRAPluginService}, registerapi.DRAPlugin: {"v0.DRAPlugin"}} {
+		t.Run(kind, func(t *testing.T) {
+			k := startAny(t, Options{})
+			p := &otherPlugin{info: registerapi.PluginInfo{Type: kind, Name: driverName, SupportedVersions: versions}, told: make(chan *registerapi.RegistrationStatus, 1)}
+			serve(t, filepath.Join(k.Dir, "plugins_registry", "p-reg.sock"), func(s *grpc.Server) { registerapi.RegisterRegistrationServer(s, p) })
+			if told := <-p.told; told.GetPluginRegistered() || !strings.Contains(told.GetError(), versions[0]) {
+				t.Errorf("it is told %v", told)
+			}
+			await(t, k, "a failure", func() bool { return len(k.Failures()) == 1 })
+			if _, ok := k.Driver(driverName); ok {
+				t.Error("it is registered")
+			}
+		})
+	}
 }
