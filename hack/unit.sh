@@ -13,8 +13,8 @@ if [ $# -eq 0 ] && [ "$(id -u)" -eq 0 ]; then
 	run=(-exec "unshare --mount --propagation private sh -c 'mount -t tmpfs -o mode=1777 unit $tmp && TMPDIR=$tmp exec \"\$0\" \"\$@\"'")
 fi
 GOWORK=off go -C hack/tools build -o ../../bin/tools/ gotest.tools/gotestsum
-# Packages are tested in this order: the one that takes longest is not the last, for which a core would wait.
-packages=${*:-$(go list ./test/simulation ./test/... ./hack/... ./... | grep -v -E '/test/(e2e|contract|facts|intruder)$|/deployments/helm')}
+# Packages are tested in this order: those that take longest are not the last, for which a core would wait.
+packages=${*:-$(go list ./test/simulation ./pkg/webhook ./pkg/nvml ./test/... ./hack/... ./... | grep -v -E '/test/(e2e|contract|facts|intruder)$|/deployments/helm')}
 # shellcheck disable=SC2086
 exec bin/tools/gotestsum --format pkgname ${TEST_RESULTS:+--jsonfile "$TEST_RESULTS"} -- \
 	"${run[@]}" -race -vet=off -count=1 -parallel 16 -timeout 1h $packages
