@@ -31,7 +31,7 @@ var retired = map[string]string{
 var word = regexp.MustCompile(`[A-Z]?[a-z]+`)
 
 func TestRetiredWordsStayOut(t *testing.T) {
-	// Few texts have the letters of one, and to find words takes much longer.
+	// Most texts have no retired word. This search takes much less time than to find all words.
 	mayHave := func(text string) bool {
 		text = strings.ToLower(text)
 		for w := range retired {

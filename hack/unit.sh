@@ -13,7 +13,7 @@ if [ $# -eq 0 ] && [ "$(id -u)" -eq 0 ]; then
 	run=(-exec "unshare --mount --propagation private sh -c 'mount -t tmpfs -o mode=1777 unit $tmp && TMPDIR=$tmp exec \"\$0\" \"\$@\"'")
 fi
 GOWORK=off go -C hack/tools build -o ../../bin/tools/ gotest.tools/gotestsum
-# Packages are tested in this order: those that take longest are not the last, for which a core would wait.
+# go test begins packages in this order. The slowest come first: the last would run alone, on one core.
 packages=${*:-$(go list ./test/simulation ./pkg/webhook ./pkg/nvml ./test/... ./hack/... ./... | grep -v -E '/test/(e2e|contract|facts|intruder)$|/deployments/helm')}
 # shellcheck disable=SC2086
 exec bin/tools/gotestsum --format pkgname ${TEST_RESULTS:+--jsonfile "$TEST_RESULTS"} -- \

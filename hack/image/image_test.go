@@ -292,7 +292,7 @@ func TestEqualInputsGiveEqualImages(t *testing.T) {
 	if !bytes.Equal(one, two) {
 		t.Error("tarballs differ")
 	}
-	// The same once more: the tarball stays.
+	// The same image once more does not rewrite the tarball.
 	before, err := os.Stat(tarball1)
 	if err != nil {
 		t.Fatal(err)
@@ -320,7 +320,7 @@ func TestEqualInputsGiveEqualImages(t *testing.T) {
 	}
 }
 
-// checkDocker looks at what versions of Docker read that know no OCI layout: manifest.json, whose paths must be entries of the tarball.
+// checkDocker checks manifest.json, which versions of Docker read that know no OCI layout. Its paths must be entries of the tarball.
 func checkDocker(t *testing.T, tarball string) {
 	t.Helper()
 	dir := t.TempDir()
@@ -363,7 +363,7 @@ func TestPush(t *testing.T) {
 	if got, err := index.Digest(); err != nil || got.String() != digest {
 		t.Errorf("the registry has %v (%v), reported %s", got, err, digest)
 	}
-	// TestBuild looks into layers.
+	// This does not read the layers: TestBuild does.
 	if err := validate.Index(index, validate.Fast); err != nil {
 		t.Error(err)
 	}

@@ -181,8 +181,7 @@ func (r *Results) Surprises() []Said {
 	return surprises
 }
 
-// Of a test, headLines and tailLines are kept: of a crash the first lines tell, of messages the last. A message has more lines than
-// linesEach where it shows the state of a cluster.
+// Of a test, headLines and tailLines are kept: of a crash the first lines tell, of messages the last. Of each message linesEach are kept.
 const headLines, tailLines, linesEach = 20, 40, 6
 
 // Lines that end like these are around what a failed test logs of the state of a cluster. Results leave that out: it would hide what failed,

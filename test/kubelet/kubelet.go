@@ -271,7 +271,8 @@ func (k *Kubelet) registerPlugin(running context.Context, socket string) {
 		}
 		identified := time.Now()
 		if info.GetType() != registerapi.DRAPlugin || !slices.Contains(info.GetSupportedVersions(), drapb.DRAPluginService) {
-			refusal := fmt.Sprintf("%s with versions %v is no DRA driver for %s", info.GetType(), info.GetSupportedVersions(), drapb.DRAPluginService)
+			refusal := fmt.Sprintf("type %s with versions %v is not supported: want type %s with %s",
+				info.GetType(), info.GetSupportedVersions(), registerapi.DRAPlugin, drapb.DRAPluginService)
 			_, err := client.NotifyRegistrationStatus(ctx, &registerapi.RegistrationStatus{Error: refusal})
 			return errors.Join(fmt.Errorf("plugin %s: %s", socket, refusal), err)
 		}

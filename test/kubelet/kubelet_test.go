@@ -34,7 +34,7 @@ const (
 	driverName = "gpu.nvidia.com"
 )
 
-// startOne starts a kubelet that fails at nothing.
+// startOne starts a kubelet, and fails the test if a registration fails.
 func startOne(t *testing.T, o Options) *Kubelet {
 	t.Helper()
 	k := startAny(t, o)
@@ -277,7 +277,7 @@ func TestDriverAfterAKilledOne(t *testing.T) {
 	})
 }
 
-// otherPlugin is a plugin that is no DRA driver of ours.
+// otherPlugin is a plugin that kubelet must refuse.
 type otherPlugin struct {
 	registerapi.UnimplementedRegistrationServer
 	info registerapi.PluginInfo

@@ -245,7 +245,7 @@ func (s *Story) RefusedPrepares() float64 {
 	return s.metric(`tandem_prepare_duration_seconds_count{result="error"}`)
 }
 
-// As is a client with a token of the agent's account; bound is the pod that the token is bound to, or nil.
+// As returns a client with a token of a service account of Tandem. If bound is not nil, the token is bound to that pod.
 func (s *Story) As(account string, bound *corev1.Pod) kubernetes.Interface {
 	s.Helper()
 	request := &authenticationv1.TokenRequest{}

@@ -14,7 +14,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/nodelabels"
 )
 
-// Installed upgrades to values of examples/ and others above them; the story's end takes that back.
+// Installed upgrades Tandem to a file of examples/, which the other values override. The usual values return when the story ends.
 func (s *Story) Installed(file string, values ...string) {
 	s.Helper()
 	s.InstalledFrom(filepath.Join("..", "..", "examples", file), values...)
@@ -33,7 +33,7 @@ func (s *Story) InstalledFrom(file string, values ...string) {
 	s.RolledOut()
 }
 
-// Values installs with others than usual until the story ends.
+// Values upgrades Tandem to these values until the story ends.
 func (s *Story) Values(values ...string) {
 	s.Helper()
 	if err := s.Install(s.Ctx, install.Options{Values: values}); err != nil {
@@ -78,7 +78,8 @@ func (s *Story) Labelled(mode string) {
 	s.Kubectl("label", "node", GPUNode, "--overwrite", ModeLabel+"="+mode)
 }
 
-// UnlabelAtEnd comes after Installed: what ends last waits for both APIs.
+// UnlabelAtEnd removes the label when the story ends. Call it after Installed: the label is removed first, and the usual installation waits
+// for both APIs.
 func (s *Story) UnlabelAtEnd() {
 	s.Undo(func() error {
 		_, err := s.Cluster.Kubectl(context.WithoutCancel(s.Ctx), "label", "node", GPUNode, ModeLabel+"-")

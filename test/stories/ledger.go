@@ -88,7 +88,7 @@ func (s *Story) Free() error {
 	return s.NothingLeft()
 }
 
-// NothingLeft is NothingShared, unless the values share GPUs whether or not a pod has one.
+// NothingLeft is NothingShared, or nil if DaemonsStay is set.
 func (s *Story) NothingLeft() error {
 	if s.DaemonsStay {
 		return nil

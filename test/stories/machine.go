@@ -86,7 +86,7 @@ func (s *Story) Resets(uuid string) int {
 	return strings.Count(string(data), "\n")
 }
 
-// Breaks puts faults of calls and clients into force on every GPU, in place of those before.
+// Breaks replaces the machine's faults with these. Without arguments it removes all.
 func (s *Story) Breaks(faults ...simulated.GPUFaults) {
 	s.Helper()
 	if err := simulated.WriteFaults(s.Machine(), simulated.Faults{GPUs: faults}); err != nil {

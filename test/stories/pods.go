@@ -40,7 +40,8 @@ func (s *Story) Pod(name string) *corev1.Pod {
 	return pod
 }
 
-// Running waits until n pods run and, unless it is negative, others are Pending. It does not wait for pods that no component replaces.
+// Running waits until n pods run and as many are Pending as pending says, or any number if that is negative. It fails at once if pods
+// without a controller have failed and too few are left.
 func (s *Story) Running(patience time.Duration, n, pending int) {
 	s.Helper()
 	s.Await(patience, fmt.Sprintf("%d pods to run, %d to be pending", n, pending), func() error {
@@ -106,7 +107,7 @@ func (s *Story) Unschedulable(n int) (told []string) {
 	return told
 }
 
-// Containers are the IDs and start times of all containers of the story's pods.
+// Containers returns the ID and start time of the running container of each pod, by the pod's name. Pods have one container.
 func (s *Story) Containers() map[string]string {
 	s.Helper()
 	found := map[string]string{}

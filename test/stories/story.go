@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package stories has what tests on a cluster with Tandem have in common, be its kubelet the real one (test/e2e) or a fake one
-// (test/contract). Methods fail the test where they cannot do what they say, unless they return an error. None is safe for concurrent use.
+// (test/contract). A method fails the test if it cannot do what it says. One that checks a condition returns an error if the condition does
+// not hold. None is safe for concurrent use.
 package stories
 
 import (
@@ -37,8 +38,8 @@ import (
 )
 
 const (
-	// Soon is for what takes seconds; Patient for what waits for kubelet's retry of a Prepare (60 to 90 s). Both count from the last
-	// change of what a condition says, and a busy machine needs more than a quiet one: no story depends on how fast something is.
+	// Soon is for what takes seconds. Patient is for what waits until kubelet retries a Prepare: after 60 to 90 s, or three minutes in
+	// test/contract. Both count from the last change of the condition's error. They are long because the machine may be busy.
 	Soon    = 2 * time.Minute
 	Patient = 4 * time.Minute
 	// LookAgain is the time between two looks at a condition.
@@ -80,7 +81,7 @@ type Place struct {
 
 // Devices tells which GPUs containers have. It looks at what their runtime gave them, and never at the ledger.
 type Devices interface {
-	// Of are the minors of the GPUs of containers, which the map names by their pods, sorted.
+	// Of returns the sorted minors of the GPUs that containers have, by pod. The map has the name of one container for each pod.
 	Of(s *Story, containers map[string]string) map[string][]int
 	// DoublyOwned describes each GPU that has two owners.
 	DoublyOwned(ctx context.Context) ([]string, error)
@@ -146,11 +147,11 @@ type Story struct {
 	// that depends on the version of Kubernetes.
 	Limits  int64
 	Offered int
-	// DaemonsStay says that MPS daemons run meanwhile.
+	// DaemonsStay says that MPS daemons run even while no pod has a GPU.
 	DaemonsStay bool
 }
 
-// New returns a story whose node offers what the usual machine has. It does nothing visible.
+// New returns a story whose node offers what the usual machine has. It changes nothing on the cluster.
 func New(t *testing.T, ctx context.Context, p *Place) Story {
 	return Story{
 		T: t, Place: p, Ctx: ctx, Namespace: strings.ToLower(strings.ReplaceAll(t.Name(), "/", "-")), Limits: GPUsANode, Offered: GPUsANode,
@@ -179,13 +180,13 @@ func (s *Story) Begin() {
 // Node is GPUNode.
 func (s *Story) Node() *cluster.Node { return s.Cluster.Node(GPUNode) }
 
-// Never is what a condition of Await returns that can hold no more.
+// Never is what a condition of Await returns when it can no longer become true.
 func Never(err error) error { return never{err} }
 
 type never struct{ error }
 
-// Await looks until the condition holds; what it returns last is in the failure. It gives up after so much time in which the condition has
-// always said the same.
+// Await looks until the condition holds; what it returns last is in the failure. It gives up after patience in
+// which the error has not changed, after mostPatience times patience in all, and at once if the condition returns Never.
 func (s *Story) Await(patience time.Duration, what string, condition func() error) {
 	s.Helper()
 	began := time.Now()
@@ -212,7 +213,7 @@ func (s *Story) Await(patience time.Duration, what string, condition func() erro
 	}
 }
 
-// Undo returns a function that runs once, at the latest when the story ends.
+// Undo returns a function that runs the action the first time it is called. If it is not called, the action runs when the story ends.
 func (s *Story) Undo(action func() error) func() {
 	var once sync.Once
 	undo := func() {
@@ -367,7 +368,7 @@ func (s *Story) Manifest(text string) {
 	}
 }
 
-// Apply does with kubectl what may be denied.
+// Apply runs kubectl apply, for manifests that may be denied.
 func (s *Story) Apply(text string, flags ...string) error {
 	s.Helper()
 	cmd, err := s.Cluster.Command(s.Ctx, "kubectl", append([]string{"apply", "-n", s.Namespace, "-f", "-"}, flags...)...)
@@ -381,7 +382,7 @@ func (s *Story) Apply(text string, flags ...string) error {
 	return nil
 }
 
-// ApplyAnywhere applies a manifest that names its namespace.
+// ApplyAnywhere is Apply for manifests that name their namespace.
 func (s *Story) ApplyAnywhere(text string) error {
 	cmd, err := s.Cluster.Command(s.Ctx, "kubectl", "apply", "-f", "-")
 	if err != nil {
