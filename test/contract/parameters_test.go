@@ -317,6 +317,8 @@ func TestMistakesThatSlipThrough(t *testing.T) {
 	s.Values("webhook.enabled=false", "claimParameters.validate=false")
 	cases := s.mistakes()
 	tried := s.RefusedPrepares()
+	// The API server learns within a second that a policy is gone.
+	s.Await(soon, "the policy to be gone", func() error { return s.Apply(s.allMistakes(cases), "--dry-run=server") })
 	s.Manifest(s.allMistakes(cases))
 	s.allocateAll(cases)
 	began := time.Now()
