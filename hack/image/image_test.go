@@ -363,8 +363,7 @@ func TestPush(t *testing.T) {
 	if got, err := index.Digest(); err != nil || got.String() != digest {
 		t.Errorf("the registry has %v (%v), reported %s", got, err, digest)
 	}
-	// This does not read the layers: TestBuild does.
-	if err := validate.Index(index, validate.Fast); err != nil {
+	if err := validate.Index(index); err != nil {
 		t.Error(err)
 	}
 	manifest, err := index.IndexManifest()

@@ -62,7 +62,7 @@ func TestFaultsAreSeen(t *testing.T) {
 		if err := everywhere(places, false); err != nil {
 			t.Fatalf("after XIDs of applications: %v", err)
 		}
-		time.Sleep(stories.LookAgain)
+		time.Sleep(stories.SampleEvery)
 	}
 
 	samples := map[string][]time.Duration{}
@@ -151,11 +151,11 @@ func (s *story) places(gpus []int) []place {
 	}
 	places := []place{
 		{"slice", func(unhealthy bool) (err error) {
-			list, listErr := theClient.ResourceV1().ResourceSlices().List(s.Ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
+			list, listErr := s.Slices(gpuNode)
 			if listErr != nil {
 				return listErr
 			}
-			for _, slice := range list.Items {
+			for _, slice := range list {
 				for _, d := range slice.Spec.Devices {
 					if !slices.ContainsFunc(gpus, func(gpu int) bool { return d.Name == fmt.Sprintf("gpu-%d", gpu) }) {
 						continue
@@ -304,7 +304,7 @@ func TestRestartForgetsNoXID(t *testing.T) {
 		if err := errors.Join(s.OfferedToPods(gpusANode), s.OfferedToClaims(s.Offered)); err != nil {
 			t.Fatalf("the XID that was ended is back: %v", err)
 		}
-		time.Sleep(stories.LookAgain)
+		time.Sleep(stories.SampleEvery)
 	}
 }
 

@@ -370,7 +370,7 @@ func TestWhoHasWhichGPU(t *testing.T) {
 	s.Running(soon, 2, 0)
 	claim := *s.Pod("train").Status.ResourceClaimStatuses[0].ResourceClaimName
 	holders := fmt.Sprintf("%s=%s/%s(claim) %s=%s/infer(pod)",
-		gpuName(s.GPUs("train", "")[0]), s.Namespace, claim, gpuName(s.GPUs("infer", "")[0]), s.Namespace)
+		stories.GPUName(s.GPUs("train", "")[0]), s.Namespace, claim, stories.GPUName(s.GPUs("infer", "")[0]), s.Namespace)
 	told := func(n gpunode.GPUNode) bool {
 		withdrawn := 0
 		for _, d := range n.Status.Devices {

@@ -62,10 +62,6 @@ func (given) DoublyOwned(context.Context) ([]string, error) {
 // node is the node of most stories.
 func node() *cluster.Node { return theCluster.Node(gpuNode) }
 
-func gpuName[N ~int | ~uint32 | ~int64 | ~uint64](minor N) string {
-	return fmt.Sprintf("gpu-%d", minor)
-}
-
 // hasMetric reports whether the agent of the node has a series that begins so.
 func (s *story) hasMetric(prefix string) bool {
 	s.Helper()

@@ -156,7 +156,7 @@ func (s *story) gpuOf(pods ...string) map[string]int {
 func (s *story) waitOn(when string) {
 	s.Helper()
 	// Nothing is to happen: the scheduler would place a pod within a second.
-	for until := time.Now().Add(2 * time.Second); time.Now().Before(until); time.Sleep(stories.LookAgain) {
+	for until := time.Now().Add(2 * time.Second); time.Now().Before(until); time.Sleep(stories.SampleEvery) {
 		late := 0
 		for _, pod := range s.Pods() {
 			if !strings.Contains(pod.Name, "-late") {

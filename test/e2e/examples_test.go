@@ -92,12 +92,12 @@ func TestChosenByWhatTheyAre(t *testing.T) {
 // attribute answers the value of an attribute of each device of the node, by UUID. Names of ours need no domain.
 func (s *story) attribute(name string) map[string]string {
 	s.Helper()
-	list, err := theClient.ResourceV1().ResourceSlices().List(s.Ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
+	list, err := s.Slices(gpuNode)
 	if err != nil {
 		s.Fatal(err)
 	}
 	values := map[string]string{}
-	for _, slice := range list.Items {
+	for _, slice := range list {
 		for _, d := range slice.Spec.Devices {
 			for key, value := range d.Attributes {
 				if key := string(key); key != name && slice.Spec.Driver+"/"+key != name || d.Attributes["uuid"].StringValue == nil {

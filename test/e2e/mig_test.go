@@ -16,7 +16,6 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/yaml"
 
 	"github.com/tandem-gpu/tandem/internal/podstatus"
@@ -74,12 +73,12 @@ func (s *story) noPartitions() error {
 // poolsOfGPUs are the complete pools of GPUs of the node with the number of their devices.
 func (s *story) poolsOfGPUs() map[string]int {
 	s.Helper()
-	list, err := theClient.ResourceV1().ResourceSlices().List(s.Ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
+	list, err := s.Slices(gpuNode)
 	if err != nil {
 		s.Fatal(err)
 	}
 	devices, missing := map[string]int{}, map[string]int64{}
-	for _, slice := range list.Items {
+	for _, slice := range list {
 		pool := slice.Spec.Pool
 		if !strings.HasPrefix(pool.Name, gpuNode+"/") {
 			continue
@@ -97,12 +96,12 @@ func (s *story) poolsOfGPUs() map[string]int {
 // counters are those of all pools of the node, as "pool/counter".
 func (s *story) counters() map[string]int64 {
 	s.Helper()
-	list, err := theClient.ResourceV1().ResourceSlices().List(s.Ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
+	list, err := s.Slices(gpuNode)
 	if err != nil {
 		s.Fatal(err)
 	}
 	counters := map[string]int64{}
-	for _, slice := range list.Items {
+	for _, slice := range list {
 		for _, set := range slice.Spec.SharedCounters {
 			for name, counter := range set.Counters {
 				counters[slice.Spec.Pool.Name+"/"+name] = counter.Value.Value()

@@ -13,7 +13,6 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/test/dropin"
@@ -239,11 +238,11 @@ func publishedManifests(t *testing.T, batches [][]published) {
 
 // sharedAs tells how the slices offer the GPUs of the node to several claims at once.
 func (s *story) sharedAs() (string, error) {
-	list, err := theClient.ResourceV1().ResourceSlices().List(s.Ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
+	list, err := s.Slices(gpuNode)
 	if err != nil {
 		return "", err
 	}
-	for _, slice := range list.Items {
+	for _, slice := range list {
 		for _, d := range slice.Spec.Devices {
 			policy := d.Capacity["memory"].RequestPolicy
 			switch {

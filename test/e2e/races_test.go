@@ -20,6 +20,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/test/manifests"
+	"github.com/tandem-gpu/tandem/test/stories"
 )
 
 // Each story here forces one row of the table of races (docs/design/0007-coexistence.md): it delays one component while others
@@ -62,7 +63,7 @@ func (s *story) loseToPod(start func()) {
 	s.bound(before + 2)
 	s.Await(soon, "the claim to be allocated on the GPU of the limit", func() error {
 		for _, claim := range s.claims() {
-			if claim.Status.Allocation != nil && claim.Status.Allocation.Devices.Results[0].Device == gpuName(gpu.Number.Minor) {
+			if claim.Status.Allocation != nil && claim.Status.Allocation.Devices.Results[0].Device == stories.GPUName(gpu.Number.Minor) {
 				return nil
 			}
 		}
@@ -71,10 +72,6 @@ func (s *story) loseToPod(start func()) {
 	allow()
 	s.Await(soon, "the slices to tell", func() error { return s.OfferedToClaims(gpusANode - 1) })
 	thaw()
-}
-
-func gpuName[N ~int | ~uint32 | ~int64 | ~uint64](minor N) string {
-	return fmt.Sprintf("gpu-%d", minor)
 }
 
 // TestClaimConflictsWithPod: a replica whose claim was allocated a GPU of a pod is moved to another GPU, without an
@@ -129,7 +126,7 @@ func repetitions(t *testing.T, otherwise int) int {
 func TestBareClaimWaitsForPod(t *testing.T) {
 	s := begin(t)
 	s.loseToPod(func() { s.Manifest(withTemplate(manifests.Pod("claim", "bare"), "preferring")) })
-	if lost := s.conflict(soon, false); !slices.Equal(lost.Devices, []string{gpuName(s.GPUs("winner", "")[0])}) {
+	if lost := s.conflict(soon, false); !slices.Equal(lost.Devices, []string{stories.GPUName(s.GPUs("winner", "")[0])}) {
 		t.Errorf("it lost %v", lost.Devices)
 	}
 	uid := s.Pod("bare").UID
@@ -465,7 +462,7 @@ func TestNodeCreatedAnew(t *testing.T) {
 		return err
 	})
 	s.Await(patient, "the slices and the GPUNode to belong to it", func() error {
-		slices, err := theClient.ResourceV1().ResourceSlices().List(s.Ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
+		all, err := s.Slices(gpuNode)
 		if err != nil {
 			return err
 		}
@@ -474,7 +471,7 @@ func TestNodeCreatedAnew(t *testing.T) {
 			return err
 		}
 		owners := [][]metav1.OwnerReference{object.OwnerReferences}
-		for _, slice := range slices.Items {
+		for _, slice := range all {
 			owners = append(owners, slice.OwnerReferences)
 		}
 		if len(owners) < 2 {

@@ -10,7 +10,6 @@ import (
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	gpunode "github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/hack/cluster"
@@ -19,11 +18,11 @@ import (
 
 // sharesKept reports whether the API server keeps what shares are published by.
 func (s *story) sharesKept() bool {
-	list, err := theClient.ResourceV1().ResourceSlices().List(s.Ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + gpuNode})
+	list, err := s.Slices(gpuNode)
 	if err != nil {
 		s.Fatal(err)
 	}
-	for _, slice := range list.Items {
+	for _, slice := range list {
 		for _, d := range slice.Spec.Devices {
 			if d.AllowMultipleAllocations != nil && *d.AllowMultipleAllocations {
 				return true

@@ -104,12 +104,8 @@ func (seen) Of(s *stories.Story, containers map[string]string) map[string][]int 
 	s.Helper()
 	var seen map[string][]int
 	s.Await(soon, fmt.Sprintf("processes of %v", containers), func() error {
-		picture, err := oracle.Observe(s.Ctx, theCluster)
-		if err != nil {
-			s.Fatalf("observe: %v", err)
-		}
 		seen = map[string][]int{}
-		for _, c := range picture.Containers {
+		for _, c := range (&story{*s}).picture().Containers {
 			if name, wanted := containers[c.Pod]; c.Namespace != s.Namespace || !wanted || c.Name != name {
 				continue
 			}

@@ -29,20 +29,32 @@ func (s *Story) OfferedToClaims(want int) error {
 	return err
 }
 
-// Claimable counts the devices of the node's slices without a taint.
-func (s *Story) Claimable() (offered int, err error) {
-	list, err := s.Client.ResourceV1().ResourceSlices().List(s.Ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + GPUNode})
+// Slices are the ResourceSlices of a node.
+func (s *Story) Slices(nodeName string) ([]resourceapi.ResourceSlice, error) {
+	list, err := s.Client.ResourceV1().ResourceSlices().List(s.Ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + nodeName})
 	if err != nil {
-		return 0, err
+		return nil, err
 	}
-	for _, slice := range list.Items {
+	return list.Items, nil
+}
+
+// untainted are the devices that the slices of the node offer to claims.
+func (s *Story) untainted() (devices []resourceapi.Device, err error) {
+	all, err := s.Slices(GPUNode)
+	for _, slice := range all {
 		for _, d := range slice.Spec.Devices {
 			if len(d.Taints) == 0 {
-				offered++
+				devices = append(devices, d)
 			}
 		}
 	}
-	return offered, nil
+	return devices, err
+}
+
+// Claimable counts the devices of the node's slices without a taint.
+func (s *Story) Claimable() (offered int, err error) {
+	devices, err := s.untainted()
+	return len(devices), err
 }
 
 // Allocatable wants so much of a resource on the node.
@@ -62,16 +74,14 @@ func (s *Story) Published(profiles ...string) {
 	s.Helper()
 	began := time.Now()
 	s.Await(Soon, fmt.Sprintf("partitions %v to be published", profiles), func() error {
-		list, err := s.Client.ResourceV1().ResourceSlices().List(s.Ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + GPUNode})
+		devices, err := s.untainted()
 		if err != nil {
 			return err
 		}
 		var found []string
-		for _, slice := range list.Items {
-			for _, d := range slice.Spec.Devices {
-				if profile := d.Attributes["profile"].StringValue; profile != nil && len(d.Taints) == 0 {
-					found = append(found, *profile)
-				}
+		for _, d := range devices {
+			if profile := d.Attributes["profile"].StringValue; profile != nil {
+				found = append(found, *profile)
 			}
 		}
 		slices.Sort(found)
@@ -88,20 +98,16 @@ func (s *Story) Withdrawn(gpus ...int) error {
 	want := map[string]bool{}
 	for gpu := range GPUsANode {
 		if !slices.Contains(gpus, gpu) {
-			want[fmt.Sprintf("gpu-%d", gpu)] = true
+			want[GPUName(gpu)] = true
 		}
 	}
-	list, err := s.Client.ResourceV1().ResourceSlices().List(s.Ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + GPUNode})
+	devices, err := s.untainted()
 	if err != nil {
 		return err
 	}
 	offered := map[string]bool{}
-	for _, slice := range list.Items {
-		for _, d := range slice.Spec.Devices {
-			if len(d.Taints) == 0 {
-				offered[d.Name] = true
-			}
-		}
+	for _, d := range devices {
+		offered[d.Name] = true
 	}
 	if !maps.Equal(offered, want) {
 		return fmt.Errorf("claims are offered %v, not %v", slices.Sorted(maps.Keys(offered)), slices.Sorted(maps.Keys(want)))
@@ -112,14 +118,14 @@ func (s *Story) Withdrawn(gpus ...int) error {
 // SliceOf is one slice of a node.
 func (s *Story) SliceOf(nodeName string) *resourceapi.ResourceSlice {
 	s.Helper()
-	list, err := s.Client.ResourceV1().ResourceSlices().List(s.Ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + nodeName})
+	all, err := s.Slices(nodeName)
 	if err != nil {
 		s.Fatal(err)
 	}
-	if len(list.Items) == 0 {
+	if len(all) == 0 {
 		s.Fatalf("no slice of %s", nodeName)
 	}
-	return &list.Items[0]
+	return &all[0]
 }
 
 // CountersKept reports whether the API server keeps the counters of partitionable devices, as it does by default from 1.36 on.
@@ -159,4 +165,9 @@ func (s *Story) Shows(what string, condition func(gpunode.GPUNode) bool) (shown 
 		return err
 	})
 	return shown
+}
+
+// GPUName is the name of a GPU in slices and messages, by its minor.
+func GPUName[N ~int | ~uint32 | ~int64 | ~uint64](minor N) string {
+	return fmt.Sprintf("gpu-%d", minor)
 }

@@ -87,7 +87,7 @@ func (s *Story) DeleteAll() {
 	s.Kubectl("delete", "deployment,pod,resourceclaim", "--all", "-n", s.Namespace, "--now")
 }
 
-// Unschedulable waits until so many pods, and no others, wait for the scheduler, and answers what they are told.
+// Unschedulable waits until so many pods, and no others, wait for the scheduler, and returns what they are told.
 func (s *Story) Unschedulable(n int) (told []string) {
 	s.Helper()
 	s.Await(Soon, "the scheduler to say why", func() error {
@@ -164,7 +164,7 @@ func (s *Story) NoDoubleOwners() {
 	}
 }
 
-// Occupy starts two pods of each kind and answers which GPUs each sees.
+// Occupy starts two pods of each kind and returns which GPUs each sees.
 func (s *Story) Occupy() map[string][]int {
 	s.Helper()
 	s.Manifest(manifests.SingleTemplate)

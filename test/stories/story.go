@@ -19,7 +19,10 @@ import (
 	"testing"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/apimachinery/pkg/util/yaml"
@@ -27,10 +30,6 @@ import (
 	"k8s.io/client-go/dynamic"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/restmapper"
-
-	corev1 "k8s.io/api/core/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
@@ -42,8 +41,9 @@ const (
 	// test/contract. Both count from the last change of the condition's error. They are long because the machine may be busy.
 	Soon    = 2 * time.Minute
 	Patient = 4 * time.Minute
-	// LookAgain is the time between two looks at a condition.
-	LookAgain = 200 * time.Millisecond
+	// LookAgain is the time between two looks at what is to happen, SampleEvery that between two looks at what must not.
+	LookAgain   = 200 * time.Millisecond
+	SampleEvery = 100 * time.Millisecond
 	// mostPatience is how many times as long Await waits in all, where a condition says something else each time.
 	mostPatience = 4
 )
@@ -185,8 +185,8 @@ func Never(err error) error { return never{err} }
 
 type never struct{ error }
 
-// Await looks until the condition holds; what it returns last is in the failure. It gives up after patience in
-// which the error has not changed, after mostPatience times patience in all, and at once if the condition returns Never.
+// Await looks until the condition holds. The last error of the condition is in the failure. It gives up when the error has not changed for
+// patience, after mostPatience times patience in all, and at once if the condition returns Never.
 func (s *Story) Await(patience time.Duration, what string, condition func() error) {
 	s.Helper()
 	began := time.Now()
@@ -370,21 +370,12 @@ func (s *Story) Manifest(text string) {
 
 // Apply runs kubectl apply, for manifests that may be denied.
 func (s *Story) Apply(text string, flags ...string) error {
-	s.Helper()
-	cmd, err := s.Cluster.Command(s.Ctx, "kubectl", append([]string{"apply", "-n", s.Namespace, "-f", "-"}, flags...)...)
-	if err != nil {
-		return err
-	}
-	cmd.Stdin = strings.NewReader(text)
-	if out, err := cmd.CombinedOutput(); err != nil {
-		return fmt.Errorf("kubectl apply: %w: %s", err, out)
-	}
-	return nil
+	return s.ApplyAnywhere(text, append([]string{"-n", s.Namespace}, flags...)...)
 }
 
 // ApplyAnywhere is Apply for manifests that name their namespace.
-func (s *Story) ApplyAnywhere(text string) error {
-	cmd, err := s.Cluster.Command(s.Ctx, "kubectl", "apply", "-f", "-")
+func (s *Story) ApplyAnywhere(text string, flags ...string) error {
+	cmd, err := s.Cluster.Command(s.Ctx, "kubectl", append([]string{"apply", "-f", "-"}, flags...)...)
 	if err != nil {
 		return err
 	}
@@ -395,7 +386,7 @@ func (s *Story) ApplyAnywhere(text string) error {
 	return nil
 }
 
-// On runs a command on a node and answers its output.
+// On runs a command on a node and returns its output.
 func (s *Story) On(n *cluster.Node, command string, args ...string) string {
 	s.Helper()
 	cmd, err := n.Command(s.Ctx, command, args...)
@@ -411,11 +402,8 @@ func (s *Story) On(n *cluster.Node, command string, args ...string) string {
 
 // File reads a file of the node.
 func (s *Story) File(path string) ([]byte, error) {
-	root, err := s.Node().Root()
-	if err != nil {
-		return nil, err
-	}
-	return os.ReadFile(filepath.Join(root, path))
+	s.Helper()
+	return os.ReadFile(s.NodePath(path))
 }
 
 // NodePath is where a file of the node is for this process.
