@@ -375,10 +375,8 @@ func (s *story) wouldMake(pod corev1.Pod) *corev1.Pod {
 	if err != nil {
 		s.Fatal(err)
 	}
-	object, err := s.GPUNodeObject()
-	if err != nil {
-		s.Fatal(err)
-	}
+	// The agent writes its first GPUNode some time after it is ready.
+	object := s.Shows("a node", func(gpunode.GPUNode) bool { return true })
 	pods := controller.DaemonPods{
 		Template: template, Namespace: install.Namespace, RunDir: c.RunDir, KubeletDir: c.KubeletDir, DriverRoots: c.DriverRoots, SharedMemory: memory,
 	}
