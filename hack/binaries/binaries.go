@@ -7,6 +7,7 @@
 package binaries
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -20,10 +21,10 @@ import (
 )
 
 // DefaultKubernetes is the Kubernetes version used where none is asked for.
-const DefaultKubernetes = "v1.37.1"
+const DefaultKubernetes = "v1.37.2"
 
 // KnownKubernetes lists, oldest first, versions of Kubernetes whose modules can all be had. (Of v1.34.9 some cannot.)
-var KnownKubernetes = []string{"v1.34.10", "v1.35.4", "v1.36.3", "v1.37.0", "v1.37.1"}
+var KnownKubernetes = []string{"v1.34.10", "v1.35.4", "v1.36.3", "v1.37.0", "v1.37.1", "v1.37.2"}
 
 // Versions of everything that is not Kubernetes.
 const (
@@ -43,6 +44,10 @@ type Options struct {
 	Cache string
 	// Progress receives one line for each step and at least one every ten seconds while something builds; nil is silent.
 	Progress io.Writer
+	// Work is given the packages that are compiled, for the remaining time that Progress is told; nil means that nothing follows.
+	Work *progress.Work
+	// Planned is called when Work has these packages, before the first is compiled; it may be nil.
+	Planned func() error
 }
 
 // Set has the paths of the programs. All are absolute.
@@ -117,13 +122,21 @@ func Ensure(ctx context.Context, options Options) (*Set, error) {
 			return nil, err
 		}
 	}
-	log := progress.New(options.Progress)
-	if err := installPackages(ctx, log); err != nil {
+	builder := newBuilder(cache, options.Progress)
+	builder.work = cmp.Or(options.Work, builder.work)
+	if err := installPackages(ctx, builder.progress); err != nil {
 		return nil, err
 	}
 
 	set, components := describe(cache, versions)
-	builder := builder{cache: cache, progress: log}
+	if err := builder.planAll(ctx, components); err != nil {
+		return nil, err
+	}
+	if options.Planned != nil {
+		if err := options.Planned(); err != nil {
+			return nil, err
+		}
+	}
 	for i, component := range components {
 		dir, err := builder.ensure(ctx, component, fmt.Sprintf("[%d/%d]", i+1, len(components)))
 		if err != nil {
@@ -146,7 +159,7 @@ func Locate(versions []string) (*Set, error) {
 	}
 	set, components := describe(cache, versions)
 	for _, component := range components {
-		component.found(filepath.Join(cache, component.name, component.version))
+		component.found(component.dir(cache))
 	}
 	return set, nil
 }
@@ -154,10 +167,20 @@ func Locate(versions []string) (*Set, error) {
 // describe lists the components of a set whose paths their found functions fill in.
 func describe(cache string, versions []string) (*Set, []component) {
 	set := &Set{Cache: cache, CNI: cniDir, kubernetes: map[string]string{}}
-	components := []component{etcd(&set.Etcd), containerd(&set.Containerd), runc(&set.Runc)}
+	components := []component{etcd(&set.Etcd), containerd(&set.Containerd), helm(&set.Helm)}
 	for _, version := range versions {
 		components = append(components, kubernetes(version, func(dir string) { set.kubernetes[version] = dir }))
 	}
-	components = append(components, helm(&set.Helm), pause(func(dir string) { set.Pause = filepath.Join(dir, "pause") }))
+	components = append(components, runc(&set.Runc), pause(func(dir string) { set.Pause = filepath.Join(dir, "pause") }))
+	// Those that are shared come first, since they are planned together.
+	slices.SortStableFunc(components, func(a, b component) int {
+		switch {
+		case a.shared == b.shared:
+			return 0
+		case a.shared:
+			return -1
+		}
+		return 1
+	})
 	return set, components
 }

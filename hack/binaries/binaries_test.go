@@ -5,6 +5,7 @@ package binaries
 import (
 	"context"
 	"errors"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -52,12 +53,16 @@ func TestCompatibilityPage(t *testing.T) {
 	}
 }
 
-func TestReplaceLines(t *testing.T) {
+func TestStagingVersions(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "go.mod")
 	gomod := "module k8s.io/kubernetes\n\nrequire (\n\tk8s.io/api v0.0.0\n\tk8s.io/utils v0.0.0-20260108192941-914a6e750570\n" +
 		"\tk8s.io/klog/v2 v2.140.0\n\texample.com/x v0.0.0\n\tk8s.io/kubelet v0.0.0 // indirect\n)\n\nreplace (\n\tk8s.io/api => ./staging/src/k8s.io/api\n)\n"
-	want := "replace k8s.io/api => k8s.io/api v0.36.3\nreplace k8s.io/kubelet => k8s.io/kubelet v0.36.3\n"
-	if got := replaceLines(gomod, "v0.36.3"); got != want {
-		t.Errorf("replace lines:\n%swant:\n%s", got, want)
+	if err := os.WriteFile(path, []byte(gomod), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	got, err := stagingVersions(path, "v1.36.3")
+	if want := map[string]string{"k8s.io/api": "v0.36.3", "k8s.io/kubelet": "v0.36.3"}; err != nil || !maps.Equal(got, want) {
+		t.Errorf("staging versions %v (%v), want %v", got, err, want)
 	}
 }
 
@@ -99,19 +104,27 @@ func TestLocate(t *testing.T) {
 	}
 }
 
-func newBuilder(t *testing.T) (builder, *progress.Tail) {
+func testBuilder(t *testing.T) (builder, *progress.Tail) {
 	var said progress.Tail
-	return builder{cache: t.TempDir(), progress: progress.New(&said)}, &said
+	return newBuilder(t.TempDir(), &said), &said
 }
 
 func tiny(source string) component {
-	return component{name: "tiny", version: "v1", source: []byte(source), packages: []program{{"tiny", "."}}}
+	return component{name: "tiny", version: "v1", source: []byte(source), packages: []program{{".", []string{"tiny", "small"}}}}
 }
 
-const tinySource = "package main\n\nfunc main() { print(\"works\") }\n"
+const tinySource = `package main
+
+import (
+	"os"
+	"path/filepath"
+)
+
+func main() { os.Stdout.WriteString(filepath.Base(os.Args[0])) }
+`
 
 func TestEnsureBuildsOnce(t *testing.T) {
-	b, said := newBuilder(t)
+	b, said := testBuilder(t)
 	orphan := filepath.Join(b.cache, "tiny", ".v1.building-123")
 	if err := os.MkdirAll(orphan, 0o755); err != nil {
 		t.Fatal(err)
@@ -124,8 +137,10 @@ func TestEnsureBuildsOnce(t *testing.T) {
 				t.Error(err)
 				return
 			}
-			if out, err := exec.Command(filepath.Join(dir, "tiny")).CombinedOutput(); err != nil || string(out) != "works" {
-				t.Errorf("tiny says %q: %v", out, err)
+			for _, name := range []string{"tiny", "small"} {
+				if out, err := exec.Command(filepath.Join(dir, name)).CombinedOutput(); err != nil || string(out) != name {
+					t.Errorf("%s says %q: %v", name, out, err)
+				}
 			}
 		})
 	}
@@ -139,7 +154,7 @@ func TestEnsureBuildsOnce(t *testing.T) {
 }
 
 func TestEnsureReportsWhatTheCompilerSays(t *testing.T) {
-	b, _ := newBuilder(t)
+	b, _ := testBuilder(t)
 	_, err := b.ensure(t.Context(), tiny("package main\n\nfunc main() { nonsense() }\n"), "")
 	if err == nil || !strings.Contains(err.Error(), "undefined: nonsense") || !strings.Contains(err.Error(), "build tiny v1") {
 		t.Fatalf("build of nonsense: %v", err)
@@ -155,7 +170,7 @@ func TestEnsureReportsWhatTheCompilerSays(t *testing.T) {
 }
 
 func TestEnsureWaitsForAnotherRun(t *testing.T) {
-	b, _ := newBuilder(t)
+	b, _ := testBuilder(t)
 	if err := os.MkdirAll(filepath.Join(b.cache, "tiny"), 0o755); err != nil {
 		t.Fatal(err)
 	}
@@ -175,7 +190,7 @@ func TestEnsureWaitsForAnotherRun(t *testing.T) {
 }
 
 func TestPauseEndsWhenTold(t *testing.T) {
-	b, _ := newBuilder(t)
+	b, _ := testBuilder(t)
 	dir, err := b.ensure(t.Context(), pause(nil), "")
 	if err != nil {
 		t.Fatal(err)

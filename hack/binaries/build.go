@@ -3,21 +3,16 @@
 package binaries
 
 import (
-	"cmp"
 	"context"
 	"crypto/sha256"
 	_ "embed"
-	"encoding/json"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
-	"runtime"
 	"strings"
 	"time"
-
-	"k8s.io/apimachinery/pkg/util/wait"
-	"k8s.io/client-go/util/retry"
 
 	"github.com/tandem-gpu/tandem/hack/filelock"
 	"github.com/tandem-gpu/tandem/hack/gotool"
@@ -26,43 +21,52 @@ import (
 
 // component is a set of programs built together from one Go module, or from one source file.
 type component struct {
-	// name and version make up the directory in the cache.
-	name, version string
-	// module is required at moduleVersion, or at version where that is empty; packages are its programs, in the order they are
-	// built.
-	module, moduleVersion string
-	packages              []program
-	// stagingReplace makes the module's own k8s.io/* requirements resolvable, as kubernetes needs it.
-	stagingReplace bool
-	source         []byte
-	// prepare, where set, writes sources of the program into work; module is the directory of the module's sources.
+	// name, version and variant make up the directory in the cache.
+	name, version, variant string
+	// module is required at the version, where there is one; packages are its programs, in the order they are built.
+	module   string
+	packages []program
+	// shared has every dependency at the version at which Tandem and the other shared components have it, and the C library's resolver as
+	// Tandem has it, so that the build cache serves most packages of one program to the others.
+	shared bool
+	source []byte
+	// prepare, where set and the module is Kubernetes, writes sources of the program into work; module is the directory of the module's sources.
 	prepare   func(module, work string) error
 	tags      string
 	linkFlags string
-	// env (KEY=value) is given to the go command; CGO_ENABLED=0 is the default.
+	// env (KEY=value) is given to the go command; CGO_ENABLED=0 is the default of what is not shared.
 	env   []string
 	found func(dir string)
 }
 
-type program struct{ name, path string }
+// program is a main package and the names of its program, which are links to one file.
+type program struct {
+	path  string
+	names []string
+}
+
+// sharedVariant tells programs of shared components from those that are linked statically.
+const sharedVariant = "-shared"
 
 func into(dir *string) func(string) { return func(found string) { *dir = found } }
 
 func etcd(dir *string) component {
 	const module = "go.etcd.io/etcd/server/v3"
-	return component{name: "etcd", version: EtcdVersion, module: module, packages: []program{{"etcd", module}}, found: into(dir)}
+	return component{name: "etcd", version: EtcdVersion, variant: sharedVariant, module: module, shared: true,
+		packages: []program{{module, []string{"etcd"}}}, found: into(dir)}
 }
 
 func containerd(dir *string) component {
 	const module = "github.com/containerd/containerd/v2"
-	return component{name: "containerd", version: ContainerdVersion, module: module, tags: "no_btrfs no_devmapper no_zfs",
+	return component{name: "containerd", version: ContainerdVersion, variant: sharedVariant, module: module, shared: true,
+		tags:     "no_btrfs no_devmapper no_zfs",
 		packages: below(module+"/cmd/", "containerd", "containerd-shim-runc-v2", "ctr"), found: into(dir)}
 }
 
 func runc(dir *string) component {
 	const module = "github.com/opencontainers/runc"
 	return component{name: "runc", version: RuncVersion, module: module, tags: "seccomp", env: []string{"CGO_ENABLED=1"},
-		packages: []program{{"runc", module}}, found: into(dir)}
+		packages: []program{{module, []string{"runc"}}}, found: into(dir)}
 }
 
 func helm(dir *string) component {
@@ -72,26 +76,37 @@ func helm(dir *string) component {
 }
 
 func kubernetes(version string, found func(string)) component {
-	const module, stamp = "k8s.io/kubernetes", "k8s.io/component-base/version.git"
+	const module, stamp = kubernetesModule, "k8s.io/component-base/version.git"
+	servers := []string{"kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy"}
 	minor := strings.Split(version, ".")[1]
-	return component{name: "kubernetes", version: version, module: module, stagingReplace: true, found: found,
-		packages: below(module+"/cmd/", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl"),
+	c := component{name: "kubernetes", version: version, module: module, found: found,
+		packages: below(module+"/cmd/", append(servers, "kubectl")...),
 		linkFlags: fmt.Sprintf(" -X %[1]sVersion=%[2]s -X %[1]sMajor=1 -X %[1]sMinor=%[3]s",
 			stamp, version, minor)}
+	if version == DefaultKubernetes {
+		c.shared, c.source = true, kubernetesSource
+		c.packages = append([]program{{".", servers}}, below(module+"/cmd/", "kubectl")...)
+	}
+	return c
 }
+
+// kubernetesSource is the main package of all servers.
+//
+//go:embed testdata/kubernetes/main.go
+var kubernetesSource []byte
 
 //go:embed pause/main.go
 var pauseSource []byte
 
 func pause(found func(string)) component {
 	return component{name: "pause", version: fmt.Sprintf("%x", sha256.Sum256(pauseSource))[:12], source: pauseSource,
-		packages: []program{{"pause", "."}}, found: found}
+		packages: []program{{".", []string{"pause"}}}, found: found}
 }
 
 func below(prefix string, names ...string) []program {
 	programs := make([]program, len(names))
 	for i, name := range names {
-		programs[i] = program{name, prefix + name}
+		programs[i] = program{prefix + name, []string{name}}
 	}
 	return programs
 }
@@ -100,20 +115,27 @@ func below(prefix string, names ...string) []program {
 type builder struct {
 	cache    string
 	progress *progress.Log
+	work     *progress.Work
+	// plans has the modules in which components are built, by the component's directory, where they are known already.
+	plans map[string]*plan
+}
+
+func newBuilder(cache string, out io.Writer) builder {
+	return builder{cache: cache, progress: progress.New(out), work: progress.NewWork(0), plans: map[string]*plan{}}
 }
 
 // ensure returns the directory of a component, building it first where the cache has none. A directory in the cache is
 // always complete: it is built elsewhere and renamed into place, under a lock that other processes respect.
 func (b builder) ensure(ctx context.Context, c component, step string) (string, error) {
-	parent := filepath.Join(b.cache, c.name)
-	dir := filepath.Join(parent, c.version)
+	dir := c.dir(b.cache)
+	parent, base := filepath.Split(dir)
 	if complete(dir, c) {
 		return dir, nil
 	}
 	if err := os.MkdirAll(parent, 0o755); err != nil {
 		return "", fmt.Errorf("create cache directory of %s: %w", c.name, err)
 	}
-	unlock, err := b.lock(ctx, filepath.Join(parent, "."+c.version+".lock"), c)
+	unlock, err := b.lock(ctx, filepath.Join(parent, "."+base+".lock"), c)
 	if err != nil {
 		return "", err
 	}
@@ -122,7 +144,7 @@ func (b builder) ensure(ctx context.Context, c component, step string) (string, 
 		return dir, nil
 	}
 	// Left by a run that was killed: the lock is held, so no other process builds here.
-	unfinished := "." + c.version + ".building-"
+	unfinished := "." + base + ".building-"
 	if err := removeAll(parent, unfinished+"*"); err != nil {
 		return "", err
 	}
@@ -144,6 +166,8 @@ func (b builder) ensure(ctx context.Context, c component, step string) (string, 
 	return dir, nil
 }
 
+func (c component) dir(cache string) string { return filepath.Join(cache, c.name, c.version+c.variant) }
+
 func removeAll(dir, pattern string) error {
 	found, err := filepath.Glob(filepath.Join(dir, pattern))
 	if err != nil {
@@ -159,8 +183,10 @@ func removeAll(dir, pattern string) error {
 
 func complete(dir string, c component) bool {
 	for _, program := range c.packages {
-		if info, err := os.Stat(filepath.Join(dir, program.name)); err != nil || !info.Mode().IsRegular() {
-			return false
+		for _, name := range program.names {
+			if info, err := os.Stat(filepath.Join(dir, name)); err != nil || !info.Mode().IsRegular() {
+				return false
+			}
 		}
 	}
 	return true
@@ -175,21 +201,19 @@ func (b builder) lock(ctx context.Context, path string, c component) (unlock fun
 
 // build makes the directory out, in work, which also takes the go command's temporary files.
 func (b builder) build(ctx context.Context, c component, work, out, step string) error {
-	for _, dir := range []string{out, filepath.Join(work, "tmp")} {
-		if err := os.Mkdir(dir, 0o755); err != nil {
-			return fmt.Errorf("create work directory: %w", err)
-		}
+	if err := os.Mkdir(out, 0o755); err != nil {
+		return fmt.Errorf("create work directory: %w", err)
 	}
 	b.progress.Say("%s %s %s: fetching", step, c.name, c.version)
-	if err := prepareModule(ctx, c, work); err != nil {
-		return err
-	}
-	// All of them at once, so that a module that cannot be had is found before minutes are spent on another program.
-	if err := b.fetch(ctx, c, work, step); err != nil {
+	if planned := b.plans[c.dir(b.cache)]; planned != nil {
+		if err := planned.write(work, c); err != nil {
+			return err
+		}
+	} else if _, err := b.plan(ctx, work, c); err != nil {
 		return err
 	}
 	for i, program := range c.packages {
-		label := fmt.Sprintf("%s %s %s: building %s (%d/%d)", step, c.name, c.version, program.name, i+1, len(c.packages))
+		label := fmt.Sprintf("%s %s %s: building %s (%d/%d)", step, c.name, c.version, strings.Join(program.names, ", "), i+1, len(c.packages))
 		if err := b.buildProgram(ctx, c, program, work, out, label); err != nil {
 			return err
 		}
@@ -197,118 +221,48 @@ func (b builder) build(ctx context.Context, c component, work, out, step string)
 	return nil
 }
 
-func (b builder) fetch(ctx context.Context, c component, work, step string) error {
-	stop := b.progress.Beat(func() string { return fmt.Sprintf("%s %s %s: still fetching modules", step, c.name, c.version) })
-	defer stop()
-	list := []string{"list", "-mod=mod", "-deps", "-tags", c.tags, "-f", "{{.ImportPath}}"}
-	for _, program := range c.packages {
-		list = append(list, program.path)
-	}
-	_, err := download(ctx, c, work, list...)
-	return err
-}
-
 func (b builder) buildProgram(ctx context.Context, c component, program program, work, out, label string) error {
-	start := time.Now()
 	b.progress.Say("%s", label)
-	packages, err := goCommand(ctx, c, work, "list", "-mod=mod", "-deps", "-tags", c.tags, "-f", "{{.ImportPath}}", program.path)
-	if err != nil {
-		return err
-	}
-	total := strings.Count(packages, "\n")
 	var output progress.Tail
-	stop := b.progress.Beat(func() string {
-		return fmt.Sprintf("%s: compiled %d of at most %d packages in %s", label, output.Lines(), total, time.Since(start).Round(time.Second))
-	})
+	stop := b.progress.Beat(func() string { return fmt.Sprintf("%s: compiled %d packages; %s", label, output.Lines(), b.work) })
 	defer stop()
-	cmd := goTool(ctx, c, work, "build", "-v", "-mod=mod", "-trimpath", "-buildvcs=false", "-tags", c.tags,
-		"-ldflags", "-s -w"+c.linkFlags, "-o", filepath.Join(out, program.name), program.path)
-	cmd.Stdout, cmd.Stderr = &output, &output
+	first := filepath.Join(out, program.names[0])
+	args := append([]string{"build", "-v", "-mod=mod", "-ldflags", "-s -w" + c.linkFlags, "-o", first}, gotool.BuildFlags(c.tags)...)
+	cmd := goTool(ctx, c, work, append(args, program.path)...)
+	cmd.Stdout, cmd.Stderr = &output, io.MultiWriter(&output, b.work)
 	if err := cmd.Run(); err != nil {
 		return fmt.Errorf("build %s: %w\n%s", program.path, err, &output)
 	}
-	return nil
-}
-
-// prepareModule writes a small module that requires the component's, or is the component.
-func prepareModule(ctx context.Context, c component, work string) error {
-	goVersion := strings.TrimPrefix(runtime.Version(), "go")
-	if fields := strings.SplitN(goVersion, ".", 3); len(fields) >= 2 {
-		goVersion = fields[0] + "." + fields[1]
-	}
-	gomod := fmt.Sprintf("module local/%s\n\ngo %s\n", c.name, goVersion)
-	if c.source != nil {
-		if err := os.WriteFile(filepath.Join(work, "main.go"), c.source, 0o644); err != nil {
-			return fmt.Errorf("write source: %w", err)
+	for _, name := range program.names[1:] {
+		if err := os.Link(first, filepath.Join(out, name)); err != nil {
+			return fmt.Errorf("give %s another name: %w", program.names[0], err)
 		}
-	}
-	if c.module != "" {
-		gomod += fmt.Sprintf("\nrequire %s %s\n", c.module, cmp.Or(c.moduleVersion, c.version))
-	}
-	if c.stagingReplace {
-		// A module of its own already now: the cache may lie in another one.
-		if err := os.WriteFile(filepath.Join(work, "go.mod"), []byte("module local/"+c.name+"\n"), 0o644); err != nil {
-			return fmt.Errorf("write go.mod: %w", err)
-		}
-		replaces, module, err := stagingReplaces(ctx, c, work)
-		if err != nil {
-			return err
-		}
-		gomod += replaces
-		if c.prepare != nil {
-			if err := c.prepare(module, work); err != nil {
-				return err
-			}
-		}
-	}
-	if err := os.WriteFile(filepath.Join(work, "go.mod"), []byte(gomod), 0o644); err != nil {
-		return fmt.Errorf("write go.mod: %w", err)
 	}
 	return nil
-}
-
-// stagingReplaces answers the replace lines that k8s.io/kubernetes needs when it is a dependency: its go.mod requires
-// its staging modules as v0.0.0 and replaces them by directories, which only the main module may do. dir has its sources.
-func stagingReplaces(ctx context.Context, c component, work string) (replaces, dir string, err error) {
-	version := cmp.Or(c.moduleVersion, c.version)
-	out, err := download(ctx, c, work, "mod", "download", "-json", c.module+"@"+version)
-	if err != nil {
-		return "", "", err
-	}
-	var module struct{ GoMod, Dir string }
-	if err := json.Unmarshal([]byte(out), &module); err != nil {
-		return "", "", fmt.Errorf("read answer of go mod download %s: %w", c.module, err)
-	}
-	gomod, err := os.ReadFile(module.GoMod)
-	if err != nil {
-		return "", "", fmt.Errorf("read go.mod of %s: %w", c.module, err)
-	}
-	return replaceLines(string(gomod), "v0."+strings.TrimPrefix(version, "v1.")), module.Dir, nil
-}
-
-func replaceLines(gomod, version string) string {
-	var replaces strings.Builder
-	for line := range strings.Lines(gomod) {
-		fields := strings.Fields(line)
-		if len(fields) >= 2 && strings.HasPrefix(fields[0], "k8s.io/") && fields[1] == "v0.0.0" {
-			fmt.Fprintf(&replaces, "replace %[1]s => %[1]s %[2]s\n", fields[0], version)
-		}
-	}
-	return replaces.String()
 }
 
 // download runs a go command that may need the network, and again if it fails.
 func download(ctx context.Context, c component, work string, args ...string) (out string, err error) {
-	err = retry.OnError(wait.Backoff{Steps: 4, Duration: 5 * time.Second}, func(error) bool { return ctx.Err() == nil }, func() (err error) {
-		out, err = goCommand(ctx, c, work, args...)
-		return err
-	})
+	for try := range 4 {
+		if try > 0 {
+			select {
+			case <-ctx.Done():
+			case <-time.After(5 * time.Second):
+			}
+		}
+		if out, err = goCommand(ctx, c, work, args...); err == nil || ctx.Err() != nil {
+			break
+		}
+	}
 	return out, err
 }
 
 func goTool(ctx context.Context, c component, work string, args ...string) *exec.Cmd {
-	env := append([]string{"CGO_ENABLED=0", "GOWORK=off", "GOFLAGS="}, c.env...)
-	cmd := gotool.Command(ctx, filepath.Join(work, "tmp"), env, args...)
+	cgo := "CGO_ENABLED=0"
+	if c.shared {
+		cgo = "CGO_ENABLED=1"
+	}
+	cmd := gotool.Command(ctx, filepath.Join(work, "tmp"), append([]string{cgo, "GOWORK=off", "GOFLAGS="}, c.env...), args...)
 	cmd.Dir = work
 	return cmd
 }

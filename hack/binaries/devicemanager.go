@@ -11,8 +11,6 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-
-	"github.com/tandem-gpu/tandem/hack/progress"
 )
 
 //go:embed testdata/devicemanager/main.go
@@ -37,10 +35,10 @@ func DeviceManager(ctx context.Context, version string, out io.Writer) (string, 
 	}
 	sum := sha256.Sum256(append(append([]byte{}, deviceManagerMain...), deviceManagerBridge...))
 	c := component{
-		name: "devicemanager", version: fmt.Sprintf("%s-%x", version, sum[:6]), module: "k8s.io/kubernetes", moduleVersion: version,
-		stagingReplace: true, prepare: copyDeviceManager, source: deviceManagerMain, packages: []program{{"devicemanager", "."}},
+		name: "devicemanager", version: version, variant: fmt.Sprintf("-%x", sum[:6]), module: kubernetesModule,
+		shared: version == DefaultKubernetes, prepare: copyDeviceManager, source: deviceManagerMain, packages: []program{{".", []string{"devicemanager"}}},
 	}
-	dir, err := builder{cache: cache, progress: progress.New(out)}.ensure(ctx, c, "[1/1]")
+	dir, err := newBuilder(cache, out).ensure(ctx, c, "[1/1]")
 	if err != nil {
 		return "", err
 	}

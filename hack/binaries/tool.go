@@ -10,8 +10,6 @@ import (
 	"path"
 	"path/filepath"
 	"strings"
-
-	"github.com/tandem-gpu/tandem/hack/progress"
 )
 
 // Tool is the command of a published Go module that is no dependency of ours. It is built statically for this machine unless
@@ -26,13 +24,14 @@ type Tool struct {
 	// LDFlags, besides -s -w, and Env (KEY=value) are given to go build.
 	LDFlags string
 	Env     []string
+	shared  bool
 }
 
 // Helm is the command line of Helm, which tests, demo and e2e install the chart with.
 func Helm() Tool {
 	const version = "v4.3.1"
 	return Tool{
-		Module: "helm.sh/helm/v4", Version: version, Package: "helm.sh/helm/v4/cmd/helm",
+		Module: "helm.sh/helm/v4", Version: version, Package: "helm.sh/helm/v4/cmd/helm", Variant: sharedVariant, shared: true,
 		LDFlags: "-X helm.sh/helm/v4/internal/version.version=" + version,
 	}
 }
@@ -52,8 +51,8 @@ func prometheus(command string) Tool {
 func (t Tool) component() component {
 	name := path.Base(t.Package)
 	return component{
-		name: name, version: t.Version + t.Variant, module: t.Module, moduleVersion: t.Version,
-		packages: []program{{name, t.Package}}, tags: t.Tags, linkFlags: " " + t.LDFlags, env: t.Env,
+		name: name, version: t.Version, variant: t.Variant, module: t.Module, shared: t.shared,
+		packages: []program{{t.Package, []string{name}}}, tags: t.Tags, linkFlags: " " + t.LDFlags, env: t.Env,
 	}
 }
 
@@ -65,7 +64,7 @@ func (t Tool) Ensure(ctx context.Context, out io.Writer) (string, error) {
 		return "", err
 	}
 	c := t.component()
-	dir, err := builder{cache: cache, progress: progress.New(out)}.ensure(ctx, c, "[1/1]")
+	dir, err := newBuilder(cache, out).ensure(ctx, c, "[1/1]")
 	if err != nil {
 		return "", err
 	}

@@ -14,8 +14,8 @@ func TestToolTakesWhatTheCacheHas(t *testing.T) {
 	t.Setenv("TANDEM_CACHE", t.TempDir())
 	t.Setenv("PATH", "") // no go: a build would fail
 	for path, tool := range map[string]Tool{
-		"helm/" + Helm().Version + "/helm": Helm(),
-		"tool/v1.2.3-static-arm64/tool":    {Module: "example.com/m", Version: "v1.2.3", Package: "example.com/m/cmd/tool", Variant: "-static-arm64"},
+		"helm/" + Helm().Version + sharedVariant + "/helm": Helm(),
+		"tool/v1.2.3-static-arm64/tool":                    {Module: "example.com/m", Version: "v1.2.3", Package: "example.com/m/cmd/tool", Variant: "-static-arm64"},
 	} {
 		want := filepath.Join(os.Getenv("TANDEM_CACHE"), path)
 		if err := os.MkdirAll(filepath.Dir(want), 0o755); err != nil {
@@ -32,7 +32,7 @@ func TestToolTakesWhatTheCacheHas(t *testing.T) {
 	}
 	// The cluster's Helm is the same one.
 	set, err := Locate(nil)
-	if err != nil || set.Helm != filepath.Join(os.Getenv("TANDEM_CACHE"), "helm", Helm().Version) {
+	if err != nil || set.Helm != filepath.Join(os.Getenv("TANDEM_CACHE"), "helm", Helm().Version+sharedVariant) {
 		t.Errorf("the set has Helm in %s (%v)", set.Helm, err)
 	}
 }

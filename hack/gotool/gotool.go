@@ -8,16 +8,19 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"syscall"
+
+	"github.com/tandem-gpu/tandem/hack/progress"
 )
 
-// productModule is the module at the root of the checkout. hack and test are modules of their own.
-const productModule = "github.com/tandem-gpu/tandem"
+// ProductModule is the module at the root of the checkout. hack and test are modules of their own, below it.
+const ProductModule = "github.com/tandem-gpu/tandem"
 
 // Root returns the root directory of this checkout. The working directory must be inside it.
 func Root(ctx context.Context) (string, error) {
-	out, err := exec.CommandContext(ctx, "go", "list", "-m", "-f", "{{.Dir}}", productModule).Output()
+	out, err := exec.CommandContext(ctx, "go", "list", "-m", "-f", "{{.Dir}}", ProductModule).Output()
 	if err != nil {
 		return "", fmt.Errorf("find the root of the checkout: %w", err)
 	}
@@ -44,12 +47,40 @@ func Command(ctx context.Context, tmp string, env []string, args ...string) *exe
 	return cmd
 }
 
+// BuildFlags are those of every program that is compiled, with the tags of its own: the build cache serves a package to another program only
+// if it was compiled with the same flags. grpcnotrace leaves gRPC's request tracing out: its pages use html/template, which calls methods by
+// name, so that the linker would have to keep every method of every type. It doubles the agent's size in memory. To describe a program to
+// debuggers takes the compiler a seventh of its time, and such a description is left out of most programs.
+func BuildFlags(tags ...string) []string {
+	tags = strings.Fields("grpcnotrace " + strings.Join(tags, " "))
+	return []string{"-trimpath", "-buildvcs=false", "-gcflags=all=-dwarf=false", "-tags=" + strings.Join(tags, ",")}
+}
+
+// ListFormat, given to go list -deps -f, prints what Packages reads.
+const ListFormat = "{{.ImportPath}}\t{{.Dir}}{{range .GoFiles}}\t{{.}}{{end}}{{range .CgoFiles}}\t{{.}}{{end}}"
+
+// Packages are those listed, with the sizes of their sources.
+func Packages(listed string) []progress.Package {
+	var packages []progress.Package
+	for line := range strings.Lines(listed) {
+		fields := strings.Split(strings.TrimSuffix(line, "\n"), "\t")
+		p := progress.Package{Name: fields[0]}
+		for _, file := range fields[min(2, len(fields)):] {
+			if info, err := os.Stat(filepath.Join(fields[1], file)); err == nil {
+				p.Size += info.Size()
+			}
+		}
+		packages = append(packages, p)
+	}
+	return packages
+}
+
 // FixedEnv has Go's defaults for the settings by which a machine's environment would change programs that are distributed.
 var FixedEnv = []string{"GOAMD64=v1", "GOARM64=v8.0", "GOEXPERIMENT=", "CGO_CFLAGS=-O2 -g", "CGO_CXXFLAGS=-O2 -g", "CGO_LDFLAGS=-O2 -g"}
 
 // LDFlags are those of a program of this module that is distributed: it has no symbols, and internal/version has version and commit.
 func LDFlags(version, commit string, more ...string) string {
-	const stamp = productModule + "/internal/version."
+	const stamp = ProductModule + "/internal/version."
 	flags := append([]string{"-s", "-w"}, more...)
 	return strings.Join(append(flags, "-X", stamp+"Version="+version, "-X", stamp+"Commit="+commit), " ")
 }

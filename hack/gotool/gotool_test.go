@@ -8,9 +8,12 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/tandem-gpu/tandem/hack/progress"
 )
 
 // A stand-in for go starts a compiler that would outlive it.
@@ -59,5 +62,18 @@ func TestRootHasTheChart(t *testing.T) {
 	}
 	if _, err := os.Stat(filepath.Join(root, "deployments", "helm", "tandem", "Chart.yaml")); err != nil {
 		t.Error(err)
+	}
+}
+
+func TestPackagesHaveTheSizesOfTheirSources(t *testing.T) {
+	dir := t.TempDir()
+	for name, size := range map[string]int{"a.go": 7, "b.go": 5, "b_test.go": 3} {
+		if err := os.WriteFile(filepath.Join(dir, name), make([]byte, size), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	got := Packages("unsafe\t/nowhere\nexample.com/a\t" + dir + "\ta.go\tb.go\n")
+	if want := []progress.Package{{Name: "unsafe"}, {Name: "example.com/a", Size: 12}}; !slices.Equal(got, want) {
+		t.Errorf("packages are %v, want %v", got, want)
 	}
 }

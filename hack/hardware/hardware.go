@@ -63,8 +63,8 @@ func Build(ctx context.Context, dir string, progress io.Writer) (Programs, error
 		what, env string
 		args      []string
 	}{
-		{"the tests of hardware", "CGO_ENABLED=1", []string{"test", "-c", "-trimpath", "-tags", "grpcnotrace",
-			"-ldflags", "-s -w -linkmode=external -extldflags=-Wl,-z,lazy", "-o", tests, "./test/hardware"}},
+		{"the tests of hardware", "CGO_ENABLED=1", append([]string{"test", "-c",
+			"-ldflags", "-s -w -linkmode=external -extldflags=-Wl,-z,lazy", "-o", tests, "./test/hardware"}, gotool.BuildFlags()...)},
 		{"kubectl-gpu", "CGO_ENABLED=0", []string{"build", "-trimpath", "-ldflags", gotool.LDFlags("hardware", "none"),
 			"-o", filepath.Join(dir, "kubectl-gpu"), "./cmd/kubectl-gpu"}},
 	} {

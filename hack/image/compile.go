@@ -29,10 +29,6 @@ const (
 // compilers of hardened systems bind at start by default.
 const lazyBinding = "-Wl,-z,lazy"
 
-// buildTags leave gRPC's request tracing out: its pages use html/template, which calls methods by name, so that the linker
-// would have to keep every method of every type. It doubles the agent's size in memory.
-const buildTags = "grpcnotrace"
-
 // buildProgram compiles a program of ours into the output directory, where the next build finds it and links only what
 // changed.
 func buildProgram(ctx context.Context, o Options, name, pkg string) (string, error) {
@@ -51,14 +47,14 @@ func buildStatic(ctx context.Context, o Options, name string) (string, error) {
 func build(ctx context.Context, o Options, name, pkg string, env []string, link ...string) (string, error) {
 	out := filepath.Join(o.Out, name+"-"+o.Arch)
 	ldflags := gotool.LDFlags(o.Version, o.Commit, link...)
-	args := []string{"build", "-tags", buildTags, "-trimpath", "-buildvcs=false", "-overlay=" + o.Overlay, "-ldflags", ldflags, "-o", out, pkg}
+	args := append([]string{"build", "-overlay=" + o.Overlay, "-ldflags", ldflags, "-o", out}, gotool.BuildFlags()...)
 	fmt.Fprintf(o.Progress, "compiling %s for %s\n", pkg, o.Arch)
 	tmp, err := os.MkdirTemp(o.Out, ".build-")
 	if err != nil {
 		return "", fmt.Errorf("make build directory: %w", err)
 	}
 	defer os.RemoveAll(tmp)
-	cmd := gotool.Command(ctx, tmp, append(env, gotool.FixedEnv...), args...)
+	cmd := gotool.Command(ctx, tmp, append(env, gotool.FixedEnv...), append(args, pkg)...)
 	cmd.Dir = o.Root
 	start := time.Now()
 	stop := progress.Every(progress.Heartbeat, func() {
@@ -92,6 +88,6 @@ func hookBinary(arch string) (binaries.Tool, error) {
 		LDFlags: "-linkmode=external " +
 			`-extldflags "-static -Wl,--unresolved-symbols=ignore-in-object-files" ` +
 			"-X " + hookInfo + ".version=" + strings.TrimPrefix(hookVersion, "v"),
-		Env: append(t.goEnv(arch), "CGO_CFLAGS=-O2 -Wno-deprecated-declarations"),
+		Env: append(t.goEnv(arch), gotool.FixedEnv...),
 	}, nil
 }

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package binaries
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/tandem-gpu/tandem/hack/gotool"
+)
+
+// TestOneVersionOfEachPackage: where a cluster's programs and Tandem's link the same package, both have it at one version, so that the first
+// demo compiles it once. Versions are repaired in the go.mod of the product, hack and test.
+func TestOneVersionOfEachPackage(t *testing.T) {
+	work := t.TempDir()
+	_, components := describe(work, []string{DefaultKubernetes})
+	var tags, paths []string
+	for _, c := range components {
+		if !c.shared {
+			continue
+		}
+		tags = append(tags, c.tags)
+		for _, program := range c.packages {
+			paths = append(paths, program.path)
+		}
+		if err := c.writeSource(work); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.Mkdir(filepath.Join(work, "tmp"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	shared := component{name: "shared", shared: true}
+	if err := prepare(t.Context(), shared, work); err != nil {
+		t.Fatal(err)
+	}
+	root, err := gotool.Root(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	const format = "{{with .Module}}{{$.ImportPath}} {{.Version}}{{end}}"
+	versions := func(cmd *exec.Cmd, paths ...string) map[string]string {
+		cmd.Args = append(append(cmd.Args, gotool.BuildFlags(tags...)...), paths...)
+		out, err := cmd.Output()
+		if err != nil {
+			t.Fatalf("%v: %v", cmd, err)
+		}
+		found := map[string]string{}
+		for line := range strings.Lines(string(out)) {
+			if path, version, ok := strings.Cut(strings.TrimSpace(line), " "); ok {
+				found[path] = version
+			}
+		}
+		return found
+	}
+	cluster := versions(goTool(t.Context(), shared, work, "list", "-mod=mod", "-deps", "-f", format), paths...)
+	tandem := gotool.Command(t.Context(), filepath.Join(work, "tmp"), nil, "list", "-deps", "-f", format)
+	tandem.Dir = root
+	compared := 0
+	for path, version := range versions(tandem, "./cmd/...", "./hack/cmd/demo", "./hack/cmd/e2e") {
+		theirs := cluster[path]
+		if theirs != "" && theirs != version {
+			t.Errorf("%s: a cluster's programs have %s, Tandem has %s", path, theirs, version)
+		}
+		if theirs != "" {
+			compared++
+		}
+	}
+	if compared < 100 {
+		t.Errorf("compared %d packages only", compared)
+	}
+}

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package progress
+
+import (
+	"bytes"
+	"fmt"
+	"sync"
+	"time"
+)
+
+// What the first estimates take for the speed of the compiler, in bytes of source a second, and how long they do so.
+const (
+	usualSpeed = 150e3
+	settles    = 20 * time.Second
+)
+
+// Package is a package to compile and the size of its sources.
+type Package struct {
+	Name string
+	Size int64
+}
+
+// Work is the compiling that lies ahead, by which the time it takes is estimated. It is safe for concurrent use.
+type Work struct {
+	mu    sync.Mutex
+	clock func() time.Time
+	start time.Time
+	after time.Duration
+	// index is the place of each package in the order in which they are compiled, and sums has the size of all up to each place.
+	index   map[string]int
+	sums    []int64
+	reached int
+}
+
+// NewWork starts the clock. What follows the compiling takes the time after.
+func NewWork(after time.Duration) *Work { return newWork(after, time.Now) }
+
+func newWork(after time.Duration, clock func() time.Time) *Work {
+	return &Work{clock: clock, start: clock(), after: after, index: map[string]int{}, sums: []int64{0}}
+}
+
+// Add appends packages, in the order in which they are compiled. One that several programs have counts once.
+func (w *Work) Add(packages []Package) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, p := range packages {
+		if _, known := w.index[p.Name]; !known {
+			w.index[p.Name] = len(w.sums)
+			w.sums = append(w.sums, w.sums[len(w.sums)-1]+p.Size)
+		}
+	}
+}
+
+// Write takes what go build -v names, in whole lines: packages that are compiled now. Those before are compiled, or were already.
+func (w *Work) Write(p []byte) (int, error) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for line := range bytes.Lines(p) {
+		w.reached = max(w.reached, w.index[string(bytes.TrimSpace(line))])
+	}
+	return len(p), nil
+}
+
+// String is such as "43 %, about 7 min left".
+func (w *Work) String() string {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	passed, done, total := w.clock().Sub(w.start), w.sums[w.reached], w.sums[len(w.sums)-1]
+	speed := (float64(done) + usualSpeed*settles.Seconds()) / (passed + settles).Seconds()
+	left := time.Duration(float64(total-done)/speed*float64(time.Second)) + w.after
+	percent := 100 * passed.Seconds() / max(1, (passed+left).Seconds())
+	if left < time.Minute {
+		return fmt.Sprintf("%.0f %%, about %.0f s left", percent, left.Seconds())
+	}
+	return fmt.Sprintf("%.0f %%, about %.0f min left", percent, left.Minutes())
+}
