@@ -154,8 +154,12 @@ func (b builder) ensure(ctx context.Context, c component, step string) (string, 
 	}
 	defer os.RemoveAll(work)
 	made := filepath.Join(work, "out")
-	if err := b.build(ctx, c, work, made, step); err != nil {
-		return "", fmt.Errorf("build %s %s: %w", c.name, c.version, err)
+	if given, err := b.take(ctx, c, made); err != nil {
+		return "", fmt.Errorf("take %s %s from $%s: %w", c.name, c.version, givenVariable, err)
+	} else if !given {
+		if err := b.build(ctx, c, work, made, step); err != nil {
+			return "", fmt.Errorf("build %s %s: %w", c.name, c.version, err)
+		}
 	}
 	if err := os.RemoveAll(dir); err != nil {
 		return "", fmt.Errorf("remove incomplete %s: %w", dir, err)

@@ -46,7 +46,7 @@ func (b builder) planAll(ctx context.Context, components []component) error {
 	groups := map[string][]component{}
 	var order []string
 	for _, c := range components {
-		if c.module == "" || complete(c.dir(b.cache), c) {
+		if c.module == "" || complete(c.dir(b.cache), c) || given(c) {
 			continue
 		}
 		group := c.dir("")
