@@ -16,7 +16,7 @@ help: ## this list
 
 .PHONY: demo
 demo: ## the main job on a real one-node cluster with 8 simulated H100s (RECORD=docs/demo writes docs/demo.cast and .svg)
-	$(call run,demo) $(if $(RECORD),-record '$(RECORD)')
+	@hack/demo.sh $(if $(RECORD),-record '$(RECORD)')
 
 .PHONY: demo-ui
 demo-ui: kubectl-gpu ## the web page of the demo's cluster, at an address of this machine

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Command programs makes the programs of a cluster available, compiles the demo and what the demo compiles, and says meanwhile how far it is.
+// It has few dependencies itself, so that it is there soon.
+package main
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"os/signal"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/tandem-gpu/tandem/hack/binaries"
+	"github.com/tandem-gpu/tandem/hack/gotool"
+	"github.com/tandem-gpu/tandem/hack/progress"
+)
+
+// afterwards is what the demo takes where everything is compiled.
+const afterwards = 40 * time.Second
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	kubernetes := flag.String("kubernetes", binaries.DefaultKubernetes, "Kubernetes version")
+	flag.Parse()
+	if err := run(ctx, *kubernetes); err != nil {
+		fmt.Fprintln(os.Stderr, "programs:", err)
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context, kubernetes string) error {
+	root, err := gotool.Root(ctx)
+	if err != nil {
+		return err
+	}
+	tmp, err := os.MkdirTemp("", "programs-")
+	if err != nil {
+		return fmt.Errorf("make build directory: %w", err)
+	}
+	defer os.RemoveAll(tmp)
+	t := tandem{root: root, tmp: tmp, log: progress.New(os.Stdout), work: progress.NewWork(afterwards)}
+	if _, err := binaries.Ensure(ctx, binaries.Options{
+		Kubernetes: []string{kubernetes}, Progress: os.Stdout, Work: t.work, Planned: func() error { return t.plan(ctx) },
+	}); err != nil {
+		return err
+	}
+	return t.compile(ctx)
+}
+
+// tandem is what is compiled of this checkout.
+type tandem struct {
+	root, tmp string
+	log       *progress.Log
+	work      *progress.Work
+}
+
+// targets are the demo, and the programs of the image that it builds, as hack/image compiles them.
+var targets = []string{"./hack/cmd/demo", "./cmd/kubelet-plugin", "./cmd/controller", "./cmd/mps-daemon", "./cmd/simulated-driver"}
+
+func (t tandem) command(ctx context.Context, args ...string) *exec.Cmd {
+	cmd := gotool.Command(ctx, t.tmp, []string{"CGO_ENABLED=1"}, append(args, targets...)...)
+	cmd.Dir = t.root
+	return cmd
+}
+
+func (t tandem) plan(ctx context.Context) error {
+	cmd := t.command(ctx, append([]string{"list", "-deps", "-f", gotool.ListFormat}, gotool.BuildFlags()...)...)
+	var failure strings.Builder
+	cmd.Stderr = &failure
+	listed, err := cmd.Output()
+	if err != nil {
+		return fmt.Errorf("list packages of Tandem: %w: %s", err, failure.String())
+	}
+	t.work.Add(gotool.Packages(string(listed)))
+	return nil
+}
+
+// compile fills the build cache, and links nothing.
+func (t tandem) compile(ctx context.Context) error {
+	var output progress.Tail
+	stop := t.log.Beat(func() string { return "compiling Tandem; " + t.work.String() })
+	defer stop()
+	cmd := t.command(ctx, append([]string{"list", "-export", "-v", "-f", ""}, gotool.BuildFlags()...)...)
+	cmd.Stdout, cmd.Stderr = &output, io.MultiWriter(&output, t.work)
+	if err := cmd.Run(); err != nil {
+		return fmt.Errorf("compile Tandem: %w\n%s", err, &output)
+	}
+	return nil
+}
