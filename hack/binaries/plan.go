@@ -134,7 +134,7 @@ func (b builder) plan(ctx context.Context, work string, group ...component) (*pl
 }
 
 // Linking a program takes as long as compiling so many bytes.
-const linkSize = 2e6
+const linkSize = 1e6
 
 // prepare writes a small module that requires the component's, or is the component.
 func prepare(ctx context.Context, c component, work string) error {

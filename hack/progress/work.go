@@ -9,9 +9,9 @@ import (
 	"time"
 )
 
-// What the first estimates take for the speed of the compiler, in bytes of source a second, and how long they do so.
+// What the first estimates take for the speed of the compiler on two cores, in bytes of source a second, and how long they do so.
 const (
-	usualSpeed = 150e3
+	usualSpeed = 300e3
 	settles    = 20 * time.Second
 )
 

@@ -14,8 +14,8 @@ func TestWorkEstimatesWhatIsLeft(t *testing.T) {
 	w.Add([]Package{{"cached", 40e6}, {"a", 20e6}, {"b", 60e6}})
 	w.Add([]Package{{"b", 60e6}, {"c", 0}})
 	for _, step := range []struct{ compiles, want string }{
-		{"unknown", "0 %, about 14 min left"}, // at the usual speed
-		{"a", "48 %, about 7 min left"},       // half of it took six minutes
+		{"unknown", "0 %, about 7 min left"}, // at the usual speed
+		{"a", "49 %, about 6 min left"},      // half of it took six minutes
 		{"c", "96 %, about 30 s left"},
 		{"a", "97 %, about 30 s left"},
 	} {
