@@ -28,7 +28,7 @@ demo-down: ## remove the demo's cluster
 
 # The parts of the two tiers, in this order. .github/workflows/long.yaml has one job for each part of test-long.
 test_parts := deps verify programs unit contract intruder e2e dropin-end
-long_parts := deps lint mutations programs simulation kubelet-model torture-whole torture-mig torture-sharing scale manifests \
+long_parts := deps lint mutations programs simulation kubelet-model torture-whole torture-mig torture-sharing scale \
 	e2e-v1.34.10 e2e-v1.35.4 e2e-v1.36.3
 
 .PHONY: test
@@ -77,11 +77,6 @@ e2e: ## users' stories, on several real clusters at once (KUBERNETES=v1.36.3, RU
 e2e-v%:
 	@$(MAKE) --no-print-directory e2e KUBERNETES=v$*
 
-.PHONY: manifests
-manifests: export E2E_EVERY_MACHINE = 1
-manifests: ## NVIDIA's published manifests on every machine profile
-	$(call run,e2e) -run '^TestPublished'
-
 # What a run of make torture takes from the command line.
 torture_flags = $(if $(OPS),-ops $(OPS)) $(if $(SEED),-seed $(SEED)) $(if $(MIG),-mig) $(if $(SHARING),-sharing) \
 	$(if $(KUBERNETES),-kubernetes $(KUBERNETES)) $(if $(BUDGET),-budget $(BUDGET)) $(if $(DIR),-dir $(DIR)) $(if $(RESUME),-resume)
@@ -123,7 +118,6 @@ kubelet-model: ## the same random sequences to kubelet's own device manager and 
 export DROPIN_RESULTS := $(CURDIR)/bin/dropin
 
 .PHONY: dropin
-dropin: export E2E_EVERY_MACHINE = 1
 dropin: dropin-begin ## configurations, labels, published manifests and quota, by NVIDIA's programs and by Tandem (CONFIGURATIONS=60000 SEED=7)
 	go test -count=1 -timeout 25m -v ./test/dropin -configurations $(or $(CONFIGURATIONS),5000) -seed $(or $(SEED),0)
 	$(call run,e2e) -run '^(TestPublished.*|TestQuota|TestValuesOfNVIDIAsCharts)$$'

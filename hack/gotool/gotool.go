@@ -48,13 +48,16 @@ func Command(ctx context.Context, tmp string, env []string, args ...string) *exe
 	return cmd
 }
 
+// CompilerFlags are those with which BuildFlags has each package compiled.
+const CompilerFlags = "-dwarf=false"
+
 // BuildFlags are those of every program that is compiled, with the tags of its own: the build cache serves a package to another program only
 // if it was compiled with the same flags. grpcnotrace leaves gRPC's request tracing out: its pages use html/template, which calls methods by
 // name, so that the linker would have to keep every method of every type. It doubles the agent's size in memory. To describe a program to
 // debuggers takes the compiler a seventh of its time, and such a description is left out of most programs.
 func BuildFlags(tags ...string) []string {
 	tags = strings.Fields("grpcnotrace " + strings.Join(tags, " "))
-	return []string{"-trimpath", "-buildvcs=false", "-gcflags=all=-dwarf=false", "-tags=" + strings.Join(tags, ",")}
+	return []string{"-trimpath", "-buildvcs=false", "-gcflags=all=" + CompilerFlags, "-tags=" + strings.Join(tags, ",")}
 }
 
 // ListFormat, given to go list -deps -f, prints what Packages reads.

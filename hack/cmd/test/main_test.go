@@ -107,6 +107,18 @@ func TestInterrupted(t *testing.T) {
 	}
 }
 
+// A part that was not even begun is missing.
+func TestInterruptedBeforeAPart(t *testing.T) {
+	checkout(t, map[string]string{"verify": "exit 0"})
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	var out strings.Builder
+	ok, err := run(ctx, []string{"-rest", "lint", "verify"}, &watched{&out, "leaves out", cancel})
+	if err != nil || ok || !strings.Contains(out.String(), "verify              0.0  not run\n") {
+		t.Errorf("ok is %t (%v), printed\n%s", ok, err, &out)
+	}
+}
+
 // watched calls saw when it has a word.
 type watched struct {
 	*strings.Builder
