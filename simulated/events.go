@@ -14,7 +14,6 @@ const supportedEvents = nvml.EventTypeXidCriticalError | nvml.EventTypeSingleBit
 
 // eventSet collects the events of the GPUs registered with it, from the faults file.
 type eventSet struct {
-	unsupportedEventSet
 	sys   *system
 	freed chan struct{}
 
@@ -60,6 +59,7 @@ func (g *gpu) RegisterEvents(types uint64, set nvml.EventSet) nvml.Return {
 
 // eventSetHandle is what callers hold.
 type eventSetHandle struct {
+	nvml.EventSet
 	set *eventSet
 }
 

@@ -93,7 +93,7 @@ func TestFailingCalls(t *testing.T) {
 	inject(t, dir, Faults{
 		Calls: map[string]CallFault{"DeviceGetCount": {Return: "ERROR_UNKNOWN"}, "Init": {Return: "ERROR_DRIVER_NOT_LOADED"}},
 		GPUs: []GPUFaults{{GPU: "0", Calls: map[string]CallFault{
-			"GetMemoryInfo": {Return: "ERROR_NO_PERMISSION"}, "GetTemperatureV": {}, "DeviceGetHandleByIndex": {Return: "ERROR_IRQ_ISSUE"},
+			"GetMemoryInfo": {Return: "ERROR_NO_PERMISSION"}, "GetTemperature": {}, "DeviceGetHandleByIndex": {Return: "ERROR_IRQ_ISSUE"},
 		}}},
 	})
 	for call, got := range map[string][2]nvml.Return{
@@ -301,7 +301,7 @@ func TestEvents(t *testing.T) {
 	}
 	waiting := make(chan nvml.EventData)
 	go func() {
-		data, _ := lib.EventSetWait(set, 60_000)
+		data, _ := set.Wait(60_000)
 		waiting <- data
 	}()
 	inject(t, dir, Faults{Events: []Event{old, {Sequence: 3, GPU: "0", XID: 48}, {Sequence: 2, GPU: uuid, XID: 79}, {Sequence: 4, GPU: "3", XID: 13}}})

@@ -14,6 +14,7 @@ import (
 
 // gpuHandle is what callers hold: every call asks the gate, then the GPU.
 type gpuHandle struct {
+	nvml.Device
 	gpu *gpu
 }
 
@@ -50,7 +51,6 @@ func (h *gpuHandle) obtain(method string) (nvml.Device, nvml.Return) {
 
 // gpu is a GPU in working order.
 type gpu struct {
-	unsupportedDevice
 	sys     *system
 	place   int // in the profile
 	spec    GPU

@@ -1,12 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package simulated is an NVML without a GPU: nvml.Interface for a machine described by a Profile, the files such a machine
-// has (driver root, device nodes, sysfs), and a file through which faults reach it from outside the process. Every call it
-// does not know answers ERROR_NOT_SUPPORTED, as NVML does for what a GPU lacks.
+// has (driver root, device nodes, sysfs), and a file through which faults reach it from outside the process. It has the methods that
+// Tandem and the libraries in it call. Any other one panics: the interface that is embedded for it is nil.
 //
-// It runs no work and keeps no clock of temperatures or utilization. The methods that return one of
-// go-nvml's concrete handler values (GetGpuFabricInfoV, GetGpuInstanceProfileInfoV and the like) return an empty one: calling
-// a method on it enters the C library, which is not there.
+// It runs no work and keeps no clock of temperatures or utilization. It lacks the functions that go-nvml calls through a value of its own
+// (GetGpuFabricInfoV, GetGpuInstanceProfileInfoV and the like), and LookupSymbol says so.
 package simulated
 
 import (
@@ -18,10 +17,11 @@ import (
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 )
 
-//go:generate go run ./internal/gen zz_generated.unsupported.go
+//go:generate go run ./internal/gen zz_generated.gates.go
 
 // Library is NVML of one simulated machine. It is safe for concurrent use. Handles stay valid over Shutdown and Init.
 type Library struct {
+	nvml.Interface
 	*system
 }
 
@@ -30,7 +30,6 @@ var _ nvml.Interface = (*Library)(nil)
 // system is the machine behind a Library. The GPUs it enumerates are fixed at the first Init, as NVML's are: a GPU that is
 // absent then has no index, one that goes away later keeps its index and is lost.
 type system struct {
-	unsupportedLibrary
 	profile Profile
 	faults  *faultSource
 	mig     *migStore
@@ -287,7 +286,7 @@ func (s *system) obtain(method string, match func(*gpu) bool) (nvml.Device, nvml
 }
 
 func (s *system) EventSetCreate() (nvml.EventSet, nvml.Return) {
-	return &eventSetHandle{newEventSet(s)}, nvml.SUCCESS
+	return &eventSetHandle{set: newEventSet(s)}, nvml.SUCCESS
 }
 
 func (s *system) UnitGetCount() (int, nvml.Return) { return 0, nvml.SUCCESS }

@@ -261,7 +261,7 @@ func (g *gpu) GetMigDeviceHandleByIndex(index int) (nvml.Device, nvml.Return) {
 	}
 	for _, i := range own.Instances {
 		if index < len(i.Compute) {
-			return &partitionHandle{&partition{parent: g, uuid: i.Compute[index].UUID}}, nvml.SUCCESS
+			return &partitionHandle{partition: &partition{parent: g, uuid: i.Compute[index].UUID}}, nvml.SUCCESS
 		}
 		index -= len(i.Compute)
 	}

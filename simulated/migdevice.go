@@ -12,11 +12,11 @@ import (
 // partitionHandle is a MIG device as callers hold it. It is void when its compute instance is destroyed, and valid again when the same
 // is made again.
 type partitionHandle struct {
+	nvml.Device
 	partition *partition
 }
 
 type partition struct {
-	unsupportedDevice
 	parent *gpu
 	uuid   string
 }
@@ -72,7 +72,7 @@ func (s *system) obtainMIG(uuid string) (nvml.Device, nvml.Return) {
 		if ret := h.gate("DeviceGetHandleByUUID"); ret != nvml.SUCCESS {
 			return nil, ret
 		}
-		return &partitionHandle{p}, nvml.SUCCESS
+		return &partitionHandle{partition: p}, nvml.SUCCESS
 	}
 	return nil, nvml.ERROR_NOT_FOUND
 }

@@ -15,17 +15,17 @@ import (
 // gpuInstanceHandle is what callers hold. It is void when the instance is destroyed, and valid again when the driver gives its
 // ID to another.
 type gpuInstanceHandle struct {
+	nvml.GpuInstance
 	instance *instance
 }
 
 type instance struct {
-	unsupportedGPUInstance
 	gpu *gpu
 	id  int
 }
 
 func (g *gpu) instanceHandle(i GPUInstance) *gpuInstanceHandle {
-	return &gpuInstanceHandle{&instance{gpu: g, id: i.ID}}
+	return &gpuInstanceHandle{instance: &instance{gpu: g, id: i.ID}}
 }
 
 func (h *gpuInstanceHandle) gate(method string) nvml.Return {
@@ -267,7 +267,7 @@ func (c *compute) GetInfo() (nvml.ComputeInstanceInfo, nvml.Return) {
 		return nvml.ComputeInstanceInfo{}, nvml.ERROR_INVALID_ARGUMENT
 	}
 	return nvml.ComputeInstanceInfo{
-		Device: c.instance.gpu.handle(), GpuInstance: &gpuInstanceHandle{c.instance}, Id: uint32(state.ID), ProfileId: uint32(state.Profile),
+		Device: c.instance.gpu.handle(), GpuInstance: &gpuInstanceHandle{instance: c.instance}, Id: uint32(state.ID), ProfileId: uint32(state.Profile),
 		Placement: nvml.ComputeInstancePlacement{Start: uint32(state.Start), Size: uint32(state.Size)},
 	}, nvml.SUCCESS
 }

@@ -3,101 +3,52 @@
 package simulated
 
 import (
+	"maps"
 	"reflect"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 )
 
-// supported are the methods that answer otherwise than NOT_SUPPORTED, by interface.
-var supported = map[reflect.Type][]string{
-	reflect.TypeFor[nvml.Interface](): {
-		"DeviceGetCount", "DeviceGetHandleByIndex", "DeviceGetHandleByPciBusId", "DeviceGetHandleBySerial", "DeviceGetHandleByUUID",
-		"EventSetCreate", "GetExcludedDeviceCount", "Init", "InitWithFlags", "Shutdown", "SystemGetCudaDriverVersion",
-		"SystemGetCudaDriverVersion_v2", "SystemGetDriverVersion", "SystemGetNVMLVersion", "UnitGetCount",
-	},
-	reflect.TypeFor[nvml.Device](): {
-		"CreateGpuInstance", "CreateGpuInstanceWithPlacement", "GetGpuInstanceById", "GetGpuInstancePossiblePlacements",
-		"GetGpuInstanceProfileInfo", "GetGpuInstanceRemainingCapacity", "GetGpuInstances", "SetMigMode",
-		"GetAddressingMode", "GetApplicationsClock", "GetArchitecture", "GetBoardId", "GetBrand", "GetBusType", "GetComputeMode", "GetComputeRunningProcesses",
-		"GetCudaComputeCapability", "GetCurrentClocksEventReasons", "GetCurrentClocksThrottleReasons", "GetCurrPcieLinkGeneration", "GetCurrPcieLinkWidth", "GetDefaultEccMode", "GetDisplayActive",
-		"GetDisplayMode", "GetEccMode", "GetEnforcedPowerLimit", "GetFieldValues", "GetGpuFabricInfo", "GetGpuFabricInfo_v4", "GetGpuMaxPcieLinkGeneration",
-		"GetGraphicsRunningProcesses", "GetIndex", "GetMaxMigDeviceCount", "GetMaxPcieLinkGeneration", "GetMaxPcieLinkWidth",
-		"GetMemoryBusWidth", "GetMemoryInfo", "GetMemoryInfo_v2", "GetMigDeviceHandleByIndex", "GetMigMode", "GetMinorNumber",
-		"GetModuleId", "GetMPSComputeRunningProcesses", "GetMultiGpuBoard", "GetName", "GetNumGpuCores", "GetNvLinkCapability",
-		"GetNvLinkRemoteDeviceType", "GetNvLinkRemotePciInfo", "GetNvLinkState", "GetNvLinkVersion", "GetP2PStatus", "GetPciInfo",
-		"GetPciInfoExt", "GetPersistenceMode", "GetPowerManagementDefaultLimit", "GetPowerManagementLimit", "GetRemappedRows", "GetSerial",
-		"GetSramEccErrorStatus", "GetSupportedClocksEventReasons", "GetTotalEccErrors",
-		"GetSupportedEventTypes", "GetTemperature", "GetTopologyCommonAncestor", "GetTopologyNearestGpus", "GetUUID",
-		"GetUtilizationRates", "GetVirtualizationMode", "IsMigDeviceHandle", "OnSameBoard", "RegisterEvents", "SetApplicationsClocks",
-	},
-	reflect.TypeFor[nvml.EventSet](): {"Free", "Wait"},
-}
-
-// calls calls every method of an interface with zero arguments and gives the last return code of each that has one.
-func calls(t *testing.T, iface reflect.Type, value any, visit func(method string, ret nvml.Return)) {
+// calls calls methods of a handle with zero arguments and gives the last return code of each.
+func calls(t *testing.T, handle any, methods map[string]bool, prefix string, visit func(method string, ret nvml.Return)) {
 	t.Helper()
-	v := reflect.ValueOf(value)
-	for i := range iface.NumMethod() {
-		m := v.MethodByName(iface.Method(i).Name)
+	for _, name := range slices.Sorted(maps.Keys(methods)) {
+		method := strings.TrimPrefix(name, prefix)
+		m := reflect.ValueOf(handle).MethodByName(method)
 		in := make([]reflect.Value, m.Type().NumIn())
 		for k := range in {
 			in[k] = reflect.Zero(m.Type().In(k))
 		}
 		out := m.Call(in)
-		if ret, ok := out[len(out)-1].Interface().(nvml.Return); ok {
-			visit(iface.Method(i).Name, ret)
-		}
+		visit(method, out[len(out)-1].Interface().(nvml.Return)) //nolint:forcetypeassert // it panics
 	}
 }
 
-func TestEveryOtherMethodIsNotSupported(t *testing.T) {
+// What a GPU lacks is NOT_SUPPORTED. This one has no NUMA node of its own, no retired pages and, as a whole GPU, nothing of a MIG device.
+func TestWhatIsNotSupported(t *testing.T) {
 	lib := start(t, "h100x8")
 	set, _ := lib.EventSetCreate()
+	d := handle(t, lib, 0)
 	// It is the last of the calls that would turn it off again.
-	handle(t, lib, 0).SetMigMode(nvml.DEVICE_MIG_ENABLE)
-	for iface, value := range map[reflect.Type]any{
-		reflect.TypeFor[nvml.Interface](): lib,
-		reflect.TypeFor[nvml.Device]():    handle(t, lib, 0),
-		reflect.TypeFor[nvml.EventSet]():  set,
-	} {
-		t.Run(iface.Name(), func(t *testing.T) {
-			answered := map[string]bool{}
-			calls(t, iface, value, func(method string, ret nvml.Return) {
-				answered[method] = true
-				switch {
-				case slices.Contains(supported[iface], method):
-					if ret == nvml.ERROR_NOT_SUPPORTED {
-						t.Errorf("%s is not supported", method)
-					}
-				case ret == nvml.ERROR_INVALID_ARGUMENT && iface == reflect.TypeFor[nvml.Interface](): // no handle was given
-				case ret != nvml.ERROR_NOT_SUPPORTED:
-					t.Errorf("%s = %v", method, ret)
-				}
-			})
-			for _, method := range supported[iface] {
-				if !answered[method] {
-					t.Errorf("there is no method %s", method)
-				}
-			}
-		})
+	d.SetMigMode(nvml.DEVICE_MIG_ENABLE)
+	var lacking []string
+	visit := func(method string, ret nvml.Return) {
+		if ret == nvml.ERROR_NOT_SUPPORTED {
+			lacking = append(lacking, method)
+		}
 	}
-}
-
-// A method of nvml.Interface that takes a handle is the handle's own.
-func TestLibraryMethodsPassOnToTheHandle(t *testing.T) {
-	lib := start(t, "mixed")
-	d := handle(t, lib, 2)
-	want, _ := d.GetUUID()
-	if got, ret := lib.DeviceGetUUID(d); got != want || ret != nvml.SUCCESS {
-		t.Errorf("DeviceGetUUID = %s, %v, want %s", got, ret, want)
+	calls(t, lib, libraryMethods, "", visit)
+	calls(t, d, deviceMethods, "", visit)
+	calls(t, set, eventSetMethods, "EventSet.", visit)
+	want := []string{
+		"GetAttributes", "GetComputeInstanceId", "GetDeviceHandleFromMigDeviceHandle", "GetGpuInstanceId", "GetMemoryErrorCounter", "GetNumaNodeId",
+		"GetRetiredPages", "GetRetiredPagesPendingStatus", "SetComputeMode",
 	}
-	if level, ret := lib.DeviceGetTopologyCommonAncestor(d, handle(t, lib, 3)); level != nvml.TOPOLOGY_HOSTBRIDGE || ret != nvml.SUCCESS {
-		t.Errorf("DeviceGetTopologyCommonAncestor = %v, %v", level, ret)
-	}
-	if _, ret := lib.DeviceGetNumaNodeId(d); ret != nvml.ERROR_NOT_SUPPORTED {
-		t.Errorf("DeviceGetNumaNodeId: %v", ret)
+	if !slices.Equal(lacking, want) {
+		t.Errorf("not supported are %q, want %q", lacking, want)
 	}
 }
 
@@ -131,7 +82,7 @@ func TestNothingAnswersOutsideInitAndShutdown(t *testing.T) {
 	}
 	lib.Shutdown()
 	check(t)
-	calls(t, reflect.TypeFor[nvml.Device](), d, func(method string, ret nvml.Return) {
+	calls(t, d, deviceMethods, "", func(method string, ret nvml.Return) {
 		if ret != nvml.ERROR_UNINITIALIZED {
 			t.Errorf("%s after Shutdown = %v", method, ret)
 		}

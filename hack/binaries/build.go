@@ -34,8 +34,6 @@ type component struct {
 	prepare   func(module, work string) error
 	tags      string
 	linkFlags string
-	// alone are patterns of packages that this component needs and others do not, besides those of the module.
-	alone []string
 	// env (KEY=value) is given to the go command; CGO_ENABLED=0 is the default of what is not shared.
 	env   []string
 	found func(dir string)
@@ -45,6 +43,18 @@ type component struct {
 type program struct {
 	path  string
 	names []string
+}
+
+// notInlined are packages of shared components that Tandem's image lacks. Without inlining the compiler takes a quarter less time for them.
+// The others are compiled once, as the image needs them.
+var notInlined = []string{
+	"k8s.io/kubernetes/...", "k8s.io/apiserver/pkg/admission/...", "k8s.io/apiserver/pkg/audit/...", "k8s.io/apiserver/pkg/endpoints/...",
+	"k8s.io/apiserver/pkg/quota/...", "k8s.io/apiserver/pkg/registry/...", "k8s.io/apiserver/pkg/server/...", "k8s.io/apiserver/pkg/storage/...",
+	"k8s.io/apiserver/pkg/util/flowcontrol/...", "k8s.io/apiserver/plugin/...", "k8s.io/apiextensions-apiserver/pkg/apiserver/...",
+	"k8s.io/apiextensions-apiserver/pkg/registry/...", "k8s.io/kube-aggregator/...", "k8s.io/kubectl/...", "k8s.io/cloud-provider/...",
+	"k8s.io/controller-manager/...", "k8s.io/metrics/...", "k8s.io/pod-security-admission/...", "k8s.io/cri-api/...", "github.com/containerd/...",
+	"go.etcd.io/etcd/server/...", "helm.sh/helm/...", "github.com/tetratelabs/...", "github.com/fluxcd/...", "github.com/google/cadvisor/...",
+	"go.opentelemetry.io/contrib/...", "go.opentelemetry.io/otel/sdk/...", "go.opentelemetry.io/otel/exporters/...", "oras.land/...",
 }
 
 // sharedVariant tells programs of shared components from those that are linked statically.
@@ -87,7 +97,6 @@ func kubernetes(version string, found func(string)) component {
 			stamp, version, minor)}
 	if version == DefaultKubernetes {
 		c.shared, c.source = true, kubernetesSource
-		c.alone = []string{"k8s.io/apiserver/...", "k8s.io/kube-aggregator/...", "k8s.io/kubectl/pkg/cmd/..."}
 		c.packages = append([]program{{".", servers}}, below(module+"/cmd/", "kubectl")...)
 	}
 	return c
@@ -235,7 +244,11 @@ func (b builder) buildProgram(ctx context.Context, c component, program program,
 	defer stop()
 	first := filepath.Join(out, program.names[0])
 	args := append([]string{"build", "-v", "-mod=mod", "-ldflags", "-s -w" + c.linkFlags, "-o", first}, gotool.BuildFlags(c.tags)...)
-	args = append(args, c.fastCompile()...)
+	if c.shared {
+		for _, pattern := range notInlined {
+			args = append(args, "-gcflags="+pattern+"="+gotool.CompilerFlags+" -l")
+		}
+	}
 	cmd := goTool(ctx, c, work, append(args, program.path)...)
 	cmd.Stdout, cmd.Stderr = &output, io.MultiWriter(&output, b.work)
 	if err := cmd.Run(); err != nil {
@@ -247,19 +260,6 @@ func (b builder) buildProgram(ctx context.Context, c component, program program,
 		}
 	}
 	return nil
-}
-
-// fastCompile are the flags by which packages that only this component has are compiled without inlining: that takes the compiler a quarter
-// less time. The packages that Tandem's image has, too, are compiled once, as the image needs them.
-func (c component) fastCompile() []string {
-	if !c.shared {
-		return nil
-	}
-	var flags []string
-	for _, pattern := range append([]string{c.module + "/..."}, c.alone...) {
-		flags = append(flags, "-gcflags="+pattern+"="+gotool.CompilerFlags+" -l")
-	}
-	return flags
 }
 
 // download runs a go command that may need the network, and again if it fails.

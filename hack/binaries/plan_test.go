@@ -13,7 +13,8 @@ import (
 )
 
 // TestOneVersionOfEachPackage: where a cluster's programs and Tandem's link the same package, both have it at one version, so that the first
-// demo compiles it once. Versions are repaired in the go.mod of the product, hack and test.
+// demo compiles it once. Versions are repaired in the go.mod of the product, hack and test. What Tandem
+// lacks may be compiled with other flags.
 func TestOneVersionOfEachPackage(t *testing.T) {
 	work := t.TempDir()
 	_, components := describe(work, []string{DefaultKubernetes})
@@ -67,6 +68,11 @@ func TestOneVersionOfEachPackage(t *testing.T) {
 		}
 		if theirs != "" {
 			compared++
+		}
+		for _, pattern := range notInlined {
+			if strings.HasPrefix(path+"/", strings.TrimSuffix(pattern, "...")) {
+				t.Errorf("%s is compiled twice: for Tandem, and without inlining as %s", path, pattern)
+			}
 		}
 	}
 	if compared < 100 {

@@ -1,15 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command gen writes the part of package simulated that follows mechanically from go-nvml's interfaces: a default answer
-// for every method, and the gate in front of every call. It decides nothing about what the simulator supports.
+// Command gen writes the part of package simulated that follows mechanically from go-nvml's interfaces: for each method that the simulator has,
+// the gate in front of it and its name. It decides nothing about what the simulator supports.
 package main
 
 import (
 	"bytes"
 	"fmt"
+	"go/ast"
 	"go/format"
+	"go/parser"
+	"go/token"
 	"os"
+	"path/filepath"
 	"reflect"
+	"slices"
 	"strings"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
@@ -27,7 +32,7 @@ import "github.com/NVIDIA/go-nvml/pkg/nvml"
 var returnType = reflect.TypeFor[nvml.Return]()
 
 func main() {
-	source, err := Source()
+	source, err := Source(".")
 	if err == nil {
 		err = os.WriteFile(os.Args[1], source, 0o644)
 	}
@@ -37,108 +42,115 @@ func main() {
 	}
 }
 
-// Source is the text of the generated file, formatted.
-func Source() ([]byte, error) {
-	library, dev, events := reflect.TypeFor[nvml.Interface](), reflect.TypeFor[nvml.Device](), reflect.TypeFor[nvml.EventSet]()
-	gi, ci := reflect.TypeFor[nvml.GpuInstance](), reflect.TypeFor[nvml.ComputeInstance]()
+// handle is a type that callers hold, and the value behind it, which has the methods that are simulated.
+type handle struct {
+	name, field, inner string
+	of                 reflect.Type
+	// methods is the variable with their names, which have the prefix.
+	methods, prefix string
+}
+
+var handles = []handle{
+	{"Library", "system", "system", reflect.TypeFor[nvml.Interface](), "libraryMethods", ""},
+	{"gpuHandle", "gpu", "gpu", reflect.TypeFor[nvml.Device](), "deviceMethods", ""},
+	{"partitionHandle", "partition", "partition", reflect.TypeFor[nvml.Device](), "migDeviceMethods", "MigDevice."},
+	{"gpuInstanceHandle", "instance", "instance", reflect.TypeFor[nvml.GpuInstance](), "gpuInstanceMethods", "GpuInstance."},
+	{"computeInstanceHandle", "compute", "compute", reflect.TypeFor[nvml.ComputeInstance](), "computeInstanceMethods", "ComputeInstance."},
+	{"eventSetHandle", "set", "eventSet", reflect.TypeFor[nvml.EventSet](), "eventSetMethods", "EventSet."},
+}
+
+// unsupported are methods that callers use, and that no simulated GPU supports.
+var unsupported = map[string]bool{}
+
+// Source is the text of the generated file, formatted, for the package in a directory.
+func Source(dir string) ([]byte, error) {
+	declared, err := declaredMethods(dir)
+	if err != nil {
+		return nil, err
+	}
 	var out bytes.Buffer
 	out.WriteString(header)
-	writeUnsupported(&out, "unsupportedLibrary", library, receivers())
-	writeUnsupported(&out, "unsupportedDevice", dev, nil)
-	writeUnsupported(&out, "unsupportedEventSet", events, nil)
-	writeUnsupported(&out, "unsupportedGPUInstance", gi, nil)
-	writeGates(&out, "Library", "system", library, func(m reflect.Method) bool {
-		_, _, delegated := delegate(m, receivers())
-		return delegated || handWritten[m.Name]
-	})
-	writeNames(&out, "libraryMethods", "are the methods of nvml.Interface that a fault can name.", "", library, func(m reflect.Method) bool {
-		return m.Name != "ErrorString" && m.Name != "Extensions"
-	})
-	all := func(reflect.Method) bool { return true }
-	writeNames(&out, "eventSetMethods", "are the methods of nvml.EventSet, as a fault names them.", "EventSet.", events, all)
-	writeNames(&out, "deviceMethods", "are the methods of nvml.Device.", "", dev, all)
-	writeNames(&out, "migDeviceMethods", "are those of a MIG device, as a fault names them.", "MigDevice.", dev, all)
-	writeNames(&out, "gpuInstanceMethods", "are the methods of nvml.GpuInstance, as a fault names them.", "GpuInstance.", gi, all)
-	writeNames(&out, "computeInstanceMethods", "are the methods of nvml.ComputeInstance, as a fault names them.", "ComputeInstance.", ci, all)
-	writeNames(&out, "handlerSymbols", "are the functions behind the methods that return a value to call, in place of a return code.", "nvml", library,
-		func(m reflect.Method) bool { return m.Type.NumOut() == 1 && m.Type.Out(0).Kind() == reflect.Struct })
-	none := func(reflect.Method) bool { return false }
-	writeGates(&out, "gpuHandle", "gpu", dev, none)
-	writeGates(&out, "eventSetHandle", "set", events, none)
-	writeGates(&out, "partitionHandle", "partition", dev, none)
-	writeGates(&out, "gpuInstanceHandle", "instance", gi, none)
-	writeGates(&out, "computeInstanceHandle", "compute", ci, none)
+	for _, h := range handles {
+		methods := simulated(h, declared)
+		for _, m := range methods {
+			if !declared[h.name][m.Name] {
+				writeGate(&out, h, m, declared[h.inner][m.Name])
+			}
+		}
+		names := make([]string, len(methods))
+		for i, m := range methods {
+			names[i] = h.prefix + m.Name
+		}
+		writeNames(&out, h.methods, "are the methods of nvml."+h.of.Name()+" that are simulated, as a fault names them.", names)
+	}
+	var handlers []string
+	for m := range handles[0].of.Methods() {
+		if m.Type.NumOut() == 1 && m.Type.Out(0).Kind() == reflect.Struct {
+			handlers = append(handlers, "nvml"+m.Name)
+		}
+	}
+	writeNames(&out, "handlerSymbols", "are the functions behind the methods that return a value to call, in place of a return code.", handlers)
 	return format.Source(out.Bytes())
 }
 
-// handWritten are the methods of Library that answer before Init and after Shutdown, or are no calls to NVML.
-var handWritten = map[string]bool{
-	"Init": true, "InitWithFlags": true, "Shutdown": true, "ErrorString": true, "Extensions": true,
-}
-
-// receiver is a handle type whose methods nvml.Interface repeats under a prefix, with the handle as an argument.
-type receiver struct {
-	prefix string
-	handle reflect.Type
-}
-
-func receivers() []receiver {
-	return []receiver{
-		{"Device", reflect.TypeFor[nvml.Device]()},
-		{"", reflect.TypeFor[nvml.Device]()},
-		{"GpuInstance", reflect.TypeFor[nvml.GpuInstance]()},
-		{"ComputeInstance", reflect.TypeFor[nvml.ComputeInstance]()},
-		{"EventSet", reflect.TypeFor[nvml.EventSet]()},
+// declaredMethods are the methods that are written by hand, by the name of their type.
+func declaredMethods(dir string) (map[string]map[string]bool, error) {
+	paths, err := filepath.Glob(filepath.Join(dir, "*.go"))
+	if err != nil {
+		return nil, fmt.Errorf("list sources of %s: %w", dir, err)
 	}
-}
-
-// delegate finds the argument and the method that the library method m is short for.
-func delegate(m reflect.Method, candidates []receiver) (arg int, method string, ok bool) {
-	for _, r := range candidates {
-		name, found := strings.CutPrefix(m.Name, r.prefix)
-		target, exists := r.handle.MethodByName(name)
-		if !found || !exists || target.Type.NumIn()+1 != m.Type.NumIn() {
+	declared := map[string]map[string]bool{}
+	for _, path := range paths {
+		if strings.HasSuffix(path, "_test.go") || strings.HasPrefix(filepath.Base(path), "zz_generated") {
 			continue
 		}
-		for i := range m.Type.NumIn() {
-			if m.Type.In(i) == r.handle {
-				return i, name, true
+		file, err := parser.ParseFile(token.NewFileSet(), path, nil, parser.SkipObjectResolution)
+		if err != nil {
+			return nil, fmt.Errorf("read source: %w", err)
+		}
+		for _, d := range file.Decls {
+			f, ok := d.(*ast.FuncDecl)
+			if !ok || f.Recv == nil {
+				continue
+			}
+			receiver := f.Recv.List[0].Type
+			if pointer, ok := receiver.(*ast.StarExpr); ok {
+				receiver = pointer.X
+			}
+			if name, ok := receiver.(*ast.Ident); ok {
+				if declared[name.Name] == nil {
+					declared[name.Name] = map[string]bool{}
+				}
+				declared[name.Name][f.Name.Name] = true
 			}
 		}
 	}
-	return 0, "", false
+	return declared, nil
 }
 
-func writeUnsupported(out *bytes.Buffer, name string, iface reflect.Type, candidates []receiver) {
-	fmt.Fprintf(out, "\n// %s answers every call of nvml.%s with ERROR_NOT_SUPPORTED", name, iface.Name())
-	if candidates != nil {
-		fmt.Fprintf(out, ", and passes on those\n// that are short for a method of their argument")
-	}
-	fmt.Fprintf(out, ".\ntype %s struct{}\n", name)
-	for i := range iface.NumMethod() {
-		m := iface.Method(i)
-		fmt.Fprintf(out, "\nfunc (%s) %s%s {\n", name, m.Name, signature(m.Type))
-		if arg, method, ok := delegate(m, candidates); ok {
-			fmt.Fprintf(out, "if a%d == nil {\n%s}\nreturn a%d.%s(%s)\n}\n", arg, failure(m.Type, "nvml.ERROR_INVALID_ARGUMENT"),
-				arg, method, arguments(m.Type, arg))
-			continue
+// simulated are the methods that any handle of the same interface has and that answer with a return code. Callers of a Device don't know
+// whether it is a GPU or a MIG device.
+func simulated(of handle, declared map[string]map[string]bool) []reflect.Method {
+	var methods []reflect.Method
+	for m := range of.of.Methods() {
+		has := func(h handle) bool {
+			return h.of == of.of && (declared[h.inner][m.Name] || declared[h.name][m.Name] || unsupported[m.Name])
 		}
+		if hasReturn(m.Type) && slices.ContainsFunc(handles, has) {
+			methods = append(methods, m)
+		}
+	}
+	return methods
+}
+
+// writeGate writes a method of a handle: it asks the gate first, then the value behind the handle, if that one supports the method.
+func writeGate(out *bytes.Buffer, h handle, m reflect.Method, supported bool) {
+	fmt.Fprintf(out, "\n// %s implements nvml.%s.\nfunc (h *%s) %s%s {\n", m.Name, h.of.Name(), h.name, m.Name, signature(m.Type))
+	fmt.Fprintf(out, "if ret := h.gate(%q); ret != nvml.SUCCESS {\n%s}\n", m.Name, failure(m.Type, "ret"))
+	if supported {
+		fmt.Fprintf(out, "return h.%s.%s(%s)\n}\n", h.field, m.Name, arguments(m.Type))
+	} else {
 		fmt.Fprintf(out, "%s}\n", failure(m.Type, "nvml.ERROR_NOT_SUPPORTED"))
-	}
-}
-
-// writeGates writes the methods of the type that callers see: each asks the gate first, then the inner value.
-func writeGates(out *bytes.Buffer, name, inner string, iface reflect.Type, skip func(reflect.Method) bool) {
-	for i := range iface.NumMethod() {
-		m := iface.Method(i)
-		if skip(m) {
-			continue
-		}
-		fmt.Fprintf(out, "\n// %s implements nvml.%s.\nfunc (h *%s) %s%s {\n", m.Name, iface.Name(), name, m.Name, signature(m.Type))
-		if hasReturn(m.Type) {
-			fmt.Fprintf(out, "if ret := h.gate(%q); ret != nvml.SUCCESS {\n%s}\n", m.Name, failure(m.Type, "ret"))
-		}
-		fmt.Fprintf(out, "return h.%s.%s(%s)\n}\n", inner, m.Name, arguments(m.Type, -1))
 	}
 }
 
@@ -170,24 +182,20 @@ func failure(f reflect.Type, code string) string {
 	return "return " + strings.Join(out, ", ") + "\n"
 }
 
-func arguments(f reflect.Type, without int) string {
-	var in []string
-	for i := range f.NumIn() {
-		if i != without {
-			in = append(in, fmt.Sprintf("a%d", i))
-		}
+func arguments(f reflect.Type) string {
+	in := make([]string, f.NumIn())
+	for i := range in {
+		in[i] = fmt.Sprintf("a%d", i)
 	}
 	return strings.Join(in, ", ")
 }
 
 // writeNames writes a set of methods by name. The simulator does not ask package reflect for it, because that would make the
 // linker keep every method of every type of the agent, which doubles its size in memory.
-func writeNames(out *bytes.Buffer, name, is, prefix string, iface reflect.Type, wanted func(reflect.Method) bool) {
+func writeNames(out *bytes.Buffer, name, is string, names []string) {
 	fmt.Fprintf(out, "\n// %s %s\nvar %s = map[string]bool{\n", name, is, name)
-	for m := range iface.Methods() {
-		if wanted(m) {
-			fmt.Fprintf(out, "%q: true,\n", prefix+m.Name)
-		}
+	for _, n := range names {
+		fmt.Fprintf(out, "%q: true,\n", n)
 	}
 	out.WriteString("}\n")
 }
