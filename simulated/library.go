@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package simulated is an NVML without a GPU: nvml.Interface for a machine described by a Profile, the files such a machine
-// has (driver root, device nodes, sysfs), and a file through which faults reach it from outside the process. It has the methods that
-// Tandem and the libraries in it call. Any other one panics: the interface that is embedded for it is nil.
+// has (driver root, device nodes, sysfs), and a file through which faults reach it from outside the process. It has only the
+// methods that Tandem and the libraries in it call. A call of another method panics, because it reaches an embedded interface that is nil.
 //
-// It runs no work and keeps no clock of temperatures or utilization. It lacks the functions that go-nvml calls through a value of its own
-// (GetGpuFabricInfoV, GetGpuInstanceProfileInfoV and the like), and LookupSymbol says so.
+// It runs no work and keeps no clock of temperatures or utilization. It lacks the functions that go-nvml calls through a handler value
+// (GetGpuFabricInfoV, GetGpuInstanceProfileInfoV and the like), and LookupSymbol reports them as missing.
 package simulated
 
 import (
@@ -186,8 +186,8 @@ func (l *Library) ErrorString(r nvml.Return) string { return r.Error() }
 // Extensions implements nvml.Interface.
 func (l *Library) Extensions() nvml.ExtendedInterface { return l }
 
-// LookupSymbol implements nvml.ExtendedInterface: the library has every function of NVML, as a current driver's has, but
-// those that go-nvml reaches through a handler value.
+// LookupSymbol implements nvml.ExtendedInterface. It finds every function of NVML, as in a current driver, except those that go-nvml calls
+// through a handler value.
 func (l *Library) LookupSymbol(name string) error {
 	if !l.initialized() {
 		return fmt.Errorf("look up symbol %s: library not loaded", name)

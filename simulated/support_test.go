@@ -27,12 +27,13 @@ func calls(t *testing.T, handle any, methods map[string]bool, prefix string, vis
 	}
 }
 
-// What a GPU lacks is NOT_SUPPORTED. This one has no NUMA node of its own, no retired pages and, as a whole GPU, nothing of a MIG device.
+// These methods answer NOT_SUPPORTED on an H100 in MIG mode: it has no NUMA node and no retired pages, counts no errors of its L1 cache and has
+// no compute mode. The others are for MIG devices only.
 func TestWhatIsNotSupported(t *testing.T) {
 	lib := start(t, "h100x8")
 	set, _ := lib.EventSetCreate()
 	d := handle(t, lib, 0)
-	// It is the last of the calls that would turn it off again.
+	// The calls below turn MIG mode off again, but SetMigMode is the last of them.
 	d.SetMigMode(nvml.DEVICE_MIG_ENABLE)
 	var lacking []string
 	visit := func(method string, ret nvml.Return) {

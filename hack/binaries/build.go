@@ -26,8 +26,8 @@ type component struct {
 	// module is required at the version, where there is one; packages are its programs, in the order they are built.
 	module   string
 	packages []program
-	// shared has every dependency at the version at which Tandem and the other shared components have it, and the C library's resolver as
-	// Tandem has it, so that the build cache serves most packages of one program to the others.
+	// shared components have the same version of each dependency as Tandem, and are built with cgo as Tandem is. So the build cache serves
+	// most packages of one program to the others.
 	shared bool
 	source []byte
 	// prepare, where set and the module is Kubernetes, writes sources of the program into work; module is the directory of the module's sources.
@@ -45,8 +45,8 @@ type program struct {
 	names []string
 }
 
-// notInlined are packages of shared components that Tandem's image lacks. Without inlining the compiler takes a quarter less time for them.
-// The others are compiled once, as the image needs them.
+// notInlined are packages that Tandem does not link. They are compiled without inlining, which takes the compiler a quarter less time. All
+// other packages are compiled with inlining, because the image has them, too.
 var notInlined = []string{
 	"k8s.io/kubernetes/...", "k8s.io/apiserver/pkg/admission/...", "k8s.io/apiserver/pkg/audit/...", "k8s.io/apiserver/pkg/endpoints/...",
 	"k8s.io/apiserver/pkg/quota/...", "k8s.io/apiserver/pkg/registry/...", "k8s.io/apiserver/pkg/server/...", "k8s.io/apiserver/pkg/storage/...",
@@ -57,7 +57,7 @@ var notInlined = []string{
 	"go.opentelemetry.io/contrib/...", "go.opentelemetry.io/otel/sdk/...", "go.opentelemetry.io/otel/exporters/...", "oras.land/...",
 }
 
-// sharedVariant tells programs of shared components from those that are linked statically.
+// sharedVariant keeps programs of etcd, containerd and Helm apart, in the cache, from those that earlier checkouts have built without cgo.
 const sharedVariant = "-shared"
 
 func into(dir *string) func(string) { return func(found string) { *dir = found } }
@@ -167,7 +167,8 @@ func (b builder) ensure(ctx context.Context, c component, step string) (string, 
 	defer os.RemoveAll(work)
 	made := filepath.Join(work, "out")
 	if given, err := b.take(ctx, c, made); err != nil {
-		return "", fmt.Errorf("take %s %s from $%s: %w", c.name, c.version, givenVariable, err)
+		return "", fmt.Errorf("copy %s %s from %s (correct the directory, or unset %s to compile it): %w",
+			c.name, c.version, os.Getenv(givenVariable), givenVariable, err)
 	} else if !given {
 		if err := b.build(ctx, c, work, made, step); err != nil {
 			return "", fmt.Errorf("build %s %s: %w", c.name, c.version, err)
@@ -220,13 +221,15 @@ func (b builder) build(ctx context.Context, c component, work, out, step string)
 	if err := os.Mkdir(out, 0o755); err != nil {
 		return fmt.Errorf("create work directory: %w", err)
 	}
-	b.progress.Say("%s %s %s: fetching", step, c.name, c.version)
 	if planned := b.plans[c.dir(b.cache)]; planned != nil {
 		if err := planned.write(work, c); err != nil {
 			return err
 		}
-	} else if _, err := b.plan(ctx, work, c); err != nil {
-		return err
+	} else {
+		b.progress.Say("%s %s %s: fetching its Go modules", step, c.name, c.version)
+		if _, err := b.plan(ctx, work, c); err != nil {
+			return err
+		}
 	}
 	for i, program := range c.packages {
 		label := fmt.Sprintf("%s %s %s: building %s (%d/%d)", step, c.name, c.version, strings.Join(program.names, ", "), i+1, len(c.packages))

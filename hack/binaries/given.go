@@ -24,7 +24,8 @@ func given(c component) bool {
 	return dir != "" && c.module != "" && complete(dir, c)
 }
 
-// take copies the given programs of a component into the directory out. It reports false, and makes nothing, where there are none.
+// take copies the programs of a component from $TANDEM_PROGRAMS to out. If the directory lacks one of them, it returns false and copies
+// nothing.
 func (b builder) take(ctx context.Context, c component, out string) (bool, error) {
 	if !given(c) {
 		return false, nil
@@ -65,7 +66,7 @@ func readSums(path string) (map[string]string, error) {
 	return sums, nil
 }
 
-// takeProgram copies a program that has the hash and then says that it has the version.
+// takeProgram copies a program. It fails if the program has another hash than sum, or if the copy reports another version.
 func takeProgram(ctx context.Context, from, to, sum, version string) error {
 	data, err := os.ReadFile(from)
 	if err != nil {

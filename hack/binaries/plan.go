@@ -40,8 +40,8 @@ func (c component) writeSource(work string) error {
 	return os.WriteFile(filepath.Join(work, "main.go"), c.source, 0o644)
 }
 
-// planAll plans the components that the cache lacks. Those that are shared have one module. Modules that cannot be had are so found before
-// minutes are spent on compiling others.
+// planAll plans the components that the cache lacks. Shared components have one module together. A module that cannot be downloaded is found
+// here, before minutes are spent on compiling.
 func (b builder) planAll(ctx context.Context, components []component) error {
 	groups := map[string][]component{}
 	var order []string
@@ -64,8 +64,6 @@ func (b builder) planAll(ctx context.Context, components []component) error {
 	if err := os.MkdirAll(b.cache, 0o755); err != nil {
 		return fmt.Errorf("create cache directory: %w", err)
 	}
-	stop := b.progress.Beat(func() string { return "still fetching modules" })
-	defer stop()
 	for _, name := range order {
 		if err := b.planGroup(ctx, groups[name]); err != nil {
 			return err
@@ -75,6 +73,14 @@ func (b builder) planAll(ctx context.Context, components []component) error {
 }
 
 func (b builder) planGroup(ctx context.Context, group []component) error {
+	var names []string
+	for _, c := range group {
+		names = append(names, c.name+" "+c.version)
+	}
+	what := "the Go modules of " + strings.Join(names, ", ")
+	b.progress.Say("fetching %s", what)
+	stop := b.progress.Beat(func() string { return "still fetching " + what })
+	defer stop()
 	work, err := os.MkdirTemp(b.cache, ".plan-")
 	if err != nil {
 		return fmt.Errorf("create directory to plan in: %w", err)
@@ -82,7 +88,7 @@ func (b builder) planGroup(ctx context.Context, group []component) error {
 	defer os.RemoveAll(work)
 	planned, err := b.plan(ctx, work, group...)
 	if err != nil {
-		return fmt.Errorf("plan %s %s: %w", group[0].name, group[0].version, err)
+		return fmt.Errorf("plan the build with %s: %w", what, err)
 	}
 	for _, c := range group {
 		b.plans[c.dir(b.cache)] = planned
@@ -133,7 +139,7 @@ func (b builder) plan(ctx context.Context, work string, group ...component) (*pl
 	return &plan{mod, sum}, nil
 }
 
-// Linking a program takes as long as compiling so many bytes.
+// linkSize is the cost of linking a program, in bytes of source that the compiler compiles in the same time.
 const linkSize = 1e6
 
 // prepare writes a small module that requires the component's, or is the component.
@@ -143,7 +149,7 @@ func prepare(ctx context.Context, c component, work string) error {
 		goVersion = fields[0] + "." + fields[1]
 	}
 	start := fmt.Sprintf("module local/%s\n\ngo %s\n\n", c.name, goVersion)
-	// A module of its own already now: the cache may lie in another one.
+	// Before the first go command: it would use the go.mod of a module that contains the cache.
 	if err := os.WriteFile(filepath.Join(work, "go.mod"), []byte(start), 0o644); err != nil {
 		return fmt.Errorf("write go.mod: %w", err)
 	}
@@ -157,7 +163,7 @@ func prepare(ctx context.Context, c component, work string) error {
 	return nil
 }
 
-// requirements is what follows in go.mod.
+// requirements are the require and replace lines of go.mod.
 func requirements(ctx context.Context, c component, work string) (string, error) {
 	versions := map[string]string{}
 	if c.module != "" {

@@ -12,9 +12,8 @@ import (
 	"github.com/tandem-gpu/tandem/hack/gotool"
 )
 
-// TestOneVersionOfEachPackage: where a cluster's programs and Tandem's link the same package, both have it at one version, so that the first
-// demo compiles it once. Versions are repaired in the go.mod of the product, hack and test. What Tandem
-// lacks may be compiled with other flags.
+// Packages that both Tandem and a cluster's programs link have one version, so that the first demo compiles them once. To correct a
+// difference, update go.mod, hack/go.mod or test/go.mod. No package of Tandem is in notInlined.
 func TestOneVersionOfEachPackage(t *testing.T) {
 	work := t.TempDir()
 	_, components := describe(work, []string{DefaultKubernetes})
@@ -64,14 +63,14 @@ func TestOneVersionOfEachPackage(t *testing.T) {
 	for path, version := range versions(tandem, "./cmd/...", "./hack/cmd/demo", "./hack/cmd/e2e") {
 		theirs := cluster[path]
 		if theirs != "" && theirs != version {
-			t.Errorf("%s: a cluster's programs have %s, Tandem has %s", path, theirs, version)
+			t.Errorf("%s has version %s in a cluster's programs and %s in Tandem: update it in go.mod", path, theirs, version)
 		}
 		if theirs != "" {
 			compared++
 		}
 		for _, pattern := range notInlined {
 			if strings.HasPrefix(path+"/", strings.TrimSuffix(pattern, "...")) {
-				t.Errorf("%s is compiled twice: for Tandem, and without inlining as %s", path, pattern)
+				t.Errorf("%s is compiled twice, with inlining for Tandem and without it for a cluster: remove %s from notInlined", path, pattern)
 			}
 		}
 	}

@@ -12,8 +12,8 @@ import (
 	"strings"
 )
 
-// Tool is the command of a published Go module that is no dependency of ours. It is built statically for this machine unless
-// Env says otherwise.
+// Tool is the command of a published Go module that is no dependency of ours. It is built statically for this machine, unless
+// it is shared or Env says otherwise.
 type Tool struct {
 	// Module and Version name the module, Package the main package in it.
 	Module, Version, Package string

@@ -51,10 +51,10 @@ func Command(ctx context.Context, tmp string, env []string, args ...string) *exe
 // CompilerFlags are those with which BuildFlags has each package compiled.
 const CompilerFlags = "-dwarf=false"
 
-// BuildFlags are those of every program that is compiled, with the tags of its own: the build cache serves a package to another program only
-// if it was compiled with the same flags. grpcnotrace leaves gRPC's request tracing out: its pages use html/template, which calls methods by
-// name, so that the linker would have to keep every method of every type. It doubles the agent's size in memory. To describe a program to
-// debuggers takes the compiler a seventh of its time, and such a description is left out of most programs.
+// BuildFlags returns the flags for the programs of a cluster, the demo and the image, with the tags of the program. The build cache reuses a
+// package only where the flags are the same. The tag grpcnotrace leaves out gRPC's request tracing, which uses html/template, which calls
+// methods by name: the linker would keep every method of every type, and the agent would need twice the memory. -dwarf=false leaves out what
+// debuggers need. That takes the compiler a seventh of its time, and most programs are linked without it.
 func BuildFlags(tags ...string) []string {
 	tags = strings.Fields("grpcnotrace " + strings.Join(tags, " "))
 	return []string{"-trimpath", "-buildvcs=false", "-gcflags=all=" + CompilerFlags, "-tags=" + strings.Join(tags, ",")}
@@ -63,8 +63,8 @@ func BuildFlags(tags ...string) []string {
 // ListFormat, given to go list -deps -f, prints what Packages reads.
 const ListFormat = "{{.ImportPath}}\t{{len .Deps}}\t{{.Dir}}{{range .GoFiles}}\t{{.}}{{end}}{{range .CgoFiles}}\t{{.}}{{end}}"
 
-// dependencySize is how many bytes are compiled in the time that the compiler takes for each package that another one depends on. It was
-// measured with those of a cluster.
+// dependencySize is added to the size of a package for each of its dependencies, direct or indirect: each costs as much time as so many bytes
+// of source. It was measured with the programs of a cluster.
 const dependencySize = 200
 
 // Packages are those listed, with the sizes by which their time to compile can be compared.

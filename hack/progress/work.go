@@ -9,19 +9,20 @@ import (
 	"time"
 )
 
-// What the first estimates take for the speed of the compiler on two cores, in bytes of source a second, and how long they do so.
+// usualSpeed is the assumed speed of the compiler on two cores, in bytes of source per second. Every estimate counts it as if it had been
+// measured for the time settles, so its weight falls while the run goes on.
 const (
 	usualSpeed = 300e3
 	settles    = 20 * time.Second
 )
 
-// Package is a package to compile and the size of its sources.
+// Package is a package to compile. Size is the cost of that, in bytes of source.
 type Package struct {
 	Name string
 	Size int64
 }
 
-// Work is the compiling that lies ahead, by which the time it takes is estimated. It is safe for concurrent use.
+// Work estimates the remaining time from the packages that are still to be compiled. It is safe for concurrent use.
 type Work struct {
 	mu    sync.Mutex
 	clock func() time.Time
@@ -33,7 +34,7 @@ type Work struct {
 	reached int
 }
 
-// NewWork starts the clock. What follows the compiling takes the time after.
+// NewWork starts the clock. The steps after the last compilation take the time after.
 func NewWork(after time.Duration) *Work { return newWork(after, time.Now) }
 
 func newWork(after time.Duration, clock func() time.Time) *Work {
@@ -52,7 +53,8 @@ func (w *Work) Add(packages []Package) {
 	}
 }
 
-// Write takes what go build -v names, in whole lines: packages that are compiled now. Those before are compiled, or were already.
+// Write takes the output of go build -v, in whole lines: the name of each package that is being compiled. All packages before it in the order
+// count as done: they were compiled, or the build cache had them.
 func (w *Work) Write(p []byte) (int, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -62,7 +64,7 @@ func (w *Work) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// String is such as "43 %, about 7 min left".
+// String returns, for example, "43 %, about 7 min left".
 func (w *Work) String() string {
 	w.mu.Lock()
 	defer w.mu.Unlock()

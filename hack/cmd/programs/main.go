@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command programs makes the programs of a cluster available, compiles the demo and what the demo compiles, and says meanwhile how far it is.
-// It has few dependencies itself, so that it is there soon.
+// Command programs provides the programs of a cluster, compiles the demo and what the demo compiles, and reports its progress. It has few
+// dependencies, so it is compiled quickly.
 package main
 
 import (
@@ -21,7 +21,7 @@ import (
 	"github.com/tandem-gpu/tandem/hack/progress"
 )
 
-// afterwards is what the demo takes where everything is compiled.
+// afterwards is how long the demo takes once everything is compiled.
 const afterwards = 40 * time.Second
 
 func main() {
@@ -61,7 +61,8 @@ type tandem struct {
 	work      *progress.Work
 }
 
-// targets are the demo, and the programs of the image that it builds, as hack/image compiles them.
+// targets are the demo and the programs of the image that it builds. All are compiled with cgo here. hack/image compiles mps-daemon and
+// simulated-driver without it, which takes some seconds more.
 var targets = []string{"./hack/cmd/demo", "./cmd/kubelet-plugin", "./cmd/controller", "./cmd/mps-daemon", "./cmd/simulated-driver"}
 
 func (t tandem) command(ctx context.Context, args ...string) *exec.Cmd {

@@ -21,7 +21,7 @@ import (
 
 const gonvml = "github.com/NVIDIA/go-nvml/pkg/nvml"
 
-// The handles embed go-nvml's interfaces without a value, so that a method that is not simulated panics: none may be called.
+// The handles embed go-nvml's interfaces, which are nil there. A method that is not simulated would panic, so our programs must not call one.
 func TestEveryCalledMethodIsSimulated(t *testing.T) {
 	declared, err := declaredMethods("../..")
 	if err != nil {
@@ -40,7 +40,8 @@ func TestEveryCalledMethodIsSimulated(t *testing.T) {
 	}
 }
 
-// calledMethods are the methods of go-nvml's interfaces that our programs call, each with a place. Wrappers of all methods are left out.
+// calledMethods returns the methods of go-nvml's interfaces that our programs call, each with one place where it is called. Generated files are
+// left out, because they wrap every method.
 func calledMethods(t *testing.T) map[string]string {
 	t.Helper()
 	type pkg struct {

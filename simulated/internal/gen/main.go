@@ -59,9 +59,6 @@ var handles = []handle{
 	{"eventSetHandle", "set", "eventSet", reflect.TypeFor[nvml.EventSet](), "eventSetMethods", "EventSet."},
 }
 
-// unsupported are methods that callers use, and that no simulated GPU supports.
-var unsupported = map[string]bool{}
-
 // Source is the text of the generated file, formatted, for the package in a directory.
 func Source(dir string) ([]byte, error) {
 	declared, err := declaredMethods(dir)
@@ -134,7 +131,7 @@ func simulated(of handle, declared map[string]map[string]bool) []reflect.Method 
 	var methods []reflect.Method
 	for m := range of.of.Methods() {
 		has := func(h handle) bool {
-			return h.of == of.of && (declared[h.inner][m.Name] || declared[h.name][m.Name] || unsupported[m.Name])
+			return h.of == of.of && (declared[h.inner][m.Name] || declared[h.name][m.Name])
 		}
 		if hasReturn(m.Type) && slices.ContainsFunc(handles, has) {
 			methods = append(methods, m)

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// kubernetes is the five servers of Kubernetes in one program, which is linked once. It is the one by whose name it is started.
+// Command kubernetes has the five servers of Kubernetes in one program, so that they are linked once. The name by which it is started selects
+// the server.
 package main
 
 import (
@@ -36,7 +37,7 @@ func main() {
 	case "kube-proxy":
 		command = proxy.NewProxyCommand()
 	default:
-		fmt.Fprintf(os.Stderr, "no program of Kubernetes is called %q\n", name)
+		fmt.Fprintf(os.Stderr, "cannot run as %q: start this program as kube-apiserver, kube-controller-manager, kube-scheduler, kubelet or kube-proxy\n", name)
 		os.Exit(2)
 	}
 	os.Exit(cli.Run(command))
