@@ -20,11 +20,11 @@ demo: ## the main job on a real one-node cluster with 8 simulated H100s (RECORD=
 
 .PHONY: demo-ui
 demo-ui: kubectl-gpu ## the web page of the demo's cluster, at an address of this machine
-	$(call run,demo) ui
+	@hack/demo.sh ui
 
 .PHONY: demo-down
 demo-down: ## remove the demo's cluster
-	$(call run,demo) down
+	@hack/demo.sh down
 
 # The parts of the two tiers, in this order. .github/workflows/long.yaml has one job for each part of test-long.
 test_parts := deps verify programs unit contract intruder e2e dropin-end

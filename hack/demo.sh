@@ -2,10 +2,27 @@
 # Compiles and runs the demo: demo.sh [ARGUMENTS of the demo]. hack/cmd/programs is compiled first, because it reports the progress of the rest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-echo "demo: this takes half a minute, or about 15 minutes on two cores if nothing has been compiled yet"
-hack/go.sh
-flags=(-trimpath -buildvcs=false -gcflags=all=-dwarf=false -tags=grpcnotrace) # as gotool.BuildFlags
-CGO_ENABLED=1 go build "${flags[@]}" -o bin/hack/ ./hack/cmd/programs
-bin/hack/programs
-CGO_ENABLED=1 go build "${flags[@]}" -o bin/hack/ ./hack/cmd/demo
+build() {
+	# The flags are those of gotool.BuildFlags.
+	CGO_ENABLED=1 go build -trimpath -buildvcs=false -gcflags=all=-dwarf=false -tags=grpcnotrace -o bin/hack/ "./hack/cmd/$1"
+}
+case ${1:-} in
+ui | down) ;;
+*)
+	if [ "$EUID" -ne 0 ]; then
+		echo "demo: needs root, for namespaces, mounts and device nodes: run it as root or with sudo" >&2
+		exit 1
+	fi
+	echo "demo: this takes half a minute, or about 15 minutes on two cores if nothing has been compiled yet"
+	hack/go.sh
+	build programs
+	# A shell does not forward signals.
+	bin/hack/programs &
+	readonly programs=$!
+	trap 'kill -TERM $programs; wait $programs' TERM INT
+	wait $programs
+	trap - TERM INT
+	;;
+esac
+build demo
 exec bin/hack/demo "$@"

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package simulated is an NVML without a GPU: nvml.Interface for a machine described by a Profile, the files such a machine
-// has (driver root, device nodes, sysfs), and a file through which faults reach it from outside the process. It has only the
-// methods that Tandem and the libraries in it call. A call of another method panics, because it reaches an embedded interface that is nil.
+// has (driver root, device nodes, sysfs), and a file through which faults reach it from outside the process. It has the methods
+// that Tandem and the libraries in it call, and some more. A call of another one panics, because it reaches an embedded interface that is nil.
 //
 // It runs no work and keeps no clock of temperatures or utilization. It lacks the functions that go-nvml calls through a handler value
 // (GetGpuFabricInfoV, GetGpuInstanceProfileInfoV and the like), and LookupSymbol reports them as missing.

@@ -44,7 +44,7 @@ type Options struct {
 	Cache string
 	// Progress receives one line for each step and at least one every ten seconds while something builds; nil is silent.
 	Progress io.Writer
-	// Work gets the packages to compile, and estimates the remaining time for Progress. It is nil if the caller compiles nothing afterwards.
+	// Work gets the packages of shared components, and estimates the remaining time for Progress. It is nil if the caller compiles nothing afterwards.
 	Work *progress.Work
 	// Planned is called once Work has the packages of all components, before the first is compiled. It may add more. It may be nil.
 	Planned func() error

@@ -96,7 +96,7 @@ func kubernetes(version string, found func(string)) component {
 		linkFlags: fmt.Sprintf(" -X %[1]sVersion=%[2]s -X %[1]sMajor=1 -X %[1]sMinor=%[3]s",
 			stamp, version, minor)}
 	if version == DefaultKubernetes {
-		c.shared, c.source = true, kubernetesSource
+		c.shared, c.source, c.variant = true, kubernetesSource, sharedVariant+"-"+hashOf(kubernetesSource)
 		c.packages = append([]program{{".", servers}}, below(module+"/cmd/", "kubectl")...)
 	}
 	return c
@@ -111,9 +111,11 @@ var kubernetesSource []byte
 var pauseSource []byte
 
 func pause(found func(string)) component {
-	return component{name: "pause", version: fmt.Sprintf("%x", sha256.Sum256(pauseSource))[:12], source: pauseSource,
+	return component{name: "pause", version: hashOf(pauseSource), source: pauseSource,
 		packages: []program{{".", []string{"pause"}}}, found: found}
 }
+
+func hashOf(source []byte) string { return fmt.Sprintf("%x", sha256.Sum256(source))[:12] }
 
 func below(prefix string, names ...string) []program {
 	programs := make([]program, len(names))
@@ -243,7 +245,13 @@ func (b builder) build(ctx context.Context, c component, work, out, step string)
 func (b builder) buildProgram(ctx context.Context, c component, program program, work, out, label string) error {
 	b.progress.Say("%s", label)
 	var output progress.Tail
-	stop := b.progress.Beat(func() string { return fmt.Sprintf("%s: compiled %d packages; %s", label, output.Lines(), b.work) })
+	stop := b.progress.Beat(func() string {
+		left := ""
+		if c.shared {
+			left = "; " + b.work.String()
+		}
+		return fmt.Sprintf("%s: compiled %d packages%s", label, output.Lines(), left)
+	})
 	defer stop()
 	first := filepath.Join(out, program.names[0])
 	args := append([]string{"build", "-v", "-mod=mod", "-ldflags", "-s -w" + c.linkFlags, "-o", first}, gotool.BuildFlags(c.tags)...)
@@ -253,7 +261,8 @@ func (b builder) buildProgram(ctx context.Context, c component, program program,
 		}
 	}
 	cmd := goTool(ctx, c, work, append(args, program.path)...)
-	cmd.Stdout, cmd.Stderr = &output, io.MultiWriter(&output, b.work)
+	to := io.MultiWriter(&output, b.work)
+	cmd.Stdout, cmd.Stderr = to, to
 	if err := cmd.Run(); err != nil {
 		return fmt.Errorf("build %s: %w\n%s", program.path, err, &output)
 	}

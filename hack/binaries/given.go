@@ -18,10 +18,11 @@ import (
 // the directory has all of its programs.
 const givenVariable = "TANDEM_PROGRAMS"
 
-// given reports whether the directory of given programs has those of a component.
+// given reports whether the directory of given programs has those of a component. It has none for a Tool: one may be for an image, and for
+// another architecture.
 func given(c component) bool {
 	dir := os.Getenv(givenVariable)
-	return dir != "" && c.module != "" && complete(dir, c)
+	return dir != "" && c.module != "" && c.found != nil && complete(dir, c)
 }
 
 // take copies the programs of a component from $TANDEM_PROGRAMS to out. If the directory lacks one of them, it returns false and copies
@@ -91,7 +92,7 @@ func takeProgram(ctx context.Context, from, to, sum, version string) error {
 	if err != nil {
 		return fmt.Errorf("ask %s for its version: %w: %s", from, err, said)
 	}
-	if wanted := regexp.MustCompile(`(^|[^0-9.])` + regexp.QuoteMeta(strings.TrimPrefix(version, "v")) + `([^0-9.]|$)`); !wanted.Match(said) {
+	if wanted := regexp.MustCompile(`(^|[^0-9.])` + regexp.QuoteMeta(strings.TrimPrefix(version, "v")) + `([^0-9.+-]|$)`); !wanted.Match(said) {
 		return fmt.Errorf("%s is not of version %s: it says %q", from, version, strings.TrimSpace(string(said)))
 	}
 	return nil

@@ -61,9 +61,6 @@ func (b builder) planAll(ctx context.Context, components []component) error {
 	if len(groups) == 0 {
 		return nil
 	}
-	if err := os.MkdirAll(b.cache, 0o755); err != nil {
-		return fmt.Errorf("create cache directory: %w", err)
-	}
 	for _, name := range order {
 		if err := b.planGroup(ctx, groups[name]); err != nil {
 			return err
@@ -81,7 +78,7 @@ func (b builder) planGroup(ctx context.Context, group []component) error {
 	b.progress.Say("fetching %s", what)
 	stop := b.progress.Beat(func() string { return "still fetching " + what })
 	defer stop()
-	work, err := os.MkdirTemp(b.cache, ".plan-")
+	work, err := os.MkdirTemp("", "plan-")
 	if err != nil {
 		return fmt.Errorf("create directory to plan in: %w", err)
 	}
@@ -127,7 +124,9 @@ func (b builder) plan(ctx context.Context, work string, group ...component) (*pl
 			packages[i].Size += linkSize
 		}
 	}
-	b.work.Add(packages)
+	if group[0].shared {
+		b.work.Add(packages)
+	}
 	mod, err := os.ReadFile(filepath.Join(work, "go.mod"))
 	if err != nil {
 		return nil, fmt.Errorf("read go.mod: %w", err)

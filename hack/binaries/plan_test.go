@@ -3,9 +3,11 @@
 package binaries
 
 import (
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -44,6 +46,7 @@ func TestOneVersionOfEachPackage(t *testing.T) {
 	const format = "{{with .Module}}{{$.ImportPath}} {{.Version}}{{end}}"
 	versions := func(cmd *exec.Cmd, paths ...string) map[string]string {
 		cmd.Args = append(append(cmd.Args, gotool.BuildFlags(tags...)...), paths...)
+		cmd.Stderr = t.Output()
 		out, err := cmd.Output()
 		if err != nil {
 			t.Fatalf("%v: %v", cmd, err)
@@ -59,6 +62,14 @@ func TestOneVersionOfEachPackage(t *testing.T) {
 	cluster := versions(goTool(t.Context(), shared, work, "list", "-mod=mod", "-deps", "-f", format), paths...)
 	tandem := gotool.Command(t.Context(), filepath.Join(work, "tmp"), nil, "list", "-deps", "-f", format)
 	tandem.Dir = root
+	matches := func(pattern, path string) bool {
+		return strings.HasPrefix(path+"/", strings.TrimSuffix(pattern, "..."))
+	}
+	for _, pattern := range notInlined {
+		if !slices.ContainsFunc(slices.Collect(maps.Keys(cluster)), func(path string) bool { return matches(pattern, path) }) {
+			t.Errorf("a cluster's programs have no package of %s: remove it from notInlined", pattern)
+		}
+	}
 	compared := 0
 	for path, version := range versions(tandem, "./cmd/...", "./hack/cmd/demo", "./hack/cmd/e2e") {
 		theirs := cluster[path]
@@ -69,7 +80,7 @@ func TestOneVersionOfEachPackage(t *testing.T) {
 			compared++
 		}
 		for _, pattern := range notInlined {
-			if strings.HasPrefix(path+"/", strings.TrimSuffix(pattern, "...")) {
+			if matches(pattern, path) {
 				t.Errorf("%s is compiled twice, with inlining for Tandem and without it for a cluster: remove %s from notInlined", path, pattern)
 			}
 		}

@@ -169,7 +169,7 @@ func TestReleaseNeedsAllTests(t *testing.T) {
 		{"release.yaml", "    needs: [test, long]\n", ""},
 		{"release.yaml", "    needs: [test, long]\n", "    needs: [test]\n"},
 		{"release.yaml", "    needs: build\n", ""},
-		{"release.yaml", "kubernetes: [v1.34.10, v1.37.1]", "kubernetes: [v1.37.1]"},
+		{"release.yaml", "kubernetes: [v1.34.10, v1.37.2]", "kubernetes: [v1.37.2]"},
 		{"release.yaml", "    with: {kubernetes: \"${{ matrix.kubernetes }}\"}\n", ""},
 		{"release.yaml", "    uses: ./.github/workflows/long.yaml\n", "    uses: ./.github/workflows/test.yaml\n"},
 		{"release.yaml", "  build:\n", "  build:\n    if: always()\n"},

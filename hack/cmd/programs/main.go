@@ -6,7 +6,6 @@ package main
 
 import (
 	"context"
-	"flag"
 	"fmt"
 	"io"
 	"os"
@@ -27,15 +26,13 @@ const afterwards = 40 * time.Second
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	kubernetes := flag.String("kubernetes", binaries.DefaultKubernetes, "Kubernetes version")
-	flag.Parse()
-	if err := run(ctx, *kubernetes); err != nil {
+	if err := run(ctx); err != nil {
 		fmt.Fprintln(os.Stderr, "programs:", err)
 		os.Exit(1)
 	}
 }
 
-func run(ctx context.Context, kubernetes string) error {
+func run(ctx context.Context) error {
 	root, err := gotool.Root(ctx)
 	if err != nil {
 		return err
@@ -47,7 +44,7 @@ func run(ctx context.Context, kubernetes string) error {
 	defer os.RemoveAll(tmp)
 	t := tandem{root: root, tmp: tmp, log: progress.New(os.Stdout), work: progress.NewWork(afterwards)}
 	if _, err := binaries.Ensure(ctx, binaries.Options{
-		Kubernetes: []string{kubernetes}, Progress: os.Stdout, Work: t.work, Planned: func() error { return t.plan(ctx) },
+		Progress: os.Stdout, Work: t.work, Planned: func() error { return t.plan(ctx) },
 	}); err != nil {
 		return err
 	}
@@ -88,8 +85,9 @@ func (t tandem) compile(ctx context.Context) error {
 	var output progress.Tail
 	stop := t.log.Beat(func() string { return "compiling Tandem; " + t.work.String() })
 	defer stop()
-	cmd := t.command(ctx, append([]string{"list", "-export", "-v", "-f", ""}, gotool.BuildFlags()...)...)
-	cmd.Stdout, cmd.Stderr = &output, io.MultiWriter(&output, t.work)
+	cmd := t.command(ctx, append([]string{"list", "-export", "-v"}, gotool.BuildFlags()...)...)
+	to := io.MultiWriter(&output, t.work)
+	cmd.Stdout, cmd.Stderr = to, to
 	if err := cmd.Run(); err != nil {
 		return fmt.Errorf("compile Tandem: %w\n%s", err, &output)
 	}
