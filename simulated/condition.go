@@ -61,9 +61,6 @@ type RetiredPages struct {
 type ECCErrors struct {
 	Volatile  ECCCounts `json:"volatile,omitzero"`
 	Aggregate ECCCounts `json:"aggregate,omitzero"`
-	// SRAMThresholdExceeded says that SRAM had so many uncorrectable errors that the board must be replaced
-	// (nvmlDeviceGetSramEccErrorStatus).
-	SRAMThresholdExceeded bool `json:"sramThresholdExceeded,omitempty"`
 }
 
 // ECCCounts count errors. All of them are in the device's memory, but for those in SRAM.
@@ -190,15 +187,6 @@ func (g *gpu) remapsRows() bool { return g.model.ECC && g.model.Architecture != 
 
 func (g *gpu) retiresPages() bool { return g.model.ECC && !g.remapsRows() }
 
-// GetRemappedRows is not supported while GPU instances exist (nvml.h).
-func (g *gpu) GetRemappedRows() (correctable, uncorrectable int, pending, failure bool, ret nvml.Return) {
-	if ret := g.rowsReadable(); ret != nvml.SUCCESS {
-		return 0, 0, false, false, ret
-	}
-	rows := g.condition().rows
-	return int(rows.Correctable), int(rows.Uncorrectable), rows.Pending, rows.Failure, nvml.SUCCESS
-}
-
 func (g *gpu) rowsReadable() nvml.Return {
 	if !g.remapsRows() {
 		return nvml.ERROR_NOT_SUPPORTED
@@ -211,31 +199,6 @@ func (g *gpu) rowsReadable() nvml.Return {
 		return nvml.ERROR_NOT_SUPPORTED
 	}
 	return ret
-}
-
-func (g *gpu) GetRetiredPages(cause nvml.PageRetirementCause) ([]uint64, nvml.Return) {
-	pages := g.condition().pages
-	count := pages.SingleBit
-	switch {
-	case !g.retiresPages():
-		return nil, nvml.ERROR_NOT_SUPPORTED
-	case cause == nvml.PAGE_RETIREMENT_CAUSE_DOUBLE_BIT_ECC_ERROR:
-		count = pages.DoubleBit
-	case cause != nvml.PAGE_RETIREMENT_CAUSE_MULTIPLE_SINGLE_BIT_ECC_ERRORS:
-		return nil, nvml.ERROR_INVALID_ARGUMENT
-	}
-	var addresses []uint64
-	for i := range count {
-		addresses = append(addresses, uint64(i)<<16)
-	}
-	return addresses, nvml.SUCCESS
-}
-
-func (g *gpu) GetRetiredPagesPendingStatus() (nvml.EnableState, nvml.Return) {
-	if !g.retiresPages() {
-		return nvml.FEATURE_DISABLED, nvml.ERROR_NOT_SUPPORTED
-	}
-	return enabled(g.condition().pages.Pending), nvml.SUCCESS
 }
 
 // eccCounts are the errors that a counter counts.
@@ -252,56 +215,12 @@ func (g *gpu) eccCounts(counter nvml.EccCounterType) (ECCCounts, nvml.Return) {
 	return ECCCounts{}, nvml.ERROR_INVALID_ARGUMENT
 }
 
-func (g *gpu) GetTotalEccErrors(kind nvml.MemoryErrorType, counter nvml.EccCounterType) (uint64, nvml.Return) {
+func (g *gpu) eccErrors(kind nvml.MemoryErrorType, counter nvml.EccCounterType) (uint64, nvml.Return) {
 	counts, ret := g.eccCounts(counter)
-	switch {
-	case ret != nvml.SUCCESS:
-		return 0, ret
-	case kind == nvml.MEMORY_ERROR_TYPE_CORRECTED:
-		return counts.Corrected, nvml.SUCCESS
-	case kind == nvml.MEMORY_ERROR_TYPE_UNCORRECTED:
-		return counts.Uncorrected + counts.SRAMUncorrected, nvml.SUCCESS
+	if kind == nvml.MEMORY_ERROR_TYPE_CORRECTED {
+		return counts.Corrected, ret
 	}
-	return 0, nvml.ERROR_INVALID_ARGUMENT
-}
-
-// GetMemoryErrorCounter knows device memory and SRAM, as GPUs do from Ampere on.
-func (g *gpu) GetMemoryErrorCounter(
-	kind nvml.MemoryErrorType, counter nvml.EccCounterType, location nvml.MemoryLocation,
-) (uint64, nvml.Return) {
-	total, ret := g.GetTotalEccErrors(kind, counter)
-	if ret != nvml.SUCCESS {
-		return 0, ret
-	}
-	counts, _ := g.eccCounts(counter)
-	inSRAM := uint64(0)
-	if kind == nvml.MEMORY_ERROR_TYPE_UNCORRECTED {
-		inSRAM = counts.SRAMUncorrected
-	}
-	switch location {
-	case nvml.MEMORY_LOCATION_DEVICE_MEMORY:
-		return total - inSRAM, nvml.SUCCESS
-	case nvml.MEMORY_LOCATION_SRAM:
-		return inSRAM, nvml.SUCCESS
-	case nvml.MEMORY_LOCATION_L1_CACHE, nvml.MEMORY_LOCATION_L2_CACHE, nvml.MEMORY_LOCATION_REGISTER_FILE,
-		nvml.MEMORY_LOCATION_TEXTURE_MEMORY, nvml.MEMORY_LOCATION_TEXTURE_SHM, nvml.MEMORY_LOCATION_CBU:
-		return 0, nvml.ERROR_NOT_SUPPORTED
-	}
-	return 0, nvml.ERROR_INVALID_ARGUMENT
-}
-
-// GetSramEccErrorStatus is that of Ampere and later (assumed: where rows are remapped).
-func (g *gpu) GetSramEccErrorStatus() (nvml.EccSramErrorStatus, nvml.Return) {
-	if !g.remapsRows() {
-		return nvml.EccSramErrorStatus{}, nvml.ERROR_NOT_SUPPORTED
-	}
-	ecc := g.condition().ecc
-	status := nvml.EccSramErrorStatus{
-		VolatileUncSecDed: ecc.Volatile.SRAMUncorrected, AggregateUncSecDed: ecc.Aggregate.SRAMUncorrected,
-		AggregateUncBucketL2: ecc.Aggregate.SRAMUncorrected, BThresholdExceeded: flag(ecc.SRAMThresholdExceeded),
-	}
-	status.Version = nvml.STRUCT_VERSION(status, 1)
-	return status, nvml.SUCCESS
+	return counts.Uncorrected + counts.SRAMUncorrected, ret
 }
 
 func flag(yes bool) uint32 {
@@ -323,11 +242,6 @@ func (g *gpu) GetCurrentClocksEventReasons() (uint64, nvml.Return) {
 // GetCurrentClocksThrottleReasons is the call's name before R535.
 func (g *gpu) GetCurrentClocksThrottleReasons() (uint64, nvml.Return) {
 	return g.GetCurrentClocksEventReasons()
-}
-
-// GetSupportedClocksEventReasons are all of them.
-func (g *gpu) GetSupportedClocksEventReasons() (uint64, nvml.Return) {
-	return nvml.ClocksEventReasonAll, nvml.SUCCESS
 }
 
 // recoveryActionSince is the first driver branch that knows the recovery action (assumed: nvidia-smi -q shows it from R570 on).
@@ -356,7 +270,7 @@ var fieldValues = map[uint32]func(*gpu) (any, nvml.Return){
 }
 
 func eccField(kind nvml.MemoryErrorType, counter nvml.EccCounterType) func(*gpu) (any, nvml.Return) {
-	return func(g *gpu) (any, nvml.Return) { return g.GetTotalEccErrors(kind, counter) }
+	return func(g *gpu) (any, nvml.Return) { return g.eccErrors(kind, counter) }
 }
 
 func pagesField(read func(RetiredPages) uint32) func(*gpu) (any, nvml.Return) {

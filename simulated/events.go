@@ -32,10 +32,6 @@ func newEventSet(sys *system) *eventSet {
 	return &eventSet{sys: sys, freed: make(chan struct{}), registered: map[int]*registration{}}
 }
 
-func (g *gpu) GetSupportedEventTypes() (uint64, nvml.Return) {
-	return supportedEvents, nvml.SUCCESS
-}
-
 // RegisterEvents adds to what the set is registered for; only events written from now on are delivered.
 func (g *gpu) RegisterEvents(types uint64, set nvml.EventSet) nvml.Return {
 	handle, ok := set.(*eventSetHandle)

@@ -48,7 +48,7 @@ type GPUFaults struct {
 	// library ends its session, and the GPU forgets compute mode and application clocks.
 	PersistenceOff bool `json:"persistenceOff,omitempty"`
 	// Calls are faults by method of nvml.Device ("GetMemoryInfo"), or by the call that hands out its handle
-	// ("DeviceGetHandleByIndex", ...ByUUID, ...ByPciBusId, ...BySerial). They come before Lost. Methods of what is on the GPU
+	// ("DeviceGetHandleByIndex", ...ByUUID, ...ByPciBusId). They come before Lost. Methods of what is on the GPU
 	// have a prefix: "GpuInstance.Destroy", "ComputeInstance.GetInfo", "MigDevice.GetUUID". "*" stands for all that are not named.
 	Calls map[string]CallFault `json:"calls,omitempty"`
 	// Clients are processes that use the GPU: MIG mode cannot be changed then, nor an instance be destroyed that they use.
@@ -203,7 +203,7 @@ type event struct {
 }
 
 var handleGetters = map[string]bool{
-	"DeviceGetHandleByIndex": true, "DeviceGetHandleByUUID": true, "DeviceGetHandleByPciBusId": true, "DeviceGetHandleBySerial": true,
+	"DeviceGetHandleByIndex": true, "DeviceGetHandleByUUID": true, "DeviceGetHandleByPciBusId": true,
 }
 
 // compile checks faults against a profile; the error names the field.

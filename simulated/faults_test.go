@@ -34,7 +34,6 @@ func TestLostGPU(t *testing.T) {
 	}
 	for call, ret := range map[string]nvml.Return{
 		"GetName":                second(lost.GetName()),
-		"GetNumaNodeId":          second(lost.GetNumaNodeId()),
 		"DeviceGetHandleByIndex": second(lib.DeviceGetHandleByIndex(1)),
 		"DeviceGetHandleByUUID":  second(lib.DeviceGetHandleByUUID(uuid)),
 		"topology with it":       second(fine.GetTopologyCommonAncestor(lost)),
@@ -93,7 +92,7 @@ func TestFailingCalls(t *testing.T) {
 	inject(t, dir, Faults{
 		Calls: map[string]CallFault{"DeviceGetCount": {Return: "ERROR_UNKNOWN"}, "Init": {Return: "ERROR_DRIVER_NOT_LOADED"}},
 		GPUs: []GPUFaults{{GPU: "0", Calls: map[string]CallFault{
-			"GetMemoryInfo": {Return: "ERROR_NO_PERMISSION"}, "GetTemperature": {}, "DeviceGetHandleByIndex": {Return: "ERROR_IRQ_ISSUE"},
+			"GetMemoryInfo": {Return: "ERROR_NO_PERMISSION"}, "GetMinorNumber": {}, "DeviceGetHandleByIndex": {Return: "ERROR_IRQ_ISSUE"},
 		}}},
 	})
 	for call, got := range map[string][2]nvml.Return{

@@ -3,8 +3,6 @@
 package simulated
 
 import (
-	"encoding/binary"
-	"fmt"
 	"slices"
 	"strconv"
 	"strings"
@@ -56,9 +54,7 @@ type gpu struct {
 	spec    GPU
 	model   Model
 	uuid    string
-	serial  string
 	address pciAddress
-	boardID uint32
 	links   []link
 	// geometry is what the GPU can be cut into; empty where it has no MIG.
 	geometry geometry
@@ -69,13 +65,10 @@ func (g *gpu) handle() *gpuHandle { return g.sys.all[g.place] }
 
 func newGPU(sys *system, place int) *gpuHandle {
 	spec := sys.profile.GPUs[place]
-	sum := digest("serial", spec.UUID, 0)
 	address, _ := parseAddress(spec.PCI) //nolint:errcheck // validated with the profile
 	g := &gpu{
 		sys: sys, place: place, spec: spec, model: sys.profile.Models[spec.Model], uuid: spec.UUID,
-		serial:  fmt.Sprintf("16%011d", binary.BigEndian.Uint64(sum[:])%1e11),
 		address: address,
-		boardID: address.domain<<16 | address.bus<<8,
 		links:   linksOf(sys.profile, place),
 	}
 	g.geometry = geometryOf(g.model)
@@ -96,10 +89,8 @@ func enabled(on bool) nvml.EnableState {
 	return nvml.FEATURE_DISABLED
 }
 
-func (g *gpu) GetUUID() (string, nvml.Return)    { return g.uuid, nvml.SUCCESS }
-func (g *gpu) GetName() (string, nvml.Return)    { return g.model.ProductName, nvml.SUCCESS }
-func (g *gpu) GetSerial() (string, nvml.Return)  { return g.serial, nvml.SUCCESS }
-func (g *gpu) GetBoardId() (uint32, nvml.Return) { return g.boardID, nvml.SUCCESS } //nolint:revive // the name is go-nvml's
+func (g *gpu) GetUUID() (string, nvml.Return) { return g.uuid, nvml.SUCCESS }
+func (g *gpu) GetName() (string, nvml.Return) { return g.model.ProductName, nvml.SUCCESS }
 
 // GetMinorNumber is the one that the GPU had at the first Init.
 func (g *gpu) GetMinorNumber() (int, nvml.Return) {
@@ -116,34 +107,6 @@ func (g *gpu) GetIndex() (int, nvml.Return) {
 	return index, nvml.SUCCESS
 }
 
-func (g *gpu) GetModuleId() (int, nvml.Return) { //nolint:revive // the name is go-nvml's
-	if g.spec.ModuleID == 0 {
-		return 0, nvml.ERROR_NOT_SUPPORTED
-	}
-	return g.spec.ModuleID, nvml.SUCCESS
-}
-
-// GetNumaNodeId is the node of the GPU's memory (nvml.h: only where GPUs are NUMA nodes).
-func (g *gpu) GetNumaNodeId() (int, nvml.Return) { //nolint:revive // the name is go-nvml's
-	if g.spec.MemoryNUMANode == nil {
-		return 0, nvml.ERROR_NOT_SUPPORTED
-	}
-	return *g.spec.MemoryNUMANode, nvml.SUCCESS
-}
-
-func (g *gpu) GetMultiGpuBoard() (int, nvml.Return) { return 0, nvml.SUCCESS }
-
-func (g *gpu) OnSameBoard(other nvml.Device) (int, nvml.Return) {
-	peer, ret := g.sys.resolve(other)
-	if ret != nvml.SUCCESS {
-		return 0, ret
-	}
-	if peer.boardID == g.boardID {
-		return 1, nvml.SUCCESS
-	}
-	return 0, nvml.SUCCESS
-}
-
 func (g *gpu) GetBrand() (nvml.BrandType, nvml.Return) { return brands[g.model.Brand], nvml.SUCCESS }
 
 func (g *gpu) GetArchitecture() (nvml.DeviceArchitecture, nvml.Return) {
@@ -155,10 +118,6 @@ func (g *gpu) GetCudaComputeCapability() (major, minor int, ret nvml.Return) {
 	return major, minor, nvml.SUCCESS
 }
 
-func (g *gpu) GetNumGpuCores() (int, nvml.Return) { return g.model.Cores, nvml.SUCCESS }
-
-func (g *gpu) GetMemoryBusWidth() (uint32, nvml.Return) { return g.model.MemoryBusWidth, nvml.SUCCESS }
-
 const mebibyte = 1 << 20
 
 // GetMemoryInfo counts what the driver keeps as used, as version 1 of the call does.
@@ -167,23 +126,11 @@ func (g *gpu) GetMemoryInfo() (nvml.Memory, nvml.Return) {
 	return nvml.Memory{Total: total, Used: reserved, Free: total - reserved}, nvml.SUCCESS
 }
 
-func (g *gpu) GetMemoryInfo_v2() (nvml.Memory_v2, nvml.Return) { //nolint:revive // the name is go-nvml's
-	info := nvml.Memory_v2{Total: g.model.MemoryMiB * mebibyte, Reserved: g.model.ReservedMiB * mebibyte}
-	info.Version = nvml.STRUCT_VERSION(info, 2)
-	info.Free = info.Total - info.Reserved
-	return info, nvml.SUCCESS
-}
-
 func (g *gpu) GetEccMode() (current, pending nvml.EnableState, ret nvml.Return) {
 	if !g.model.ECC {
 		return 0, 0, nvml.ERROR_NOT_SUPPORTED
 	}
 	return nvml.FEATURE_ENABLED, nvml.FEATURE_ENABLED, nvml.SUCCESS
-}
-
-func (g *gpu) GetDefaultEccMode() (nvml.EnableState, nvml.Return) {
-	mode, _, ret := g.GetEccMode()
-	return mode, ret
 }
 
 func (g *gpu) GetAddressingMode() (nvml.DeviceAddressingMode, nvml.Return) {
@@ -276,44 +223,6 @@ func (s *system) forgetSettings() nvml.Return {
 	})
 }
 
-func (g *gpu) GetDisplayMode() (nvml.EnableState, nvml.Return) {
-	return nvml.FEATURE_DISABLED, nvml.SUCCESS
-}
-
-func (g *gpu) GetDisplayActive() (nvml.EnableState, nvml.Return) {
-	return nvml.FEATURE_DISABLED, nvml.SUCCESS
-}
-
-func (g *gpu) GetVirtualizationMode() (nvml.GpuVirtualizationMode, nvml.Return) {
-	return nvml.GPU_VIRTUALIZATION_MODE_NONE, nvml.SUCCESS
-}
-
-func (g *gpu) GetGraphicsRunningProcesses() ([]nvml.ProcessInfo, nvml.Return) {
-	return nil, nvml.SUCCESS
-}
-
 func (g *gpu) GetMPSComputeRunningProcesses() ([]nvml.ProcessInfo, nvml.Return) {
 	return nil, nvml.SUCCESS
 }
-
-// GetUtilizationRates is that of an idle GPU.
-func (g *gpu) GetUtilizationRates() (nvml.Utilization, nvml.Return) {
-	return nvml.Utilization{}, nvml.SUCCESS
-}
-
-func (g *gpu) GetTemperature(sensor nvml.TemperatureSensors) (uint32, nvml.Return) {
-	if sensor != nvml.TEMPERATURE_GPU {
-		return 0, nvml.ERROR_INVALID_ARGUMENT
-	}
-	return 30, nvml.SUCCESS
-}
-
-// GetPowerManagementLimit is in milliwatts.
-func (g *gpu) GetPowerManagementLimit() (uint32, nvml.Return) {
-	return g.model.PowerLimitWatts * 1000, nvml.SUCCESS
-}
-
-func (g *gpu) GetPowerManagementDefaultLimit() (uint32, nvml.Return) {
-	return g.GetPowerManagementLimit()
-}
-func (g *gpu) GetEnforcedPowerLimit() (uint32, nvml.Return) { return g.GetPowerManagementLimit() }

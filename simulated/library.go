@@ -2,7 +2,8 @@
 
 // Package simulated is an NVML without a GPU: nvml.Interface for a machine described by a Profile, the files such a machine
 // has (driver root, device nodes, sysfs), and a file through which faults reach it from outside the process. It has the methods
-// that Tandem and the libraries in it call, and some more. A call of another one panics, because it reaches an embedded interface that is nil.
+// that Tandem and the libraries in it call, and a few that only tests call. A call of another one panics, because it reaches an
+// embedded interface that is nil.
 //
 // It runs no work and keeps no clock of temperatures or utilization. It lacks the functions that go-nvml calls through a handler value
 // (GetGpuFabricInfoV, GetGpuInstanceProfileInfoV and the like), and LookupSymbol reports them as missing.
@@ -230,19 +231,9 @@ func (s *system) SystemGetDriverVersion() (string, nvml.Return) {
 	return s.profile.Driver.Version, nvml.SUCCESS
 }
 
-// SystemGetNVMLVersion is the driver's version after the major CUDA version, as NVML reports it.
-func (s *system) SystemGetNVMLVersion() (string, nvml.Return) {
-	major, _, _ := strings.Cut(s.profile.Driver.CUDA, ".")
-	return major + "." + s.profile.Driver.Version, nvml.SUCCESS
-}
-
 func (s *system) SystemGetCudaDriverVersion() (int, nvml.Return) {
 	major, minor := majorMinor(s.profile.Driver.CUDA)
 	return major*1000 + minor*10, nvml.SUCCESS
-}
-
-func (s *system) SystemGetCudaDriverVersion_v2() (int, nvml.Return) { //nolint:revive // the name is go-nvml's
-	return s.SystemGetCudaDriverVersion()
 }
 
 func (s *system) DeviceGetCount() (int, nvml.Return) {
@@ -272,10 +263,6 @@ func (s *system) DeviceGetHandleByPciBusId(address string) (nvml.Device, nvml.Re
 	return s.obtain("DeviceGetHandleByPciBusId", func(g *gpu) bool { return g.address == wanted })
 }
 
-func (s *system) DeviceGetHandleBySerial(serial string) (nvml.Device, nvml.Return) {
-	return s.obtain("DeviceGetHandleBySerial", func(g *gpu) bool { return g.serial == serial })
-}
-
 func (s *system) obtain(method string, match func(*gpu) bool) (nvml.Device, nvml.Return) {
 	for _, h := range s.handles() {
 		if match(h.gpu) {
@@ -288,7 +275,3 @@ func (s *system) obtain(method string, match func(*gpu) bool) (nvml.Device, nvml
 func (s *system) EventSetCreate() (nvml.EventSet, nvml.Return) {
 	return &eventSetHandle{set: newEventSet(s)}, nvml.SUCCESS
 }
-
-func (s *system) UnitGetCount() (int, nvml.Return) { return 0, nvml.SUCCESS }
-
-func (s *system) GetExcludedDeviceCount() (int, nvml.Return) { return 0, nvml.SUCCESS }

@@ -155,11 +155,6 @@ func (p *partition) GetComputeRunningProcesses() ([]nvml.ProcessInfo, nvml.Retur
 	return processes, nvml.SUCCESS
 }
 
-func (p *partition) GetGraphicsRunningProcesses() ([]nvml.ProcessInfo, nvml.Return) {
-	_, ret := p.find()
-	return nil, ret
-}
-
 func (p *partition) GetMPSComputeRunningProcesses() ([]nvml.ProcessInfo, nvml.Return) {
 	_, ret := p.find()
 	return nil, ret

@@ -108,40 +108,6 @@ func computeProfile(p *models.Profile, info *nvml.ComputeInstanceProfileInfo) (*
 	return c, nvml.SUCCESS
 }
 
-func (i *instance) GetComputeInstancePossiblePlacements(info *nvml.ComputeInstanceProfileInfo) ([]nvml.ComputeInstancePlacement, nvml.Return) {
-	_, p, ret := i.state()
-	if ret != nvml.SUCCESS {
-		return nil, ret
-	}
-	c, ret := computeProfile(p, info)
-	if ret != nvml.SUCCESS {
-		return nil, ret
-	}
-	var places []nvml.ComputeInstancePlacement
-	for _, place := range c.Placements {
-		places = append(places, nvml.ComputeInstancePlacement{Start: uint32(place.Start), Size: uint32(place.Size)})
-	}
-	return places, nvml.SUCCESS
-}
-
-func (i *instance) GetComputeInstanceRemainingCapacity(info *nvml.ComputeInstanceProfileInfo) (int, nvml.Return) {
-	state, p, ret := i.state()
-	if ret != nvml.SUCCESS {
-		return 0, ret
-	}
-	c, ret := computeProfile(p, info)
-	if ret != nvml.SUCCESS {
-		return 0, ret
-	}
-	count := 0
-	for _, place := range c.Placements {
-		if state.free(place) {
-			count++
-		}
-	}
-	return count, nvml.SUCCESS
-}
-
 // free reports whether no compute instance has any slice of a place.
 func (i *GPUInstance) free(place device.Placement) bool {
 	return !slices.ContainsFunc(i.Compute, func(c ComputeInstance) bool {
@@ -149,21 +115,8 @@ func (i *GPUInstance) free(place device.Placement) bool {
 	})
 }
 
+// CreateComputeInstance takes the first place with room.
 func (i *instance) CreateComputeInstance(info *nvml.ComputeInstanceProfileInfo) (nvml.ComputeInstance, nvml.Return) {
-	return i.create(info, nil)
-}
-
-func (i *instance) CreateComputeInstanceWithPlacement(
-	info *nvml.ComputeInstanceProfileInfo, at *nvml.ComputeInstancePlacement,
-) (nvml.ComputeInstance, nvml.Return) {
-	if at == nil {
-		return nil, nvml.ERROR_INVALID_ARGUMENT
-	}
-	return i.create(info, &device.Placement{Start: int(at.Start), Size: int(at.Size)})
-}
-
-// create takes the first place with room where at is nil.
-func (i *instance) create(info *nvml.ComputeInstanceProfileInfo, at *device.Placement) (nvml.ComputeInstance, nvml.Return) {
 	made := &compute{instance: i}
 	ret := i.gpu.changeMIG(func(own *MIGGPU) nvml.Return {
 		state, p, ret := i.in(own)
@@ -174,20 +127,13 @@ func (i *instance) create(info *nvml.ComputeInstanceProfileInfo, at *device.Plac
 		if ret != nvml.SUCCESS {
 			return ret
 		}
-		places := c.Placements
-		if at != nil {
-			if !slices.Contains(places, *at) {
-				return nvml.ERROR_INVALID_ARGUMENT
-			}
-			places = []device.Placement{*at}
-		}
-		free := slices.IndexFunc(places, state.free)
+		free := slices.IndexFunc(c.Placements, state.free)
 		if free < 0 {
 			return nvml.ERROR_INSUFFICIENT_RESOURCES
 		}
 		made.id = state.freeCompute()
 		state.add(i.gpu.uuid, ComputeInstance{
-			ID: made.id, Profile: int(info.Id), Start: places[free].Start, Size: places[free].Size,
+			ID: made.id, Profile: int(info.Id), Start: c.Placements[free].Start, Size: c.Placements[free].Size,
 		})
 		return nvml.SUCCESS
 	})

@@ -56,11 +56,6 @@ func groupOf(p Profile, place int) (NVLinkGroup, bool) {
 	return NVLinkGroup{}, false
 }
 
-func (g *gpu) linkedTo(peer *gpu) bool {
-	group, ok := groupOf(g.sys.profile, g.place)
-	return ok && g != peer && slices.Contains(group.GPUs, peer.place)
-}
-
 // checkLink is NVML's answer to a link number: INVALID_ARGUMENT beyond what any GPU has, NOT_SUPPORTED beyond this one's.
 func (g *gpu) checkLink(number int) nvml.Return {
 	switch {
@@ -89,13 +84,6 @@ func (g *gpu) GetNvLinkState(number int) (nvml.EnableState, nvml.Return) {
 	return enabled(number < len(g.links)), nvml.SUCCESS
 }
 
-func (g *gpu) GetNvLinkVersion(number int) (uint32, nvml.Return) {
-	if ret := g.checkLink(number); ret != nvml.SUCCESS {
-		return 0, ret
-	}
-	return g.model.NVLinkVersion, nvml.SUCCESS
-}
-
 func (g *gpu) GetNvLinkRemoteDeviceType(number int) (nvml.IntNvLinkDeviceType, nvml.Return) {
 	far, ret := g.activeLink(number)
 	switch {
@@ -117,21 +105,6 @@ func (g *gpu) GetNvLinkRemotePciInfo(number int) (nvml.PciInfo, nvml.Return) {
 	}
 	model := g.sys.profile.Models[g.sys.profile.GPUs[far.peer].Model]
 	return far.address.info(nvmlID(model.PCIDevice), nvmlID(model.PCISubsystem)), nvml.SUCCESS
-}
-
-// GetNvLinkCapability answers for the two capabilities that follow from the topology.
-func (g *gpu) GetNvLinkCapability(number int, capability nvml.NvLinkCapability) (uint32, nvml.Return) {
-	if ret := g.checkLink(number); ret != nvml.SUCCESS {
-		return 0, ret
-	}
-	switch capability {
-	case nvml.NVLINK_CAP_P2P_SUPPORTED, nvml.NVLINK_CAP_VALID:
-		if number < len(g.links) {
-			return 1, nvml.SUCCESS
-		}
-		return 0, nvml.SUCCESS
-	}
-	return 0, nvml.ERROR_NOT_SUPPORTED
 }
 
 // inFabric is false for a GPU that no fabric manager registers.

@@ -71,10 +71,6 @@ type Model struct {
 	// MemoryMiB is the framebuffer that NVML reports as total; ReservedMiB of it belongs to the driver.
 	MemoryMiB   uint64 `json:"memoryMiB"`
 	ReservedMiB uint64 `json:"reservedMiB"`
-	// MemoryBusWidth is in bits, Cores counts CUDA cores, PowerLimitWatts is the default and largest limit.
-	MemoryBusWidth  uint32 `json:"memoryBusWidth"`
-	Cores           int    `json:"cores"`
-	PowerLimitWatts uint32 `json:"powerLimitWatts"`
 	// PCIeGeneration is the largest generation the GPU can link at; links run at it, 16 lanes wide.
 	PCIeGeneration int `json:"pcieGeneration"`
 	// PCIDevice and PCISubsystem are "vendor:device" in hexadecimal, "10de:2330".
@@ -86,9 +82,8 @@ type Model struct {
 	AddressingMode string `json:"addressingMode,omitempty"`
 	// MIG names what the GPU can be cut into (package models, Named: "H100-80GB"); empty for a GPU without MIG.
 	MIG string `json:"mig,omitempty"`
-	// NVLinks is the number of NVLinks the GPU has; NVLinkVersion is their generation.
-	NVLinks       int    `json:"nvLinks,omitempty"`
-	NVLinkVersion uint32 `json:"nvLinkVersion,omitempty"`
+	// NVLinks is the number of NVLinks the GPU has.
+	NVLinks int `json:"nvLinks,omitempty"`
 	// FabricInfo says whether the driver reports a fabric state. It does for an H100 SXM, also without NVLink.
 	FabricInfo bool `json:"fabricInfo,omitempty"`
 }
@@ -110,11 +105,6 @@ type GPU struct {
 	Bridges []string `json:"bridges,omitempty"`
 	// NUMANode is the node the GPU is attached to, -1 where the platform does not say.
 	NUMANode int `json:"numaNode"`
-	// MemoryNUMANode is the node that the GPU's own memory is, where it is coherent with the CPU's; nil elsewhere. It is not in sysfs:
-	// kubelet must not take it for one with CPUs.
-	MemoryNUMANode *int `json:"memoryNUMANode,omitempty"`
-	// ModuleID is the socket on an SXM board, from 1; 0 on other boards.
-	ModuleID int `json:"moduleID,omitempty"`
 	// MIGEnabled says that MIG mode is on after a boot, and Partitions what an administrator has made by then.
 	MIGEnabled bool        `json:"migEnabled,omitempty"`
 	Partitions []Partition `json:"partitions,omitempty"`

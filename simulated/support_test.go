@@ -27,8 +27,7 @@ func calls(t *testing.T, handle any, methods map[string]bool, prefix string, vis
 	}
 }
 
-// These methods answer NOT_SUPPORTED on an H100 in MIG mode: it has no NUMA node and no retired pages, counts no errors of its L1 cache and has
-// no compute mode. The others are for MIG devices only.
+// These methods answer NOT_SUPPORTED on an H100 in MIG mode: it has no compute mode, and the others are for MIG devices.
 func TestWhatIsNotSupported(t *testing.T) {
 	lib := start(t, "h100x8")
 	set, _ := lib.EventSetCreate()
@@ -45,8 +44,7 @@ func TestWhatIsNotSupported(t *testing.T) {
 	calls(t, d, deviceMethods, "", visit)
 	calls(t, set, eventSetMethods, "EventSet.", visit)
 	want := []string{
-		"GetAttributes", "GetComputeInstanceId", "GetDeviceHandleFromMigDeviceHandle", "GetGpuInstanceId", "GetMemoryErrorCounter", "GetNumaNodeId",
-		"GetRetiredPages", "GetRetiredPagesPendingStatus", "SetComputeMode",
+		"GetAttributes", "GetComputeInstanceId", "GetDeviceHandleFromMigDeviceHandle", "GetGpuInstanceId", "SetComputeMode",
 	}
 	if !slices.Equal(lacking, want) {
 		t.Errorf("not supported are %q, want %q", lacking, want)

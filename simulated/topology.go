@@ -64,26 +64,6 @@ func (g *gpu) GetPciInfo() (nvml.PciInfo, nvml.Return) {
 	return g.address.info(nvmlID(g.model.PCIDevice), nvmlID(g.model.PCISubsystem)), nvml.SUCCESS
 }
 
-func (g *gpu) GetPciInfoExt() (nvml.PciInfoExt, nvml.Return) {
-	basic, _ := g.GetPciInfo()
-	info := nvml.PciInfoExt{
-		Domain: basic.Domain, Bus: basic.Bus, Device: basic.Device, BusId: basic.BusId,
-		PciDeviceId: basic.PciDeviceId, PciSubSystemId: basic.PciSubSystemId, BaseClass: 0x03, SubClass: 0x02,
-	}
-	info.Version = nvml.STRUCT_VERSION(info, 1)
-	return info, nvml.SUCCESS
-}
-
-func (g *gpu) GetBusType() (nvml.BusType, nvml.Return) { return nvml.BUS_TYPE_PCIE, nvml.SUCCESS }
-
-func (g *gpu) GetMaxPcieLinkGeneration() (int, nvml.Return) {
-	return g.model.PCIeGeneration, nvml.SUCCESS
-}
-func (g *gpu) GetGpuMaxPcieLinkGeneration() (int, nvml.Return) { return g.GetMaxPcieLinkGeneration() }
-func (g *gpu) GetCurrPcieLinkGeneration() (int, nvml.Return)   { return g.GetMaxPcieLinkGeneration() }
-func (g *gpu) GetMaxPcieLinkWidth() (int, nvml.Return)         { return 16, nvml.SUCCESS }
-func (g *gpu) GetCurrPcieLinkWidth() (int, nvml.Return)        { return 16, nvml.SUCCESS }
-
 // resolve finds the GPU behind another library user's handle, which may be wrapped: by its UUID then.
 func (s *system) resolve(other nvml.Device) (*gpu, nvml.Return) {
 	if other == nil {
@@ -134,40 +114,4 @@ func (g *gpu) GetTopologyCommonAncestor(other nvml.Device) (nvml.GpuTopologyLeve
 		return 0, ret
 	}
 	return level(g.spec, peer.spec), nvml.SUCCESS
-}
-
-// GetTopologyNearestGpus lists the other GPUs at exactly that level.
-func (g *gpu) GetTopologyNearestGpus(at nvml.GpuTopologyLevel) ([]nvml.Device, nvml.Return) {
-	var near []nvml.Device
-	for _, h := range g.sys.handles() {
-		if h.gpu != g && level(g.spec, h.gpu.spec) == at {
-			near = append(near, h)
-		}
-	}
-	return near, nvml.SUCCESS
-}
-
-// GetP2PStatus is OK over NVLink between linked GPUs, and over PCIe between GPUs of one model that share a host bridge.
-func (g *gpu) GetP2PStatus(other nvml.Device, index nvml.GpuP2PCapsIndex) (nvml.GpuP2PStatus, nvml.Return) {
-	peer, ret := g.sys.resolve(other)
-	if ret != nvml.SUCCESS {
-		return nvml.P2P_STATUS_UNKNOWN, ret
-	}
-	linked := g.linkedTo(peer)
-	near := g.spec.Model == peer.spec.Model && level(g.spec, peer.spec) <= nvml.TOPOLOGY_HOSTBRIDGE
-	var ok bool
-	switch index {
-	case nvml.P2P_CAPS_INDEX_NVLINK, nvml.P2P_CAPS_INDEX_ATOMICS:
-		ok = linked
-	case nvml.P2P_CAPS_INDEX_PCI:
-		ok = near
-	case nvml.P2P_CAPS_INDEX_READ, nvml.P2P_CAPS_INDEX_WRITE:
-		ok = linked || near
-	default:
-		return nvml.P2P_STATUS_UNKNOWN, nvml.ERROR_INVALID_ARGUMENT
-	}
-	if ok {
-		return nvml.P2P_STATUS_OK, nvml.SUCCESS
-	}
-	return nvml.P2P_STATUS_NOT_SUPPORTED, nvml.SUCCESS
 }

@@ -40,9 +40,6 @@ func TestCommonAncestor(t *testing.T) {
 // switches by the switch that both are linked to, where NVLink connects the two at all.
 func nvlinks(t *testing.T, a, b nvml.Device) int {
 	t.Helper()
-	if status, ret := a.GetP2PStatus(b, nvml.P2P_CAPS_INDEX_NVLINK); ret != nvml.SUCCESS || status != nvml.P2P_STATUS_OK {
-		return 0
-	}
 	far := func(d nvml.Device) []string {
 		var ends []string
 		for link := range nvml.NVLINK_MAX_LINKS {
@@ -175,9 +172,6 @@ func TestFabricBeyondTheMachine(t *testing.T) {
 	materialize(t, dir, "gb200x4", MaterializeOptions{PlainDeviceFiles: true})
 	lib := start(t, "gb200x4", WithDir(dir))
 	d := handle(t, lib, 2)
-	if node, ret := d.GetNumaNodeId(); node != 18 || ret != nvml.SUCCESS {
-		t.Errorf("NUMA node %d, %v", node, ret)
-	}
 	if mode, ret := d.GetAddressingMode(); mode.Value != uint32(nvml.DEVICE_ADDRESSING_MODE_ATS) || ret != nvml.SUCCESS {
 		t.Errorf("addressing mode %+v, %v", mode, ret)
 	}

@@ -30,14 +30,6 @@ func (h *Library) DeviceGetHandleByPciBusId(a0 string) (r0 nvml.Device, r1 nvml.
 	return h.system.DeviceGetHandleByPciBusId(a0)
 }
 
-// DeviceGetHandleBySerial implements nvml.Interface.
-func (h *Library) DeviceGetHandleBySerial(a0 string) (r0 nvml.Device, r1 nvml.Return) {
-	if ret := h.gate("DeviceGetHandleBySerial"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.system.DeviceGetHandleBySerial(a0)
-}
-
 // DeviceGetHandleByUUID implements nvml.Interface.
 func (h *Library) DeviceGetHandleByUUID(a0 string) (r0 nvml.Device, r1 nvml.Return) {
 	if ret := h.gate("DeviceGetHandleByUUID"); ret != nvml.SUCCESS {
@@ -54,28 +46,12 @@ func (h *Library) EventSetCreate() (r0 nvml.EventSet, r1 nvml.Return) {
 	return h.system.EventSetCreate()
 }
 
-// GetExcludedDeviceCount implements nvml.Interface.
-func (h *Library) GetExcludedDeviceCount() (r0 int, r1 nvml.Return) {
-	if ret := h.gate("GetExcludedDeviceCount"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.system.GetExcludedDeviceCount()
-}
-
 // SystemGetCudaDriverVersion implements nvml.Interface.
 func (h *Library) SystemGetCudaDriverVersion() (r0 int, r1 nvml.Return) {
 	if ret := h.gate("SystemGetCudaDriverVersion"); ret != nvml.SUCCESS {
 		return r0, ret
 	}
 	return h.system.SystemGetCudaDriverVersion()
-}
-
-// SystemGetCudaDriverVersion_v2 implements nvml.Interface.
-func (h *Library) SystemGetCudaDriverVersion_v2() (r0 int, r1 nvml.Return) {
-	if ret := h.gate("SystemGetCudaDriverVersion_v2"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.system.SystemGetCudaDriverVersion_v2()
 }
 
 // SystemGetDriverVersion implements nvml.Interface.
@@ -86,39 +62,18 @@ func (h *Library) SystemGetDriverVersion() (r0 string, r1 nvml.Return) {
 	return h.system.SystemGetDriverVersion()
 }
 
-// SystemGetNVMLVersion implements nvml.Interface.
-func (h *Library) SystemGetNVMLVersion() (r0 string, r1 nvml.Return) {
-	if ret := h.gate("SystemGetNVMLVersion"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.system.SystemGetNVMLVersion()
-}
-
-// UnitGetCount implements nvml.Interface.
-func (h *Library) UnitGetCount() (r0 int, r1 nvml.Return) {
-	if ret := h.gate("UnitGetCount"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.system.UnitGetCount()
-}
-
 // libraryMethods are the methods of nvml.Interface that are simulated, as a fault names them.
 var libraryMethods = map[string]bool{
-	"DeviceGetCount":                true,
-	"DeviceGetHandleByIndex":        true,
-	"DeviceGetHandleByPciBusId":     true,
-	"DeviceGetHandleBySerial":       true,
-	"DeviceGetHandleByUUID":         true,
-	"EventSetCreate":                true,
-	"GetExcludedDeviceCount":        true,
-	"Init":                          true,
-	"InitWithFlags":                 true,
-	"Shutdown":                      true,
-	"SystemGetCudaDriverVersion":    true,
-	"SystemGetCudaDriverVersion_v2": true,
-	"SystemGetDriverVersion":        true,
-	"SystemGetNVMLVersion":          true,
-	"UnitGetCount":                  true,
+	"DeviceGetCount":             true,
+	"DeviceGetHandleByIndex":     true,
+	"DeviceGetHandleByPciBusId":  true,
+	"DeviceGetHandleByUUID":      true,
+	"EventSetCreate":             true,
+	"Init":                       true,
+	"InitWithFlags":              true,
+	"Shutdown":                   true,
+	"SystemGetCudaDriverVersion": true,
+	"SystemGetDriverVersion":     true,
 }
 
 // CreateGpuInstance implements nvml.Device.
@@ -169,28 +124,12 @@ func (h *gpuHandle) GetAttributes() (r0 nvml.DeviceAttributes, r1 nvml.Return) {
 	return r0, nvml.ERROR_NOT_SUPPORTED
 }
 
-// GetBoardId implements nvml.Device.
-func (h *gpuHandle) GetBoardId() (r0 uint32, r1 nvml.Return) {
-	if ret := h.gate("GetBoardId"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetBoardId()
-}
-
 // GetBrand implements nvml.Device.
 func (h *gpuHandle) GetBrand() (r0 nvml.BrandType, r1 nvml.Return) {
 	if ret := h.gate("GetBrand"); ret != nvml.SUCCESS {
 		return r0, ret
 	}
 	return h.gpu.GetBrand()
-}
-
-// GetBusType implements nvml.Device.
-func (h *gpuHandle) GetBusType() (r0 nvml.BusType, r1 nvml.Return) {
-	if ret := h.gate("GetBusType"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetBusType()
 }
 
 // GetComputeInstanceId implements nvml.Device.
@@ -225,22 +164,6 @@ func (h *gpuHandle) GetCudaComputeCapability() (r0 int, r1 int, r2 nvml.Return) 
 	return h.gpu.GetCudaComputeCapability()
 }
 
-// GetCurrPcieLinkGeneration implements nvml.Device.
-func (h *gpuHandle) GetCurrPcieLinkGeneration() (r0 int, r1 nvml.Return) {
-	if ret := h.gate("GetCurrPcieLinkGeneration"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetCurrPcieLinkGeneration()
-}
-
-// GetCurrPcieLinkWidth implements nvml.Device.
-func (h *gpuHandle) GetCurrPcieLinkWidth() (r0 int, r1 nvml.Return) {
-	if ret := h.gate("GetCurrPcieLinkWidth"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetCurrPcieLinkWidth()
-}
-
 // GetCurrentClocksEventReasons implements nvml.Device.
 func (h *gpuHandle) GetCurrentClocksEventReasons() (r0 uint64, r1 nvml.Return) {
 	if ret := h.gate("GetCurrentClocksEventReasons"); ret != nvml.SUCCESS {
@@ -257,14 +180,6 @@ func (h *gpuHandle) GetCurrentClocksThrottleReasons() (r0 uint64, r1 nvml.Return
 	return h.gpu.GetCurrentClocksThrottleReasons()
 }
 
-// GetDefaultEccMode implements nvml.Device.
-func (h *gpuHandle) GetDefaultEccMode() (r0 nvml.EnableState, r1 nvml.Return) {
-	if ret := h.gate("GetDefaultEccMode"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetDefaultEccMode()
-}
-
 // GetDeviceHandleFromMigDeviceHandle implements nvml.Device.
 func (h *gpuHandle) GetDeviceHandleFromMigDeviceHandle() (r0 nvml.Device, r1 nvml.Return) {
 	if ret := h.gate("GetDeviceHandleFromMigDeviceHandle"); ret != nvml.SUCCESS {
@@ -273,36 +188,12 @@ func (h *gpuHandle) GetDeviceHandleFromMigDeviceHandle() (r0 nvml.Device, r1 nvm
 	return r0, nvml.ERROR_NOT_SUPPORTED
 }
 
-// GetDisplayActive implements nvml.Device.
-func (h *gpuHandle) GetDisplayActive() (r0 nvml.EnableState, r1 nvml.Return) {
-	if ret := h.gate("GetDisplayActive"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetDisplayActive()
-}
-
-// GetDisplayMode implements nvml.Device.
-func (h *gpuHandle) GetDisplayMode() (r0 nvml.EnableState, r1 nvml.Return) {
-	if ret := h.gate("GetDisplayMode"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetDisplayMode()
-}
-
 // GetEccMode implements nvml.Device.
 func (h *gpuHandle) GetEccMode() (r0 nvml.EnableState, r1 nvml.EnableState, r2 nvml.Return) {
 	if ret := h.gate("GetEccMode"); ret != nvml.SUCCESS {
 		return r0, r1, ret
 	}
 	return h.gpu.GetEccMode()
-}
-
-// GetEnforcedPowerLimit implements nvml.Device.
-func (h *gpuHandle) GetEnforcedPowerLimit() (r0 uint32, r1 nvml.Return) {
-	if ret := h.gate("GetEnforcedPowerLimit"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetEnforcedPowerLimit()
 }
 
 // GetFieldValues implements nvml.Device.
@@ -377,22 +268,6 @@ func (h *gpuHandle) GetGpuInstances(a0 *nvml.GpuInstanceProfileInfo) (r0 []nvml.
 	return h.gpu.GetGpuInstances(a0)
 }
 
-// GetGpuMaxPcieLinkGeneration implements nvml.Device.
-func (h *gpuHandle) GetGpuMaxPcieLinkGeneration() (r0 int, r1 nvml.Return) {
-	if ret := h.gate("GetGpuMaxPcieLinkGeneration"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetGpuMaxPcieLinkGeneration()
-}
-
-// GetGraphicsRunningProcesses implements nvml.Device.
-func (h *gpuHandle) GetGraphicsRunningProcesses() (r0 []nvml.ProcessInfo, r1 nvml.Return) {
-	if ret := h.gate("GetGraphicsRunningProcesses"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetGraphicsRunningProcesses()
-}
-
 // GetIndex implements nvml.Device.
 func (h *gpuHandle) GetIndex() (r0 int, r1 nvml.Return) {
 	if ret := h.gate("GetIndex"); ret != nvml.SUCCESS {
@@ -417,52 +292,12 @@ func (h *gpuHandle) GetMaxMigDeviceCount() (r0 int, r1 nvml.Return) {
 	return h.gpu.GetMaxMigDeviceCount()
 }
 
-// GetMaxPcieLinkGeneration implements nvml.Device.
-func (h *gpuHandle) GetMaxPcieLinkGeneration() (r0 int, r1 nvml.Return) {
-	if ret := h.gate("GetMaxPcieLinkGeneration"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetMaxPcieLinkGeneration()
-}
-
-// GetMaxPcieLinkWidth implements nvml.Device.
-func (h *gpuHandle) GetMaxPcieLinkWidth() (r0 int, r1 nvml.Return) {
-	if ret := h.gate("GetMaxPcieLinkWidth"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetMaxPcieLinkWidth()
-}
-
-// GetMemoryBusWidth implements nvml.Device.
-func (h *gpuHandle) GetMemoryBusWidth() (r0 uint32, r1 nvml.Return) {
-	if ret := h.gate("GetMemoryBusWidth"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetMemoryBusWidth()
-}
-
-// GetMemoryErrorCounter implements nvml.Device.
-func (h *gpuHandle) GetMemoryErrorCounter(a0 nvml.MemoryErrorType, a1 nvml.EccCounterType, a2 nvml.MemoryLocation) (r0 uint64, r1 nvml.Return) {
-	if ret := h.gate("GetMemoryErrorCounter"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetMemoryErrorCounter(a0, a1, a2)
-}
-
 // GetMemoryInfo implements nvml.Device.
 func (h *gpuHandle) GetMemoryInfo() (r0 nvml.Memory, r1 nvml.Return) {
 	if ret := h.gate("GetMemoryInfo"); ret != nvml.SUCCESS {
 		return r0, ret
 	}
 	return h.gpu.GetMemoryInfo()
-}
-
-// GetMemoryInfo_v2 implements nvml.Device.
-func (h *gpuHandle) GetMemoryInfo_v2() (r0 nvml.Memory_v2, r1 nvml.Return) {
-	if ret := h.gate("GetMemoryInfo_v2"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetMemoryInfo_v2()
 }
 
 // GetMigDeviceHandleByIndex implements nvml.Device.
@@ -489,52 +324,12 @@ func (h *gpuHandle) GetMinorNumber() (r0 int, r1 nvml.Return) {
 	return h.gpu.GetMinorNumber()
 }
 
-// GetModuleId implements nvml.Device.
-func (h *gpuHandle) GetModuleId() (r0 int, r1 nvml.Return) {
-	if ret := h.gate("GetModuleId"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetModuleId()
-}
-
-// GetMultiGpuBoard implements nvml.Device.
-func (h *gpuHandle) GetMultiGpuBoard() (r0 int, r1 nvml.Return) {
-	if ret := h.gate("GetMultiGpuBoard"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetMultiGpuBoard()
-}
-
 // GetName implements nvml.Device.
 func (h *gpuHandle) GetName() (r0 string, r1 nvml.Return) {
 	if ret := h.gate("GetName"); ret != nvml.SUCCESS {
 		return r0, ret
 	}
 	return h.gpu.GetName()
-}
-
-// GetNumGpuCores implements nvml.Device.
-func (h *gpuHandle) GetNumGpuCores() (r0 int, r1 nvml.Return) {
-	if ret := h.gate("GetNumGpuCores"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetNumGpuCores()
-}
-
-// GetNumaNodeId implements nvml.Device.
-func (h *gpuHandle) GetNumaNodeId() (r0 int, r1 nvml.Return) {
-	if ret := h.gate("GetNumaNodeId"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetNumaNodeId()
-}
-
-// GetNvLinkCapability implements nvml.Device.
-func (h *gpuHandle) GetNvLinkCapability(a0 int, a1 nvml.NvLinkCapability) (r0 uint32, r1 nvml.Return) {
-	if ret := h.gate("GetNvLinkCapability"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetNvLinkCapability(a0, a1)
 }
 
 // GetNvLinkRemoteDeviceType implements nvml.Device.
@@ -561,36 +356,12 @@ func (h *gpuHandle) GetNvLinkState(a0 int) (r0 nvml.EnableState, r1 nvml.Return)
 	return h.gpu.GetNvLinkState(a0)
 }
 
-// GetNvLinkVersion implements nvml.Device.
-func (h *gpuHandle) GetNvLinkVersion(a0 int) (r0 uint32, r1 nvml.Return) {
-	if ret := h.gate("GetNvLinkVersion"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetNvLinkVersion(a0)
-}
-
-// GetP2PStatus implements nvml.Device.
-func (h *gpuHandle) GetP2PStatus(a0 nvml.Device, a1 nvml.GpuP2PCapsIndex) (r0 nvml.GpuP2PStatus, r1 nvml.Return) {
-	if ret := h.gate("GetP2PStatus"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetP2PStatus(a0, a1)
-}
-
 // GetPciInfo implements nvml.Device.
 func (h *gpuHandle) GetPciInfo() (r0 nvml.PciInfo, r1 nvml.Return) {
 	if ret := h.gate("GetPciInfo"); ret != nvml.SUCCESS {
 		return r0, ret
 	}
 	return h.gpu.GetPciInfo()
-}
-
-// GetPciInfoExt implements nvml.Device.
-func (h *gpuHandle) GetPciInfoExt() (r0 nvml.PciInfoExt, r1 nvml.Return) {
-	if ret := h.gate("GetPciInfoExt"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetPciInfoExt()
 }
 
 // GetPersistenceMode implements nvml.Device.
@@ -601,108 +372,12 @@ func (h *gpuHandle) GetPersistenceMode() (r0 nvml.EnableState, r1 nvml.Return) {
 	return h.gpu.GetPersistenceMode()
 }
 
-// GetPowerManagementDefaultLimit implements nvml.Device.
-func (h *gpuHandle) GetPowerManagementDefaultLimit() (r0 uint32, r1 nvml.Return) {
-	if ret := h.gate("GetPowerManagementDefaultLimit"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetPowerManagementDefaultLimit()
-}
-
-// GetPowerManagementLimit implements nvml.Device.
-func (h *gpuHandle) GetPowerManagementLimit() (r0 uint32, r1 nvml.Return) {
-	if ret := h.gate("GetPowerManagementLimit"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetPowerManagementLimit()
-}
-
-// GetRemappedRows implements nvml.Device.
-func (h *gpuHandle) GetRemappedRows() (r0 int, r1 int, r2 bool, r3 bool, r4 nvml.Return) {
-	if ret := h.gate("GetRemappedRows"); ret != nvml.SUCCESS {
-		return r0, r1, r2, r3, ret
-	}
-	return h.gpu.GetRemappedRows()
-}
-
-// GetRetiredPages implements nvml.Device.
-func (h *gpuHandle) GetRetiredPages(a0 nvml.PageRetirementCause) (r0 []uint64, r1 nvml.Return) {
-	if ret := h.gate("GetRetiredPages"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetRetiredPages(a0)
-}
-
-// GetRetiredPagesPendingStatus implements nvml.Device.
-func (h *gpuHandle) GetRetiredPagesPendingStatus() (r0 nvml.EnableState, r1 nvml.Return) {
-	if ret := h.gate("GetRetiredPagesPendingStatus"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetRetiredPagesPendingStatus()
-}
-
-// GetSerial implements nvml.Device.
-func (h *gpuHandle) GetSerial() (r0 string, r1 nvml.Return) {
-	if ret := h.gate("GetSerial"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetSerial()
-}
-
-// GetSramEccErrorStatus implements nvml.Device.
-func (h *gpuHandle) GetSramEccErrorStatus() (r0 nvml.EccSramErrorStatus, r1 nvml.Return) {
-	if ret := h.gate("GetSramEccErrorStatus"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetSramEccErrorStatus()
-}
-
-// GetSupportedClocksEventReasons implements nvml.Device.
-func (h *gpuHandle) GetSupportedClocksEventReasons() (r0 uint64, r1 nvml.Return) {
-	if ret := h.gate("GetSupportedClocksEventReasons"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetSupportedClocksEventReasons()
-}
-
-// GetSupportedEventTypes implements nvml.Device.
-func (h *gpuHandle) GetSupportedEventTypes() (r0 uint64, r1 nvml.Return) {
-	if ret := h.gate("GetSupportedEventTypes"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetSupportedEventTypes()
-}
-
-// GetTemperature implements nvml.Device.
-func (h *gpuHandle) GetTemperature(a0 nvml.TemperatureSensors) (r0 uint32, r1 nvml.Return) {
-	if ret := h.gate("GetTemperature"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetTemperature(a0)
-}
-
 // GetTopologyCommonAncestor implements nvml.Device.
 func (h *gpuHandle) GetTopologyCommonAncestor(a0 nvml.Device) (r0 nvml.GpuTopologyLevel, r1 nvml.Return) {
 	if ret := h.gate("GetTopologyCommonAncestor"); ret != nvml.SUCCESS {
 		return r0, ret
 	}
 	return h.gpu.GetTopologyCommonAncestor(a0)
-}
-
-// GetTopologyNearestGpus implements nvml.Device.
-func (h *gpuHandle) GetTopologyNearestGpus(a0 nvml.GpuTopologyLevel) (r0 []nvml.Device, r1 nvml.Return) {
-	if ret := h.gate("GetTopologyNearestGpus"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetTopologyNearestGpus(a0)
-}
-
-// GetTotalEccErrors implements nvml.Device.
-func (h *gpuHandle) GetTotalEccErrors(a0 nvml.MemoryErrorType, a1 nvml.EccCounterType) (r0 uint64, r1 nvml.Return) {
-	if ret := h.gate("GetTotalEccErrors"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetTotalEccErrors(a0, a1)
 }
 
 // GetUUID implements nvml.Device.
@@ -713,36 +388,12 @@ func (h *gpuHandle) GetUUID() (r0 string, r1 nvml.Return) {
 	return h.gpu.GetUUID()
 }
 
-// GetUtilizationRates implements nvml.Device.
-func (h *gpuHandle) GetUtilizationRates() (r0 nvml.Utilization, r1 nvml.Return) {
-	if ret := h.gate("GetUtilizationRates"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetUtilizationRates()
-}
-
-// GetVirtualizationMode implements nvml.Device.
-func (h *gpuHandle) GetVirtualizationMode() (r0 nvml.GpuVirtualizationMode, r1 nvml.Return) {
-	if ret := h.gate("GetVirtualizationMode"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.GetVirtualizationMode()
-}
-
 // IsMigDeviceHandle implements nvml.Device.
 func (h *gpuHandle) IsMigDeviceHandle() (r0 bool, r1 nvml.Return) {
 	if ret := h.gate("IsMigDeviceHandle"); ret != nvml.SUCCESS {
 		return r0, ret
 	}
 	return h.gpu.IsMigDeviceHandle()
-}
-
-// OnSameBoard implements nvml.Device.
-func (h *gpuHandle) OnSameBoard(a0 nvml.Device) (r0 int, r1 nvml.Return) {
-	if ret := h.gate("OnSameBoard"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.gpu.OnSameBoard(a0)
 }
 
 // RegisterEvents implements nvml.Device.
@@ -785,23 +436,15 @@ var deviceMethods = map[string]bool{
 	"GetApplicationsClock":               true,
 	"GetArchitecture":                    true,
 	"GetAttributes":                      true,
-	"GetBoardId":                         true,
 	"GetBrand":                           true,
-	"GetBusType":                         true,
 	"GetComputeInstanceId":               true,
 	"GetComputeMode":                     true,
 	"GetComputeRunningProcesses":         true,
 	"GetCudaComputeCapability":           true,
-	"GetCurrPcieLinkGeneration":          true,
-	"GetCurrPcieLinkWidth":               true,
 	"GetCurrentClocksEventReasons":       true,
 	"GetCurrentClocksThrottleReasons":    true,
-	"GetDefaultEccMode":                  true,
 	"GetDeviceHandleFromMigDeviceHandle": true,
-	"GetDisplayActive":                   true,
-	"GetDisplayMode":                     true,
 	"GetEccMode":                         true,
-	"GetEnforcedPowerLimit":              true,
 	"GetFieldValues":                     true,
 	"GetGpuFabricInfo":                   true,
 	"GetGpuFabricInfo_v4":                true,
@@ -811,52 +454,22 @@ var deviceMethods = map[string]bool{
 	"GetGpuInstanceProfileInfo":          true,
 	"GetGpuInstanceRemainingCapacity":    true,
 	"GetGpuInstances":                    true,
-	"GetGpuMaxPcieLinkGeneration":        true,
-	"GetGraphicsRunningProcesses":        true,
 	"GetIndex":                           true,
 	"GetMPSComputeRunningProcesses":      true,
 	"GetMaxMigDeviceCount":               true,
-	"GetMaxPcieLinkGeneration":           true,
-	"GetMaxPcieLinkWidth":                true,
-	"GetMemoryBusWidth":                  true,
-	"GetMemoryErrorCounter":              true,
 	"GetMemoryInfo":                      true,
-	"GetMemoryInfo_v2":                   true,
 	"GetMigDeviceHandleByIndex":          true,
 	"GetMigMode":                         true,
 	"GetMinorNumber":                     true,
-	"GetModuleId":                        true,
-	"GetMultiGpuBoard":                   true,
 	"GetName":                            true,
-	"GetNumGpuCores":                     true,
-	"GetNumaNodeId":                      true,
-	"GetNvLinkCapability":                true,
 	"GetNvLinkRemoteDeviceType":          true,
 	"GetNvLinkRemotePciInfo":             true,
 	"GetNvLinkState":                     true,
-	"GetNvLinkVersion":                   true,
-	"GetP2PStatus":                       true,
 	"GetPciInfo":                         true,
-	"GetPciInfoExt":                      true,
 	"GetPersistenceMode":                 true,
-	"GetPowerManagementDefaultLimit":     true,
-	"GetPowerManagementLimit":            true,
-	"GetRemappedRows":                    true,
-	"GetRetiredPages":                    true,
-	"GetRetiredPagesPendingStatus":       true,
-	"GetSerial":                          true,
-	"GetSramEccErrorStatus":              true,
-	"GetSupportedClocksEventReasons":     true,
-	"GetSupportedEventTypes":             true,
-	"GetTemperature":                     true,
 	"GetTopologyCommonAncestor":          true,
-	"GetTopologyNearestGpus":             true,
-	"GetTotalEccErrors":                  true,
 	"GetUUID":                            true,
-	"GetUtilizationRates":                true,
-	"GetVirtualizationMode":              true,
 	"IsMigDeviceHandle":                  true,
-	"OnSameBoard":                        true,
 	"RegisterEvents":                     true,
 	"SetApplicationsClocks":              true,
 	"SetComputeMode":                     true,
@@ -911,25 +524,9 @@ func (h *partitionHandle) GetAttributes() (r0 nvml.DeviceAttributes, r1 nvml.Ret
 	return h.partition.GetAttributes()
 }
 
-// GetBoardId implements nvml.Device.
-func (h *partitionHandle) GetBoardId() (r0 uint32, r1 nvml.Return) {
-	if ret := h.gate("GetBoardId"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
 // GetBrand implements nvml.Device.
 func (h *partitionHandle) GetBrand() (r0 nvml.BrandType, r1 nvml.Return) {
 	if ret := h.gate("GetBrand"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
-// GetBusType implements nvml.Device.
-func (h *partitionHandle) GetBusType() (r0 nvml.BusType, r1 nvml.Return) {
-	if ret := h.gate("GetBusType"); ret != nvml.SUCCESS {
 		return r0, ret
 	}
 	return r0, nvml.ERROR_NOT_SUPPORTED
@@ -967,22 +564,6 @@ func (h *partitionHandle) GetCudaComputeCapability() (r0 int, r1 int, r2 nvml.Re
 	return r0, r1, nvml.ERROR_NOT_SUPPORTED
 }
 
-// GetCurrPcieLinkGeneration implements nvml.Device.
-func (h *partitionHandle) GetCurrPcieLinkGeneration() (r0 int, r1 nvml.Return) {
-	if ret := h.gate("GetCurrPcieLinkGeneration"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
-// GetCurrPcieLinkWidth implements nvml.Device.
-func (h *partitionHandle) GetCurrPcieLinkWidth() (r0 int, r1 nvml.Return) {
-	if ret := h.gate("GetCurrPcieLinkWidth"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
 // GetCurrentClocksEventReasons implements nvml.Device.
 func (h *partitionHandle) GetCurrentClocksEventReasons() (r0 uint64, r1 nvml.Return) {
 	if ret := h.gate("GetCurrentClocksEventReasons"); ret != nvml.SUCCESS {
@@ -999,14 +580,6 @@ func (h *partitionHandle) GetCurrentClocksThrottleReasons() (r0 uint64, r1 nvml.
 	return r0, nvml.ERROR_NOT_SUPPORTED
 }
 
-// GetDefaultEccMode implements nvml.Device.
-func (h *partitionHandle) GetDefaultEccMode() (r0 nvml.EnableState, r1 nvml.Return) {
-	if ret := h.gate("GetDefaultEccMode"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
 // GetDeviceHandleFromMigDeviceHandle implements nvml.Device.
 func (h *partitionHandle) GetDeviceHandleFromMigDeviceHandle() (r0 nvml.Device, r1 nvml.Return) {
 	if ret := h.gate("GetDeviceHandleFromMigDeviceHandle"); ret != nvml.SUCCESS {
@@ -1015,36 +588,12 @@ func (h *partitionHandle) GetDeviceHandleFromMigDeviceHandle() (r0 nvml.Device, 
 	return h.partition.GetDeviceHandleFromMigDeviceHandle()
 }
 
-// GetDisplayActive implements nvml.Device.
-func (h *partitionHandle) GetDisplayActive() (r0 nvml.EnableState, r1 nvml.Return) {
-	if ret := h.gate("GetDisplayActive"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
-// GetDisplayMode implements nvml.Device.
-func (h *partitionHandle) GetDisplayMode() (r0 nvml.EnableState, r1 nvml.Return) {
-	if ret := h.gate("GetDisplayMode"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
 // GetEccMode implements nvml.Device.
 func (h *partitionHandle) GetEccMode() (r0 nvml.EnableState, r1 nvml.EnableState, r2 nvml.Return) {
 	if ret := h.gate("GetEccMode"); ret != nvml.SUCCESS {
 		return r0, r1, ret
 	}
 	return r0, r1, nvml.ERROR_NOT_SUPPORTED
-}
-
-// GetEnforcedPowerLimit implements nvml.Device.
-func (h *partitionHandle) GetEnforcedPowerLimit() (r0 uint32, r1 nvml.Return) {
-	if ret := h.gate("GetEnforcedPowerLimit"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
 }
 
 // GetFieldValues implements nvml.Device.
@@ -1119,22 +668,6 @@ func (h *partitionHandle) GetGpuInstances(a0 *nvml.GpuInstanceProfileInfo) (r0 [
 	return r0, nvml.ERROR_NOT_SUPPORTED
 }
 
-// GetGpuMaxPcieLinkGeneration implements nvml.Device.
-func (h *partitionHandle) GetGpuMaxPcieLinkGeneration() (r0 int, r1 nvml.Return) {
-	if ret := h.gate("GetGpuMaxPcieLinkGeneration"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
-// GetGraphicsRunningProcesses implements nvml.Device.
-func (h *partitionHandle) GetGraphicsRunningProcesses() (r0 []nvml.ProcessInfo, r1 nvml.Return) {
-	if ret := h.gate("GetGraphicsRunningProcesses"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.partition.GetGraphicsRunningProcesses()
-}
-
 // GetIndex implements nvml.Device.
 func (h *partitionHandle) GetIndex() (r0 int, r1 nvml.Return) {
 	if ret := h.gate("GetIndex"); ret != nvml.SUCCESS {
@@ -1159,52 +692,12 @@ func (h *partitionHandle) GetMaxMigDeviceCount() (r0 int, r1 nvml.Return) {
 	return r0, nvml.ERROR_NOT_SUPPORTED
 }
 
-// GetMaxPcieLinkGeneration implements nvml.Device.
-func (h *partitionHandle) GetMaxPcieLinkGeneration() (r0 int, r1 nvml.Return) {
-	if ret := h.gate("GetMaxPcieLinkGeneration"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
-// GetMaxPcieLinkWidth implements nvml.Device.
-func (h *partitionHandle) GetMaxPcieLinkWidth() (r0 int, r1 nvml.Return) {
-	if ret := h.gate("GetMaxPcieLinkWidth"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
-// GetMemoryBusWidth implements nvml.Device.
-func (h *partitionHandle) GetMemoryBusWidth() (r0 uint32, r1 nvml.Return) {
-	if ret := h.gate("GetMemoryBusWidth"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
-// GetMemoryErrorCounter implements nvml.Device.
-func (h *partitionHandle) GetMemoryErrorCounter(a0 nvml.MemoryErrorType, a1 nvml.EccCounterType, a2 nvml.MemoryLocation) (r0 uint64, r1 nvml.Return) {
-	if ret := h.gate("GetMemoryErrorCounter"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
 // GetMemoryInfo implements nvml.Device.
 func (h *partitionHandle) GetMemoryInfo() (r0 nvml.Memory, r1 nvml.Return) {
 	if ret := h.gate("GetMemoryInfo"); ret != nvml.SUCCESS {
 		return r0, ret
 	}
 	return h.partition.GetMemoryInfo()
-}
-
-// GetMemoryInfo_v2 implements nvml.Device.
-func (h *partitionHandle) GetMemoryInfo_v2() (r0 nvml.Memory_v2, r1 nvml.Return) {
-	if ret := h.gate("GetMemoryInfo_v2"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
 }
 
 // GetMigDeviceHandleByIndex implements nvml.Device.
@@ -1231,52 +724,12 @@ func (h *partitionHandle) GetMinorNumber() (r0 int, r1 nvml.Return) {
 	return r0, nvml.ERROR_NOT_SUPPORTED
 }
 
-// GetModuleId implements nvml.Device.
-func (h *partitionHandle) GetModuleId() (r0 int, r1 nvml.Return) {
-	if ret := h.gate("GetModuleId"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
-// GetMultiGpuBoard implements nvml.Device.
-func (h *partitionHandle) GetMultiGpuBoard() (r0 int, r1 nvml.Return) {
-	if ret := h.gate("GetMultiGpuBoard"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
 // GetName implements nvml.Device.
 func (h *partitionHandle) GetName() (r0 string, r1 nvml.Return) {
 	if ret := h.gate("GetName"); ret != nvml.SUCCESS {
 		return r0, ret
 	}
 	return h.partition.GetName()
-}
-
-// GetNumGpuCores implements nvml.Device.
-func (h *partitionHandle) GetNumGpuCores() (r0 int, r1 nvml.Return) {
-	if ret := h.gate("GetNumGpuCores"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
-// GetNumaNodeId implements nvml.Device.
-func (h *partitionHandle) GetNumaNodeId() (r0 int, r1 nvml.Return) {
-	if ret := h.gate("GetNumaNodeId"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
-// GetNvLinkCapability implements nvml.Device.
-func (h *partitionHandle) GetNvLinkCapability(a0 int, a1 nvml.NvLinkCapability) (r0 uint32, r1 nvml.Return) {
-	if ret := h.gate("GetNvLinkCapability"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
 }
 
 // GetNvLinkRemoteDeviceType implements nvml.Device.
@@ -1303,33 +756,9 @@ func (h *partitionHandle) GetNvLinkState(a0 int) (r0 nvml.EnableState, r1 nvml.R
 	return r0, nvml.ERROR_NOT_SUPPORTED
 }
 
-// GetNvLinkVersion implements nvml.Device.
-func (h *partitionHandle) GetNvLinkVersion(a0 int) (r0 uint32, r1 nvml.Return) {
-	if ret := h.gate("GetNvLinkVersion"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
-// GetP2PStatus implements nvml.Device.
-func (h *partitionHandle) GetP2PStatus(a0 nvml.Device, a1 nvml.GpuP2PCapsIndex) (r0 nvml.GpuP2PStatus, r1 nvml.Return) {
-	if ret := h.gate("GetP2PStatus"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
 // GetPciInfo implements nvml.Device.
 func (h *partitionHandle) GetPciInfo() (r0 nvml.PciInfo, r1 nvml.Return) {
 	if ret := h.gate("GetPciInfo"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
-// GetPciInfoExt implements nvml.Device.
-func (h *partitionHandle) GetPciInfoExt() (r0 nvml.PciInfoExt, r1 nvml.Return) {
-	if ret := h.gate("GetPciInfoExt"); ret != nvml.SUCCESS {
 		return r0, ret
 	}
 	return r0, nvml.ERROR_NOT_SUPPORTED
@@ -1343,105 +772,9 @@ func (h *partitionHandle) GetPersistenceMode() (r0 nvml.EnableState, r1 nvml.Ret
 	return r0, nvml.ERROR_NOT_SUPPORTED
 }
 
-// GetPowerManagementDefaultLimit implements nvml.Device.
-func (h *partitionHandle) GetPowerManagementDefaultLimit() (r0 uint32, r1 nvml.Return) {
-	if ret := h.gate("GetPowerManagementDefaultLimit"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
-// GetPowerManagementLimit implements nvml.Device.
-func (h *partitionHandle) GetPowerManagementLimit() (r0 uint32, r1 nvml.Return) {
-	if ret := h.gate("GetPowerManagementLimit"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
-// GetRemappedRows implements nvml.Device.
-func (h *partitionHandle) GetRemappedRows() (r0 int, r1 int, r2 bool, r3 bool, r4 nvml.Return) {
-	if ret := h.gate("GetRemappedRows"); ret != nvml.SUCCESS {
-		return r0, r1, r2, r3, ret
-	}
-	return r0, r1, r2, r3, nvml.ERROR_NOT_SUPPORTED
-}
-
-// GetRetiredPages implements nvml.Device.
-func (h *partitionHandle) GetRetiredPages(a0 nvml.PageRetirementCause) (r0 []uint64, r1 nvml.Return) {
-	if ret := h.gate("GetRetiredPages"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
-// GetRetiredPagesPendingStatus implements nvml.Device.
-func (h *partitionHandle) GetRetiredPagesPendingStatus() (r0 nvml.EnableState, r1 nvml.Return) {
-	if ret := h.gate("GetRetiredPagesPendingStatus"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
-// GetSerial implements nvml.Device.
-func (h *partitionHandle) GetSerial() (r0 string, r1 nvml.Return) {
-	if ret := h.gate("GetSerial"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
-// GetSramEccErrorStatus implements nvml.Device.
-func (h *partitionHandle) GetSramEccErrorStatus() (r0 nvml.EccSramErrorStatus, r1 nvml.Return) {
-	if ret := h.gate("GetSramEccErrorStatus"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
-// GetSupportedClocksEventReasons implements nvml.Device.
-func (h *partitionHandle) GetSupportedClocksEventReasons() (r0 uint64, r1 nvml.Return) {
-	if ret := h.gate("GetSupportedClocksEventReasons"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
-// GetSupportedEventTypes implements nvml.Device.
-func (h *partitionHandle) GetSupportedEventTypes() (r0 uint64, r1 nvml.Return) {
-	if ret := h.gate("GetSupportedEventTypes"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
-// GetTemperature implements nvml.Device.
-func (h *partitionHandle) GetTemperature(a0 nvml.TemperatureSensors) (r0 uint32, r1 nvml.Return) {
-	if ret := h.gate("GetTemperature"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
 // GetTopologyCommonAncestor implements nvml.Device.
 func (h *partitionHandle) GetTopologyCommonAncestor(a0 nvml.Device) (r0 nvml.GpuTopologyLevel, r1 nvml.Return) {
 	if ret := h.gate("GetTopologyCommonAncestor"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
-// GetTopologyNearestGpus implements nvml.Device.
-func (h *partitionHandle) GetTopologyNearestGpus(a0 nvml.GpuTopologyLevel) (r0 []nvml.Device, r1 nvml.Return) {
-	if ret := h.gate("GetTopologyNearestGpus"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
-// GetTotalEccErrors implements nvml.Device.
-func (h *partitionHandle) GetTotalEccErrors(a0 nvml.MemoryErrorType, a1 nvml.EccCounterType) (r0 uint64, r1 nvml.Return) {
-	if ret := h.gate("GetTotalEccErrors"); ret != nvml.SUCCESS {
 		return r0, ret
 	}
 	return r0, nvml.ERROR_NOT_SUPPORTED
@@ -1455,36 +788,12 @@ func (h *partitionHandle) GetUUID() (r0 string, r1 nvml.Return) {
 	return h.partition.GetUUID()
 }
 
-// GetUtilizationRates implements nvml.Device.
-func (h *partitionHandle) GetUtilizationRates() (r0 nvml.Utilization, r1 nvml.Return) {
-	if ret := h.gate("GetUtilizationRates"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
-// GetVirtualizationMode implements nvml.Device.
-func (h *partitionHandle) GetVirtualizationMode() (r0 nvml.GpuVirtualizationMode, r1 nvml.Return) {
-	if ret := h.gate("GetVirtualizationMode"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
-}
-
 // IsMigDeviceHandle implements nvml.Device.
 func (h *partitionHandle) IsMigDeviceHandle() (r0 bool, r1 nvml.Return) {
 	if ret := h.gate("IsMigDeviceHandle"); ret != nvml.SUCCESS {
 		return r0, ret
 	}
 	return h.partition.IsMigDeviceHandle()
-}
-
-// OnSameBoard implements nvml.Device.
-func (h *partitionHandle) OnSameBoard(a0 nvml.Device) (r0 int, r1 nvml.Return) {
-	if ret := h.gate("OnSameBoard"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return r0, nvml.ERROR_NOT_SUPPORTED
 }
 
 // RegisterEvents implements nvml.Device.
@@ -1527,23 +836,15 @@ var migDeviceMethods = map[string]bool{
 	"MigDevice.GetApplicationsClock":               true,
 	"MigDevice.GetArchitecture":                    true,
 	"MigDevice.GetAttributes":                      true,
-	"MigDevice.GetBoardId":                         true,
 	"MigDevice.GetBrand":                           true,
-	"MigDevice.GetBusType":                         true,
 	"MigDevice.GetComputeInstanceId":               true,
 	"MigDevice.GetComputeMode":                     true,
 	"MigDevice.GetComputeRunningProcesses":         true,
 	"MigDevice.GetCudaComputeCapability":           true,
-	"MigDevice.GetCurrPcieLinkGeneration":          true,
-	"MigDevice.GetCurrPcieLinkWidth":               true,
 	"MigDevice.GetCurrentClocksEventReasons":       true,
 	"MigDevice.GetCurrentClocksThrottleReasons":    true,
-	"MigDevice.GetDefaultEccMode":                  true,
 	"MigDevice.GetDeviceHandleFromMigDeviceHandle": true,
-	"MigDevice.GetDisplayActive":                   true,
-	"MigDevice.GetDisplayMode":                     true,
 	"MigDevice.GetEccMode":                         true,
-	"MigDevice.GetEnforcedPowerLimit":              true,
 	"MigDevice.GetFieldValues":                     true,
 	"MigDevice.GetGpuFabricInfo":                   true,
 	"MigDevice.GetGpuFabricInfo_v4":                true,
@@ -1553,52 +854,22 @@ var migDeviceMethods = map[string]bool{
 	"MigDevice.GetGpuInstanceProfileInfo":          true,
 	"MigDevice.GetGpuInstanceRemainingCapacity":    true,
 	"MigDevice.GetGpuInstances":                    true,
-	"MigDevice.GetGpuMaxPcieLinkGeneration":        true,
-	"MigDevice.GetGraphicsRunningProcesses":        true,
 	"MigDevice.GetIndex":                           true,
 	"MigDevice.GetMPSComputeRunningProcesses":      true,
 	"MigDevice.GetMaxMigDeviceCount":               true,
-	"MigDevice.GetMaxPcieLinkGeneration":           true,
-	"MigDevice.GetMaxPcieLinkWidth":                true,
-	"MigDevice.GetMemoryBusWidth":                  true,
-	"MigDevice.GetMemoryErrorCounter":              true,
 	"MigDevice.GetMemoryInfo":                      true,
-	"MigDevice.GetMemoryInfo_v2":                   true,
 	"MigDevice.GetMigDeviceHandleByIndex":          true,
 	"MigDevice.GetMigMode":                         true,
 	"MigDevice.GetMinorNumber":                     true,
-	"MigDevice.GetModuleId":                        true,
-	"MigDevice.GetMultiGpuBoard":                   true,
 	"MigDevice.GetName":                            true,
-	"MigDevice.GetNumGpuCores":                     true,
-	"MigDevice.GetNumaNodeId":                      true,
-	"MigDevice.GetNvLinkCapability":                true,
 	"MigDevice.GetNvLinkRemoteDeviceType":          true,
 	"MigDevice.GetNvLinkRemotePciInfo":             true,
 	"MigDevice.GetNvLinkState":                     true,
-	"MigDevice.GetNvLinkVersion":                   true,
-	"MigDevice.GetP2PStatus":                       true,
 	"MigDevice.GetPciInfo":                         true,
-	"MigDevice.GetPciInfoExt":                      true,
 	"MigDevice.GetPersistenceMode":                 true,
-	"MigDevice.GetPowerManagementDefaultLimit":     true,
-	"MigDevice.GetPowerManagementLimit":            true,
-	"MigDevice.GetRemappedRows":                    true,
-	"MigDevice.GetRetiredPages":                    true,
-	"MigDevice.GetRetiredPagesPendingStatus":       true,
-	"MigDevice.GetSerial":                          true,
-	"MigDevice.GetSramEccErrorStatus":              true,
-	"MigDevice.GetSupportedClocksEventReasons":     true,
-	"MigDevice.GetSupportedEventTypes":             true,
-	"MigDevice.GetTemperature":                     true,
 	"MigDevice.GetTopologyCommonAncestor":          true,
-	"MigDevice.GetTopologyNearestGpus":             true,
-	"MigDevice.GetTotalEccErrors":                  true,
 	"MigDevice.GetUUID":                            true,
-	"MigDevice.GetUtilizationRates":                true,
-	"MigDevice.GetVirtualizationMode":              true,
 	"MigDevice.IsMigDeviceHandle":                  true,
-	"MigDevice.OnSameBoard":                        true,
 	"MigDevice.RegisterEvents":                     true,
 	"MigDevice.SetApplicationsClocks":              true,
 	"MigDevice.SetComputeMode":                     true,
@@ -1611,14 +882,6 @@ func (h *gpuInstanceHandle) CreateComputeInstance(a0 *nvml.ComputeInstanceProfil
 		return r0, ret
 	}
 	return h.instance.CreateComputeInstance(a0)
-}
-
-// CreateComputeInstanceWithPlacement implements nvml.GpuInstance.
-func (h *gpuInstanceHandle) CreateComputeInstanceWithPlacement(a0 *nvml.ComputeInstanceProfileInfo, a1 *nvml.ComputeInstancePlacement) (r0 nvml.ComputeInstance, r1 nvml.Return) {
-	if ret := h.gate("CreateComputeInstanceWithPlacement"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.instance.CreateComputeInstanceWithPlacement(a0, a1)
 }
 
 // Destroy implements nvml.GpuInstance.
@@ -1637,28 +900,12 @@ func (h *gpuInstanceHandle) GetComputeInstanceById(a0 int) (r0 nvml.ComputeInsta
 	return h.instance.GetComputeInstanceById(a0)
 }
 
-// GetComputeInstancePossiblePlacements implements nvml.GpuInstance.
-func (h *gpuInstanceHandle) GetComputeInstancePossiblePlacements(a0 *nvml.ComputeInstanceProfileInfo) (r0 []nvml.ComputeInstancePlacement, r1 nvml.Return) {
-	if ret := h.gate("GetComputeInstancePossiblePlacements"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.instance.GetComputeInstancePossiblePlacements(a0)
-}
-
 // GetComputeInstanceProfileInfo implements nvml.GpuInstance.
 func (h *gpuInstanceHandle) GetComputeInstanceProfileInfo(a0 int, a1 int) (r0 nvml.ComputeInstanceProfileInfo, r1 nvml.Return) {
 	if ret := h.gate("GetComputeInstanceProfileInfo"); ret != nvml.SUCCESS {
 		return r0, ret
 	}
 	return h.instance.GetComputeInstanceProfileInfo(a0, a1)
-}
-
-// GetComputeInstanceRemainingCapacity implements nvml.GpuInstance.
-func (h *gpuInstanceHandle) GetComputeInstanceRemainingCapacity(a0 *nvml.ComputeInstanceProfileInfo) (r0 int, r1 nvml.Return) {
-	if ret := h.gate("GetComputeInstanceRemainingCapacity"); ret != nvml.SUCCESS {
-		return r0, ret
-	}
-	return h.instance.GetComputeInstanceRemainingCapacity(a0)
 }
 
 // GetComputeInstances implements nvml.GpuInstance.
@@ -1679,15 +926,12 @@ func (h *gpuInstanceHandle) GetInfo() (r0 nvml.GpuInstanceInfo, r1 nvml.Return) 
 
 // gpuInstanceMethods are the methods of nvml.GpuInstance that are simulated, as a fault names them.
 var gpuInstanceMethods = map[string]bool{
-	"GpuInstance.CreateComputeInstance":                true,
-	"GpuInstance.CreateComputeInstanceWithPlacement":   true,
-	"GpuInstance.Destroy":                              true,
-	"GpuInstance.GetComputeInstanceById":               true,
-	"GpuInstance.GetComputeInstancePossiblePlacements": true,
-	"GpuInstance.GetComputeInstanceProfileInfo":        true,
-	"GpuInstance.GetComputeInstanceRemainingCapacity":  true,
-	"GpuInstance.GetComputeInstances":                  true,
-	"GpuInstance.GetInfo":                              true,
+	"GpuInstance.CreateComputeInstance":         true,
+	"GpuInstance.Destroy":                       true,
+	"GpuInstance.GetComputeInstanceById":        true,
+	"GpuInstance.GetComputeInstanceProfileInfo": true,
+	"GpuInstance.GetComputeInstances":           true,
+	"GpuInstance.GetInfo":                       true,
 }
 
 // Destroy implements nvml.ComputeInstance.

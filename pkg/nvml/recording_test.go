@@ -184,7 +184,7 @@ func TestProfileNamesItsAssumptions(t *testing.T) {
 	}
 	all := strings.Join(assumed, "\n")
 	for _, want := range []string{
-		`no profile has a "NVIDIA X1": cores`, "its place on the bus is assumed", "no table of simulated/models has its MIG profiles",
+		`no profile has a "NVIDIA X1": the PCIe generation`, "its place on the bus is assumed", "no table of simulated/models has its MIG profiles",
 		"15 SMs", "14 SMs",
 	} {
 		if !strings.Contains(all, want) {

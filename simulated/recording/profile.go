@@ -154,8 +154,8 @@ func (p *player) similar(product string) simulated.Model {
 			}
 		}
 	}
-	p.problem("no profile has a %q: cores, bus width, power limit, PCIe generation and NVLink version are assumed", product)
-	return simulated.Model{ProductName: product, MemoryBusWidth: 4096, Cores: 8192, PowerLimitWatts: 400, PCIeGeneration: 4, NVLinkVersion: 4}
+	p.problem("no profile has a %q: the PCIe generation is assumed", product)
+	return simulated.Model{ProductName: product, PCIeGeneration: 4}
 }
 
 // nameModel returns the key of a model, which GPUs of the same model share.
