@@ -77,3 +77,18 @@ func TestPackagesHaveSizes(t *testing.T) {
 		t.Errorf("packages are %v, want %v", got, want)
 	}
 }
+
+// With other flags these would compile all packages again.
+func TestFlagsAreTheSameElsewhere(t *testing.T) {
+	for _, path := range []string{"../demo.sh", "../../simulated/internal/gen/called_test.go"} {
+		text, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, flag := range BuildFlags() {
+			if !strings.Contains(string(text), flag) {
+				t.Errorf("%s has no %s", path, flag)
+			}
+		}
+	}
+}
