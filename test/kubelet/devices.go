@@ -89,6 +89,8 @@ func (k *Kubelet) follow(ctx context.Context, p *plugin, resource string) error 
 	if err != nil {
 		return fmt.Errorf("get options of the plugin of %s: %w", resource, err)
 	}
+	// Before the first list: choose reads it without the lock.
+	k.change(func() { p.prefers = options.GetGetPreferredAllocationAvailable() })
 	stream, err := p.api.ListAndWatch(ctx, &pluginapi.Empty{})
 	if err != nil {
 		return fmt.Errorf("list devices of %s: %w", resource, err)
@@ -102,7 +104,7 @@ func (k *Kubelet) follow(ctx context.Context, p *plugin, resource string) error 
 			return fmt.Errorf("receive devices of %s: %w", resource, err)
 		}
 		k.change(func() {
-			p.devices, p.listed, p.prefers = list.GetDevices(), true, options.GetGetPreferredAllocationAvailable()
+			p.devices, p.listed = list.GetDevices(), true
 			err = k.writeDevices()
 		})
 		if err != nil {
