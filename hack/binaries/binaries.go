@@ -172,15 +172,5 @@ func describe(cache string, versions []string) (*Set, []component) {
 		components = append(components, kubernetes(version, func(dir string) { set.kubernetes[version] = dir }))
 	}
 	components = append(components, runc(&set.Runc), pause(func(dir string) { set.Pause = filepath.Join(dir, "pause") }))
-	// Those that are shared come first, since they are planned together.
-	slices.SortStableFunc(components, func(a, b component) int {
-		switch {
-		case a.shared == b.shared:
-			return 0
-		case a.shared:
-			return -1
-		}
-		return 1
-	})
 	return set, components
 }

@@ -57,7 +57,7 @@ var notInlined = []string{
 	"go.opentelemetry.io/contrib/...", "go.opentelemetry.io/otel/sdk/...", "go.opentelemetry.io/otel/exporters/...", "oras.land/...",
 }
 
-// sharedVariant keeps programs of etcd, containerd and Helm apart, in the cache, from those that earlier checkouts have built without cgo.
+// sharedVariant keeps the programs of shared components apart, in the cache, from those that are built without cgo.
 const sharedVariant = "-shared"
 
 func into(dir *string) func(string) { return func(found string) { *dir = found } }
@@ -274,7 +274,8 @@ func (b builder) buildProgram(ctx context.Context, c component, program program,
 	return nil
 }
 
-// download runs a go command that may need the network, and again if it fails.
+// download runs a go command that may need the network, and again if it fails. It does not use retry of client-go, which would have to be
+// compiled before hack/cmd/programs can report any progress.
 func download(ctx context.Context, c component, work string, args ...string) (out string, err error) {
 	for try := range 4 {
 		if try > 0 {

@@ -4,12 +4,12 @@ package binaries
 
 import (
 	"context"
-	"crypto/sha256"
 	_ "embed"
 	"fmt"
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 )
 
@@ -33,9 +33,8 @@ func DeviceManager(ctx context.Context, version string, out io.Writer) (string, 
 	if err != nil {
 		return "", err
 	}
-	sum := sha256.Sum256(append(append([]byte{}, deviceManagerMain...), deviceManagerBridge...))
 	c := component{
-		name: "devicemanager", version: version, variant: fmt.Sprintf("-%x", sum[:6]), module: kubernetesModule,
+		name: "devicemanager", version: version, variant: "-" + hashOf(slices.Concat(deviceManagerMain, deviceManagerBridge)), module: kubernetesModule,
 		shared: version == DefaultKubernetes, prepare: copyDeviceManager, source: deviceManagerMain, packages: []program{{".", []string{"devicemanager"}}},
 	}
 	dir, err := newBuilder(cache, out).ensure(ctx, c, "[1/1]")

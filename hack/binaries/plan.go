@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"go/version"
 	"io/fs"
 	"maps"
 	"os"
@@ -143,11 +144,7 @@ const linkSize = 1e6
 
 // prepare writes a small module that requires the component's, or is the component.
 func prepare(ctx context.Context, c component, work string) error {
-	goVersion := strings.TrimPrefix(runtime.Version(), "go")
-	if fields := strings.SplitN(goVersion, ".", 3); len(fields) >= 2 {
-		goVersion = fields[0] + "." + fields[1]
-	}
-	start := fmt.Sprintf("module local/%s\n\ngo %s\n\n", c.name, goVersion)
+	start := fmt.Sprintf("module local/%s\n\ngo %s\n\n", c.name, strings.TrimPrefix(version.Lang(runtime.Version()), "go"))
 	// Before the first go command: it would use the go.mod of a module that contains the cache.
 	if err := os.WriteFile(filepath.Join(work, "go.mod"), []byte(start), 0o644); err != nil {
 		return fmt.Errorf("write go.mod: %w", err)
@@ -175,7 +172,7 @@ func requirements(ctx context.Context, c component, work string) (string, error)
 	}
 	var replaces string
 	if kubernetes := versions[kubernetesModule]; kubernetes != "" {
-		module, err := downloadModule(ctx, c, work, kubernetesModule, kubernetes)
+		module, err := downloadKubernetes(ctx, c, work, kubernetes)
 		if err != nil {
 			return "", err
 		}
@@ -258,14 +255,14 @@ func stagingVersions(gomod, version string) (map[string]string, error) {
 
 type downloaded struct{ GoMod, Dir string }
 
-func downloadModule(ctx context.Context, c component, work, path, version string) (downloaded, error) {
+func downloadKubernetes(ctx context.Context, c component, work, version string) (downloaded, error) {
 	var module downloaded
-	out, err := download(ctx, c, work, "mod", "download", "-json", path+"@"+version)
+	out, err := download(ctx, c, work, "mod", "download", "-json", kubernetesModule+"@"+version)
 	if err != nil {
 		return downloaded{}, err
 	}
 	if err := json.Unmarshal([]byte(out), &module); err != nil {
-		return downloaded{}, fmt.Errorf("read answer of go mod download %s: %w", path, err)
+		return downloaded{}, fmt.Errorf("read answer of go mod download %s: %w", kubernetesModule, err)
 	}
 	return module, nil
 }

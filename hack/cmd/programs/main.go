@@ -11,7 +11,6 @@ import (
 	"os"
 	"os/exec"
 	"os/signal"
-	"strings"
 	"syscall"
 	"time"
 
@@ -58,9 +57,8 @@ type tandem struct {
 	work      *progress.Work
 }
 
-// targets are the demo and the programs of the image that it builds. All are compiled with cgo here. hack/image compiles mps-daemon and
-// simulated-driver without it, which takes some seconds more.
-var targets = []string{"./hack/cmd/demo", "./cmd/kubelet-plugin", "./cmd/controller", "./cmd/mps-daemon", "./cmd/simulated-driver"}
+// targets are the demo and those programs of its image that are built with cgo. hack/image builds the others, without cgo.
+var targets = []string{"./hack/cmd/demo", "./cmd/kubelet-plugin", "./cmd/controller"}
 
 func (t tandem) command(ctx context.Context, args ...string) *exec.Cmd {
 	cmd := gotool.Command(ctx, t.tmp, []string{"CGO_ENABLED=1"}, append(args, targets...)...)
@@ -70,11 +68,11 @@ func (t tandem) command(ctx context.Context, args ...string) *exec.Cmd {
 
 func (t tandem) plan(ctx context.Context) error {
 	cmd := t.command(ctx, append([]string{"list", "-deps", "-f", gotool.ListFormat}, gotool.BuildFlags()...)...)
-	var failure strings.Builder
+	var failure progress.Tail
 	cmd.Stderr = &failure
 	listed, err := cmd.Output()
 	if err != nil {
-		return fmt.Errorf("list packages of Tandem: %w: %s", err, failure.String())
+		return fmt.Errorf("list packages of Tandem: %w\n%s", err, &failure)
 	}
 	t.work.Add(gotool.Packages(string(listed)))
 	return nil
