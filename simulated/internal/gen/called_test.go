@@ -56,11 +56,11 @@ func calledMethods(t *testing.T) map[string]string {
 	t.Helper()
 	type pkg struct {
 		ImportPath, Dir, Export string
-		GoFiles, Imports        []string
+		GoFiles, Deps           []string
 	}
 	// With the flags of gotool.BuildFlags: the build cache has these packages.
 	list := exec.Command("go", "list", "-trimpath", "-buildvcs=false", "-gcflags=all=-dwarf=false", "-tags=grpcnotrace",
-		"-deps", "-export", "-json=ImportPath,Dir,Export,GoFiles,Imports", "./cmd/...")
+		"-deps", "-export", "-json=ImportPath,Dir,Export,GoFiles,Deps", "./cmd/...")
 	list.Dir = "../../.."
 	list.Stderr = os.Stderr
 	out, err := list.Output()
@@ -77,7 +77,7 @@ func calledMethods(t *testing.T) map[string]string {
 			t.Fatal(err)
 		}
 		exports[p.ImportPath] = p.Export
-		if slices.Contains(p.Imports, gonvml) {
+		if slices.Contains(p.Deps, gonvml) {
 			users = append(users, p)
 		}
 	}
