@@ -82,5 +82,4 @@ var neededPrivileges = map[string]Privileges{
 	"SetMigMode":                        AllPrivileges,
 	"SetComputeMode":                    AllPrivileges,
 	"SetApplicationsClocks":             AllPrivileges,
-	"SetPersistenceMode":                AllPrivileges,
 }
