@@ -95,7 +95,10 @@ func (l *Ledger) CancelReservation(r Reservation) error {
 	return nil
 }
 
-func (h *Hold) drain(at time.Time) { h.State, h.Since = StateDraining, at }
+func (h *Hold) drain(stamp time.Time) {
+	h.State = StateDraining
+	h.begin(stamp)
+}
 
 func (l *Ledger) reserveClaim(ctx context.Context, r ClaimRequest) (Reservation, error) {
 	for {
@@ -178,7 +181,7 @@ func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflict *Confli
 		}
 		l.serial++
 		taken = append(taken, Hold{
-			Holder: holder, Device: ref, Share: r.Shares[ref], State: StateHeld, Since: l.options.Now(),
+			Holder: holder, Device: ref, Share: r.Shares[ref], State: StateHeld, Since: l.options.Now(), Began: time.Now(),
 			Namespace: r.Namespace, Name: r.Name, Pods: slices.Clone(r.Pods), Generation: l.serial, taken: l.serial,
 		})
 	}
@@ -230,7 +233,8 @@ func (l *Ledger) confirm(known *Hold, r ClaimRequest) error {
 	l.serial++
 	updated.Generation, updated.taken = l.serial, l.serial
 	if known.State != StateHeld {
-		updated.State, updated.Since = StateHeld, l.options.Now()
+		updated.State = StateHeld
+		updated.begin(l.options.Now())
 	}
 	if updated.equal(*known) {
 		l.replace(known, updated)

@@ -13,6 +13,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/tandem-gpu/tandem/internal/fileclock"
 	"github.com/tandem-gpu/tandem/internal/records"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
@@ -137,10 +138,10 @@ func TestDrainingSince(t *testing.T) {
 	l := openWith(t, neverRunningOut)
 	must(t, second(l.ReserveClaim(t.Context(), claimOf("c", whole("a")))))
 	l.mu.Lock()
-	l.holds[key{Holder{KindClaim, "c"}, whole("a")}].Since = now().Add(-time.Hour)
+	l.holds[key{Holder{KindClaim, "c"}, whole("a")}].Since = fileclock.Now().Add(-time.Hour)
 	l.mu.Unlock()
 	must(t, l.DrainClaim(t.Context(), "c"))
-	if h := find(l, "c"); h.State != StateDraining || now().Sub(h.Since) > time.Minute {
+	if h := find(l, "c"); h.State != StateDraining || fileclock.Now().Sub(h.Since) > time.Minute {
 		t.Errorf("draining since an hour: %+v", h)
 	}
 }

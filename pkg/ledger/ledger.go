@@ -60,6 +60,9 @@ type Hold struct {
 	// Since is when the hold was taken, by the clock that stamps files, or when it began to drain. A Prepare repeated for a held claim
 	// does not change it.
 	Since time.Time `json:"since"`
+	// Began is the same moment by this process's monotonic clock, which setting the time does not change. Compare it with other moments of
+	// this process, and Since with the stamps of files.
+	Began time.Time `json:"-"`
 	// Resource is the extended resource that a pod requested; empty for claims.
 	Resource string `json:"resource,omitempty"`
 	// Namespace and Name are the claim's; empty for pods, and for a claim of which only the UID is known.

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"time"
 
 	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -67,7 +68,7 @@ func (l *Ledger) tryReservePod(requests []PodRequest) ([]Hold, error) {
 	for _, r := range requests {
 		l.serial++
 		h := Hold{
-			Holder: Holder{KindPod, r.ID}, Device: r.Device, Share: r.Share, State: StateHeld, Since: l.options.Now(),
+			Holder: Holder{KindPod, r.ID}, Device: r.Device, Share: r.Share, State: StateHeld, Since: l.options.Now(), Began: time.Now(),
 			Resource: r.Resource, Generation: l.serial,
 		}
 		if _, reuse := l.holds[keyOf(h)]; reuse {

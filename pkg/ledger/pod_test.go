@@ -6,6 +6,7 @@ import (
 	"errors"
 	"testing"
 
+	"github.com/tandem-gpu/tandem/internal/fileclock"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
@@ -77,7 +78,7 @@ func (r refusing) Reuses(Hold) bool        { *r.asked++; return false }
 // kubelet waits for Allocate in its only sync loop, and each answer of Reuses may take a second.
 func TestOneRefusalDecides(t *testing.T) {
 	asked := 0
-	l, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", PodStates: refusing{func(Hold) PodState { return Running }, &asked}, Now: now})
+	l, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", PodStates: refusing{func(Hold) PodState { return Running }, &asked}, Now: fileclock.Now})
 	must(t, err)
 	t.Cleanup(func() { _ = l.Close() })
 	var requests []PodRequest
@@ -118,7 +119,7 @@ func TestSlowAllocateOfADeadKubelet(t *testing.T) {
 		}
 		return Running
 	}}
-	l, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", PodStates: states, Now: now})
+	l, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", PodStates: states, Now: fileclock.Now})
 	must(t, err)
 	t.Cleanup(func() { _ = l.Close() })
 	ask := func() error {

@@ -7,6 +7,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/tandem-gpu/tandem/internal/fileclock"
 )
 
 // A hold on a read-only disk gets the pods that kubelet names. Only their record waits.
@@ -21,7 +23,7 @@ func TestExpectOnAReadOnlyDisk(t *testing.T) {
 	t.Cleanup(func() { must(t, unix.Unmount(dir, unix.MNT_DETACH)) })
 	open := func() *Ledger {
 		t.Helper()
-		l, err := Open(t.Context(), Options{Dir: dir, BootID: "boot", PodStates: judge(func(Hold) PodState { return Running }), Now: now})
+		l, err := Open(t.Context(), Options{Dir: dir, BootID: "boot", PodStates: judge(func(Hold) PodState { return Running }), Now: fileclock.Now})
 		must(t, err)
 		return l
 	}

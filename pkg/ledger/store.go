@@ -15,10 +15,10 @@ import (
 	"sync"
 	"time"
 
-	"golang.org/x/sys/unix"
 	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
+	"github.com/tandem-gpu/tandem/internal/fileclock"
 	"github.com/tandem-gpu/tandem/internal/records"
 	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -87,7 +87,7 @@ func Open(ctx context.Context, o Options) (*Ledger, error) {
 		return nil, errors.New("open ledger: Dir, BootID and PodStates are required")
 	}
 	if o.Now == nil {
-		o.Now = now
+		o.Now = fileclock.Now
 	}
 	if o.CleanupPending == nil {
 		o.CleanupPending = func(Hold) bool { return false }
@@ -126,6 +126,7 @@ func (l *Ledger) load(ctx context.Context) error {
 	for _, k := range l.records.Keys() {
 		h, _ := l.records.Get(k)
 		h.Holder, h.Device = k.holder, k.device
+		h.Began = time.Now().Add(-max(0, l.options.Now().Sub(h.Since)))
 		l.serial = max(l.serial, h.Generation)
 		l.put(h)
 	}
@@ -174,7 +175,7 @@ func (l *Ledger) Expect(h Hold) error {
 	l.serial++
 	h.Generation = l.serial
 	h.State = StateRestored
-	h.Since = l.options.Now()
+	h.begin(l.options.Now())
 	h.Pods = slices.Clone(h.Pods)
 	h.Unreadable = false
 	err := l.write(h)
@@ -217,7 +218,8 @@ func (l *Ledger) write(h Hold) error {
 func (l *Ledger) complete(known *Hold, h Hold) error {
 	updated := *known
 	if updated.Unreadable {
-		updated.Unreadable, updated.Since = false, l.options.Now()
+		updated.Unreadable = false
+		updated.begin(l.options.Now())
 	}
 	updated.Namespace = cmp.Or(updated.Namespace, h.Namespace)
 	updated.Name = cmp.Or(updated.Name, h.Name)
@@ -410,14 +412,8 @@ func (l *Ledger) holdsOf(holder Holder) []Hold {
 	return found
 }
 
-// now reads the clock with which the kernel stamps files: a later write never has an earlier stamp.
-func now() time.Time {
-	var t unix.Timespec
-	if err := unix.ClockGettime(unix.CLOCK_REALTIME_COARSE, &t); err != nil {
-		return time.Now()
-	}
-	return time.Unix(t.Unix())
-}
+// begin sets when the hold was taken, or began to drain, to this moment.
+func (h *Hold) begin(stamp time.Time) { h.Since, h.Began = stamp, time.Now() }
 
 // newRecords returns the holds on disk, one file for each: <kind>~<holder>~<device>. An empty or unreadable file still holds its
 // device. A later version may add fields to a record and kinds of holders; this version ignores the fields, and such a holder holds.

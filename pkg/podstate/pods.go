@@ -24,6 +24,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
+	"github.com/tandem-gpu/tandem/internal/fileclock"
 	"github.com/tandem-gpu/tandem/internal/owner"
 	"github.com/tandem-gpu/tandem/internal/podstatus"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
@@ -37,8 +38,10 @@ type Pods struct {
 	cgroups *Cgroups
 	// kubeletDir is kubelet's root directory.
 	kubeletDir string
-	factory    informers.SharedInformerFactory
-	handler    cache.ResourceEventHandlerRegistration
+	// Stamp is the clock that stamps the files of kubeletDir. The default is the kernel's; a simulation has its own.
+	Stamp   func() time.Time
+	factory informers.SharedInformerFactory
+	handler cache.ResourceEventHandlerRegistration
 
 	changed broadcast.Signal
 
@@ -69,7 +72,7 @@ var _ ledger.PodStates = (*Pods)(nil)
 // NewPods returns Pods of one node and its kubelet's root directory. It makes no request before Run.
 func NewPods(client kubernetes.Interface, node string, cgroups *Cgroups, kubeletDir string) (*Pods, error) {
 	p := &Pods{
-		client: client, node: node, cgroups: cgroups, kubeletDir: kubeletDir, factory: newFactory(client, podNodeName, node, trim),
+		client: client, node: node, cgroups: cgroups, kubeletDir: kubeletDir, Stamp: fileclock.Now, factory: newFactory(client, podNodeName, node, trim),
 		pods: map[types.UID]seenPod{},
 	}
 	handler, err := p.factory.Core().V1().Pods().Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
@@ -278,10 +281,10 @@ func (p *Pods) Name(uid string) ledger.Pod {
 // Known reports whether the watch has reported a pod with that UID.
 func (p *Pods) Known(uid string) bool { return p.Name(uid).Name != "" }
 
-// EndedBefore reports whether the pod was terminal or deleted at that moment.
-func (p *Pods) EndedBefore(uid string, moment time.Time) bool {
+// EndedBy reports whether the pod was terminal or deleted at a moment of this process.
+func (p *Pods) EndedBy(uid string, moment time.Time) bool {
 	ended := p.EndedAt(uid)
-	return !ended.IsZero() && ended.Before(moment)
+	return !ended.IsZero() && !ended.After(moment)
 }
 
 // EndedAt returns when the watch first reported the pod as terminal or deleted; zero for a living or unknown pod.

@@ -83,10 +83,16 @@ func (p *Pods) add(t *testing.T, pod *corev1.Pod) {
 }
 
 func limit(state ledger.State, age time.Duration, uids ...string) ledger.Hold {
-	h := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindPod, ID: "GPU-a"}, State: state, Since: time.Now().Add(-age), Resource: "nvidia.com/gpu"}
+	h := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindPod, ID: "GPU-a"}, State: state, Since: time.Now().Add(-age), Began: time.Now().Add(-age), Resource: "nvidia.com/gpu"}
 	for _, uid := range uids {
 		h.Pods = append(h.Pods, ledger.Pod{UID: uid})
 	}
+	return h
+}
+
+// setBack has a hold that was taken before the clock was set back by an hour.
+func setBack(h ledger.Hold) ledger.Hold {
+	h.Since = h.Since.Add(time.Hour)
 	return h
 }
 
@@ -98,7 +104,7 @@ func claim(state ledger.State, uids ...string) ledger.Hold {
 
 func claimSince(age time.Duration, state ledger.State, uids ...string) ledger.Hold {
 	h := claim(state, uids...)
-	h.Since = time.Now().Add(-age)
+	h.Began = time.Now().Add(-age)
 	return h
 }
 
@@ -149,7 +155,7 @@ func TestStateOfPodHold(t *testing.T) {
 		{"never seen, expected, busy", nil, false, busyGroup, limit(ledger.StateRestored, recent, podA), ledger.Orphaned},
 		{"no pod known", nil, false, noGroup, limit(ledger.StateHeld, recent), ledger.Running},
 		{"one of two lives", pod(podA, "a"), false, busyGroup, limit(ledger.StateRestored, recent, podA, podB), ledger.Running},
-		{"a clock that was set back", pod(podA, "a"), true, noGroup, limit(ledger.StateHeld, -time.Hour, podA), ledger.Gone},
+		{"deleted, just allocated, the clock was set back", pod(podA, "a"), true, noGroup, setBack(limit(ledger.StateHeld, 0, podA)), ledger.Terminating},
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
@@ -274,7 +280,7 @@ func TestStartedWithoutAsking(t *testing.T) {
 		f.group(podB, emptyGroup)
 		p.add(t, pod(podB, "b", names("one")))
 		ask("another one comes", ledger.Gone)
-		h.Since = time.Now()
+		h.Began = time.Now()
 		ask("the claim was prepared and let go of once more", ledger.Orphaned)
 	})
 }
@@ -421,7 +427,7 @@ func TestSweep(t *testing.T) {
 	}
 }
 
-func TestEndedBefore(t *testing.T) {
+func TestEndedBy(t *testing.T) {
 	start := time.Now()
 	p := known(t, newTree(t), pod(podA, "a"), pod(podB, "b", phase(corev1.PodSucceeded)))
 	later := time.Now().Add(time.Hour)
@@ -430,12 +436,12 @@ func TestEndedBefore(t *testing.T) {
 		moment time.Time
 		want   bool
 	}{{podA, later, false}, {podB, later, true}, {podB, start.Add(-time.Second), false}, {"unknown", later, false}} {
-		if got := p.EndedBefore(test.uid, test.moment); got != test.want {
+		if got := p.EndedBy(test.uid, test.moment); got != test.want {
 			t.Errorf("%s before %s: got %v", test.uid, test.moment, got)
 		}
 	}
 	p.forget(pod(podA, "a"))
-	if !p.EndedBefore(podA, later) {
+	if !p.EndedBy(podA, later) {
 		t.Error("a deleted pod has ended")
 	}
 }
@@ -520,7 +526,7 @@ func TestRun(t *testing.T) {
 	await("the new pod", func() bool { return p.Known(podB) })
 	await("the end of the old one", func() bool { return p.PodState(limit(ledger.StateHeld, time.Minute, podA)) == ledger.Gone })
 	must(t, pods.Delete(ctx, "a", metav1.DeleteOptions{}))
-	await("the deletion", func() bool { return p.EndedBefore(podB, time.Now().Add(time.Hour)) })
+	await("the deletion", func() bool { return p.EndedBy(podB, time.Now().Add(time.Hour)) })
 	cancel()
 	must(t, <-done)
 	if p.AwaitSync(ctx) != true {
@@ -655,7 +661,10 @@ func TestStartedBeforeAnybodyLooked(t *testing.T) {
 	if !p.Started(h, nil) {
 		t.Error("the pod in the checkpoint runs")
 	}
-	h.Since = time.Now().Add(time.Minute)
+	if !p.Started(setBack(h), nil) {
+		t.Error("the pod in the checkpoint runs, whatever the clock says")
+	}
+	must(t, os.Chtimes(path, time.Time{}, time.Now().Add(-time.Minute)))
 	if p.Started(h, nil) {
 		t.Error("the checkpoint names the pod before")
 	}

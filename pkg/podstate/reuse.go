@@ -51,7 +51,7 @@ func (p *Pods) ReusesNow(h ledger.Hold) (reuses, decided bool) {
 			continue
 		}
 		has[d.PodUID] = append(has[d.PodUID], d)
-		if d.ID == h.Holder.ID && !checkpoint.Written.Before(h.Since) {
+		if d.ID == h.Holder.ID && !p.Predates(checkpoint, h) {
 			uids[d.PodUID] = true
 		}
 	}

@@ -24,11 +24,24 @@ const Settling = 2 * time.Second
 
 // Unsettled returns how long the hold of a pod is still within Settling.
 func Unsettled(h ledger.Hold) time.Duration {
-	age := time.Since(h.Since)
-	if h.State == ledger.StateRestored || age < 0 {
-		return 0 // age is negative when the clock was set back
+	if h.State == ledger.StateRestored {
+		return 0
 	}
-	return max(0, Settling-age)
+	return max(0, Settling-time.Since(h.Began))
+}
+
+// clockTick is more than the clock of file stamps is ever behind (10 ms, CONFIG_HZ=100).
+const clockTick = 20 * time.Millisecond
+
+// Predates reports whether kubelet wrote its checkpoint before a hold was taken, by the clock that stamps files. Where that clock was set
+// back since, the hold's age counts: else no later checkpoint would count until the clock has caught up. A checkpoint of the same
+// tick counts as later: kubelet answers an Allocate with a write at once.
+func (p *Pods) Predates(checkpoint DeviceCheckpoint, h ledger.Hold) bool {
+	since := h.Since
+	if taken := p.Stamp().Add(-time.Since(h.Began)); taken.Add(clockTick).Before(since) {
+		since = taken
+	}
+	return checkpoint.Written.Before(since)
 }
 
 // PodState implements ledger.PodStates.
@@ -42,7 +55,7 @@ func (p *Pods) PodState(h ledger.Hold) ledger.PodState {
 	if len(h.Pods) == 0 {
 		return ledger.Running
 	}
-	since := h.Since
+	since := h.Began
 	if h.State == ledger.StateRestored {
 		since = time.Time{} // it is older than the restart
 	}
@@ -127,7 +140,7 @@ func isRecent(moment time.Time) bool {
 func (p *Pods) claimState(h ledger.Hold, uids map[types.UID]bool) ledger.PodState {
 	if h.State != ledger.StateDraining {
 		for uid := range uids {
-			if p.podState(uid, h.Since) == ledger.Running {
+			if p.podState(uid, h.Began) == ledger.Running {
 				return ledger.Running
 			}
 		}
@@ -146,7 +159,7 @@ func (p *Pods) claimState(h ledger.Hold, uids map[types.UID]bool) ledger.PodStat
 		prepared[types.UID(pod.UID)], uids[types.UID(pod.UID)] = true, true
 	}
 	// Without pods, kubelet never received an answer to Prepare.
-	recent := isRecent(h.Since) && len(h.Pods) > 0
+	recent := isRecent(h.Began) && len(h.Pods) > 0
 	if recent {
 		unseen, err := p.unreported(func(seenPod) bool { return true })
 		if err != nil {
@@ -169,7 +182,7 @@ func (p *Pods) claimPodState(h ledger.Hold, uid types.UID, prepared, recent bool
 	p.mu.Lock()
 	pod, known := p.pods[uid]
 	// The pod was deleted before the first list. It is like a deleted pod that is known, unless the claim was draining already.
-	leftover := p.leftover[uid] && (prepared || h.Since.After(p.synced))
+	leftover := p.leftover[uid] && (prepared || h.Began.After(p.synced))
 	p.mu.Unlock()
 	started := known && len(pod.Status.ContainerStatuses) > 0
 	ended := known && podstatus.Ended(pod.Pod)
@@ -211,7 +224,7 @@ func (p *Pods) Keepers(h ledger.Hold) (pods []ledger.Pod, prepared bool) {
 	for _, pod := range slices.Concat(h.Pods, added) {
 		recorded[types.UID(pod.UID)], uids[types.UID(pod.UID)] = true, true
 	}
-	recent := isRecent(h.Since) && len(h.Pods) > 0
+	recent := isRecent(h.Began) && len(h.Pods) > 0
 	if recent {
 		// Without an answer there is nothing to describe.
 		unseen, _ := p.unreported(func(seenPod) bool { return true })
@@ -231,7 +244,7 @@ func (p *Pods) Keepers(h ledger.Hold) (pods []ledger.Pod, prepared bool) {
 // Users returns the pods recorded with the hold of a claim that may still use it.
 func (p *Pods) Users(h ledger.Hold) []ledger.Pod {
 	return slices.DeleteFunc(slices.Clone(h.Pods), func(pod ledger.Pod) bool {
-		return p.podState(types.UID(pod.UID), h.Since) == ledger.Gone
+		return p.podState(types.UID(pod.UID), h.Began) == ledger.Gone
 	})
 }
 
@@ -248,7 +261,7 @@ func (p *Pods) Deserted(h ledger.Hold) bool {
 	}
 	for uid := range uids {
 		pod, known := p.pods[uid]
-		older := h.State == ledger.StateRestored || h.Since.Before(p.synced)
+		older := h.State == ledger.StateRestored || h.Began.Before(p.synced)
 		if known && !pod.deleted && !podstatus.Ended(pod.Pod) || !known && !older {
 			return false
 		}
@@ -290,7 +303,7 @@ func (p *Pods) Started(h ledger.Hold, all []ledger.Hold) bool {
 			return true
 		}
 		for _, d := range checkpoint.Devices {
-			if d.ID == h.Holder.ID && d.Resource == h.Resource && !checkpoint.Written.Before(h.Since) {
+			if d.ID == h.Holder.ID && d.Resource == h.Resource && !p.Predates(checkpoint, h) {
 				uids = append(uids, d.PodUID)
 			}
 		}
@@ -298,7 +311,7 @@ func (p *Pods) Started(h ledger.Hold, all []ledger.Hold) bool {
 	if len(uids) == 0 {
 		// kubelet may have admitted a deleted pod and have removed it from its checkpoint since (TestStartedAndStruckOff).
 		uids = p.wanting(func(resource string) bool { return resource == h.Resource }, all, func(seenPod) bool { return true })
-		if !p.watchedSince(h.Since) {
+		if !p.watchedSince(h.Began) {
 			// A pod that was deleted before our watch began has left a cgroup only (TestStartedBeforeTheWatch).
 			unknownPods, err := p.UnknownPods()
 			if err != nil {

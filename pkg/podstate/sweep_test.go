@@ -25,12 +25,12 @@ func TestSweepKeepsThePodOfAnUnidentifiedLimit(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	pods.synced = time.Now()
+	pods.synced = time.Now().Add(-time.Hour)
 	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: "p", Namespace: "default", UID: "u1"}}
 	pods.store(pod)
 	pods.forget(pod)
 	pods.age("u1")
-	limit := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindPod, ID: "GPU-1"}, State: ledger.StateHeld, Since: time.Now().Add(time.Second)}
+	limit := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindPod, ID: "GPU-1"}, State: ledger.StateHeld, Began: time.Now().Add(-time.Minute)}
 
 	pods.Sweep([]ledger.Hold{limit})
 	identified := limit

@@ -36,16 +36,10 @@ func (r *Reconciler) Adopt(ctx context.Context) error {
 	defer r.lateAdded.Notify()
 	defer r.withholdUnknown(ctx)
 	holds := r.holders()
-	var errs []error
-	for _, d := range checkpoint.Devices {
-		if _, held := holds[ledger.Holder{Kind: ledger.KindPod, ID: d.ID}]; held {
-			continue
-		}
-		done, err := r.restorePodHold(ctx, checkpoint, holds, d)
-		errs = append(errs, err)
-		if err == nil && !done {
-			r.addLate(ctx, d)
-		}
+	late, err := r.expectNamed(ctx, checkpoint, holds)
+	errs := []error{err}
+	for _, d := range late {
+		r.addLate(ctx, d)
 	}
 	// The agent registers neither API before Adopt has returned, so the requests have one deadline. After it
 	// kubelet's list of a claim's devices counts, and a claim of shared devices is late.

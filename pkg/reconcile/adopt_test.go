@@ -193,7 +193,6 @@ func TestAdoptAfterTheStart(t *testing.T) {
 	must(t, g.r.Restore(t.Context()))
 	g.want("GPU-2: claim c1 held [p4]", "GPU-2: pod GPU-2 restored [ended]")
 	g.run()
-	g.await("GPU-2: claim c1 held [p4]")
 	for range 2 {
 		must(t, g.r.Adopt(t.Context()))
 	}

@@ -135,7 +135,6 @@ func TestHolderOfReplicas(t *testing.T) {
 		id := device.ReplicaID("GPU-1", n)
 		must(t, g.book.ReservePod([]ledger.PodRequest{{ID: id, Resource: resource, Device: device.Ref{GPU: "GPU-1"}, Share: device.Replica(8, 4)}}))
 	}
-	g.awaitClock(g.book.Holds()[1].Since)
 	g.checkpoint("p1", device.ReplicaID("GPU-1", 0), "p1", device.ReplicaID("GPU-1", 1))
 	g.await("GPU-1: pod GPU-1::0 held [p1] has "+device.Replica(8, 4).String(), "GPU-1: pod GPU-1::1 held [p1] has "+device.Replica(8, 4).String())
 	g.wantHolders("gpu-1 GPU-1 apps/p1/main limit")

@@ -50,7 +50,7 @@ func (b book) Collect(metrics chan<- prometheus.Metric) {
 	for _, h := range holds {
 		g := group{h.Holder.Kind, h.State}
 		count[g]++
-		age[g] = max(age[g], time.Since(h.Since))
+		age[g] = max(age[g], time.Since(h.Began))
 	}
 	gauge := func(description *prometheus.Desc, value float64, labels ...string) {
 		metrics <- prometheus.MustNewConstMetric(description, prometheus.GaugeValue, value, labels...)
@@ -140,7 +140,7 @@ func (f *freed) count(h ledger.Hold) {
 func (f *freed) endOf(h ledger.Hold) (ended time.Time, ok bool) {
 	if h.Holder.Kind == ledger.KindClaim {
 		if h.State == ledger.StateDraining {
-			return h.Since, true
+			return h.Began, true
 		}
 		return time.Now(), true
 	}

@@ -113,6 +113,10 @@ type Reconciler struct {
 	latePodHolds []podstate.PodDevice
 	// unlisted is since when kubelet has not listed a late device of which no pod is known.
 	unlisted map[podstate.PodDevice]time.Time
+	// asked is when verify last looked for the hold of a claim that kubelet's state names, and unexplained since when an admitted pod has
+	// been requesting more devices than holds name it.
+	asked       map[string]time.Time
+	unexplained time.Time
 	// unprepared is since when AdoptClaims has found a claim without devices in kubelet's state.
 	unprepared map[string]time.Time
 	// unknownBefore is what was reported last of devices that no GPU is known for.
@@ -210,7 +214,7 @@ func (r *Reconciler) follow(ctx context.Context) {
 	defer timer.Stop()
 	for ctx.Err() == nil {
 		podsChanged, ledgerChanged := r.Pods.Changed(), r.Ledger.Changed()
-		wait, err := r.Settle()
+		wait, err := r.Settle(ctx)
 		if err != nil {
 			wait = min(wait, r.times.retry)
 		}
@@ -242,19 +246,21 @@ const never = time.Duration(1<<63 - 1)
 
 // Settle makes one pass over all holds, and returns after how long to make the next if nothing changes. It calls no server. Run calls it.
 // Simulations do not use Run: they call Settle, Verify and RestoreLate, one at a time.
-func (r *Reconciler) Settle() (time.Duration, error) {
+func (r *Reconciler) Settle(ctx context.Context) (time.Duration, error) {
 	holds := r.Ledger.Holds()
 	r.freed.look(holds)
 	wait := r.clearConflict()
 	r.Pods.Sweep(holds)
 	errs := []error{r.Ledger.Repair(), r.Partitions.Repair(), r.Settings.Repair()}
-	if len(holds) == 0 || !r.Pods.Synced() {
+	if !r.Pods.Synced() {
 		return wait, errors.Join(errs...)
 	}
 	checkpoint, err := podstate.ReadDeviceCheckpoint(r.KubeletDir)
 	if err != nil {
 		errs = append(errs, err)
 	}
+	again, lostErr := r.expectLost(ctx, checkpoint)
+	wait, errs = min(wait, again), append(errs, lostErr)
 	now := time.Now()
 	leaving := map[holdKey]time.Time{}
 	for _, h := range holds {
@@ -378,19 +384,19 @@ func (r *Reconciler) identify(h ledger.Hold, checkpoint podstate.DeviceCheckpoin
 	i := slices.IndexFunc(checkpoint.Devices, func(d podstate.PodDevice) bool {
 		return d.Resource == h.Resource && d.ID == h.Holder.ID
 	})
-	if i < 0 || predates(checkpoint, h) {
+	if i < 0 || r.predates(checkpoint, h) {
 		return "", false
 	}
 	uid := checkpoint.Devices[i].PodUID
-	if uid == "" || namesPod(h, uid) || h.State == ledger.StateHeld && r.Pods.EndedBefore(uid, h.Since) {
+	if uid == "" || namesPod(h, uid) || h.State == ledger.StateHeld && r.Pods.EndedBy(uid, h.Began) {
 		return "", false
 	}
 	return uid, true
 }
 
-// predates reports whether a hold was taken after the checkpoint was written. Both times come from the clock that stamps files.
-func predates(checkpoint podstate.DeviceCheckpoint, h ledger.Hold) bool {
-	return h.State == ledger.StateHeld && checkpoint.Written.Before(h.Since)
+// predates reports whether a hold was taken after the checkpoint was written.
+func (r *Reconciler) predates(checkpoint podstate.DeviceCheckpoint, h ledger.Hold) bool {
+	return h.State == ledger.StateHeld && r.Pods.Predates(checkpoint, h)
 }
 
 // isReplaced reports whether the pod of a hold was allocated all its devices again later. A kubelet that lost its checkpoint
@@ -402,7 +408,7 @@ func (r *Reconciler) isReplaced(h ledger.Hold, holds []ledger.Hold) bool {
 	}
 	uid, later := h.Pods[0].UID, 0
 	for _, o := range holds {
-		if o.Holder.Kind == ledger.KindPod && o.Resource == h.Resource && namesPod(o, uid) && o.Since.After(h.Since) && podstate.Unsettled(o) == 0 {
+		if o.Holder.Kind == ledger.KindPod && o.Resource == h.Resource && namesPod(o, uid) && o.Began.After(h.Began) && podstate.Unsettled(o) == 0 {
 			later++
 		}
 	}

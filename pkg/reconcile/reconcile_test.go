@@ -430,7 +430,7 @@ func TestErrorsDoNotSpin(t *testing.T) {
 	}
 	g.allocate("GPU-1")
 	g.replace(podstate.DeviceCheckpointPath(g.dir), []byte("{"))
-	wait, err := g.r.Settle()
+	wait, err := g.r.Settle(t.Context())
 	if err == nil || wait != never {
 		t.Errorf("got %v, %v", wait, err)
 	}

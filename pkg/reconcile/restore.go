@@ -59,7 +59,10 @@ func (r *Reconciler) Restore(ctx context.Context) error {
 			r.late = append(r.late, claim)
 		}
 	}
-	err = r.restoreUsed(ctx, checkpoint, claims)
+	late, err := r.restoreUsed(ctx, checkpoint, claims)
+	for _, d := range late {
+		r.addLate(ctx, d)
+	}
 	r.withholdUnknown(ctx)
 	return err
 }
@@ -175,7 +178,7 @@ func (r *Reconciler) restorePodHold(ctx context.Context, checkpoint podstate.Dev
 		return true, nil
 	}
 	h, known := holds[ledger.Holder{Kind: ledger.KindPod, ID: d.ID}]
-	if known && !h.Unreadable && predates(checkpoint, h) {
+	if known && !h.Unreadable && r.predates(checkpoint, h) {
 		return true, nil // it names the pod before
 	}
 	if d.PodUID != "" && !r.mayRun(ctx, checkpoint, d) {
@@ -349,14 +352,16 @@ func (r *Reconciler) ofNode(devices []podstate.PoolDevice) []podstate.PoolDevice
 	return here
 }
 
-// restoreUsed restores devices and claims that kubelet reports in use and that neither checkpoint names.
-func (r *Reconciler) restoreUsed(ctx context.Context, checkpoint podstate.DeviceCheckpoint, known []podstate.KubeletClaim) error {
+// restoreUsed restores devices and claims that kubelet reports in use and that neither checkpoint names. It returns the devices that the
+// inventory lacks.
+func (r *Reconciler) restoreUsed(ctx context.Context, checkpoint podstate.DeviceCheckpoint, known []podstate.KubeletClaim,
+) (late []podstate.PodDevice, err error) {
 	callCtx, cancel := context.WithTimeout(ctx, r.times.call)
 	defer cancel()
 	devices, claims, err := r.Resources.List(callCtx, r.Limits.Has, r.DriverName)
 	if err != nil {
 		klog.FromContext(ctx).Error(err, "Restoring holds without kubelet's pod resources")
-		return nil
+		return nil, nil
 	}
 	for _, d := range devices {
 		named := func(c podstate.PodDevice) bool { return c.ID == d.ID && c.Resource == d.Resource }
@@ -365,10 +370,10 @@ func (r *Reconciler) restoreUsed(ctx context.Context, checkpoint podstate.Device
 		}
 		done, err := r.restorePodHold(ctx, podstate.DeviceCheckpoint{}, nil, podstate.PodDevice{Resource: d.Resource, ID: d.ID})
 		if err != nil {
-			return err
+			return nil, err
 		}
 		if !done {
-			r.addLate(ctx, podstate.PodDevice{Resource: d.Resource, ID: d.ID})
+			late = append(late, podstate.PodDevice{Resource: d.Resource, ID: d.ID})
 		}
 	}
 	for _, used := range claims {
@@ -384,10 +389,10 @@ func (r *Reconciler) restoreUsed(ctx context.Context, checkpoint podstate.Device
 		}
 		used.UID, used.PodUIDs = string(claim.UID), podsOf(claim)
 		if _, err := r.restoreClaim(callCtx, used); err != nil && !errors.Is(err, errUnasked) {
-			return err
+			return nil, err
 		}
 	}
-	return nil
+	return late, nil
 }
 
 // expect restores a hold. It logs a device that has two holders, and a hold that cannot be recorded; later passes record that one. An error

@@ -17,7 +17,6 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
-	"golang.org/x/sys/unix"
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -120,16 +119,7 @@ func (g *rig) start(parts ...func(context.Context) error) (stop func()) {
 	for g.watches() == watches && ctx.Err() == nil {
 		time.Sleep(time.Millisecond)
 	}
-	g.awaitClock(time.Now())
 	return stop
-}
-
-// awaitClock waits until the ledger's clock, which is some milliseconds behind, is past a moment too: what is held from then on is
-// held later than what was seen before.
-func (g *rig) awaitClock(moment time.Time) {
-	for now := (unix.Timespec{}); !time.Unix(now.Unix()).After(moment) && !g.t.Failed(); time.Sleep(time.Millisecond) {
-		must(g.t, unix.ClockGettime(unix.CLOCK_REALTIME_COARSE, &now))
-	}
 }
 
 // watches counts the watches of pods that were begun.
@@ -291,7 +281,7 @@ func (g *rig) awaitDeleted(uids ...string) {
 // settle makes one pass over the holds.
 func (g *rig) settle() {
 	g.t.Helper()
-	_, err := g.r.Settle()
+	_, err := g.r.Settle(g.t.Context())
 	must(g.t, err)
 }
 

@@ -55,12 +55,12 @@ func (r *Reconciler) verifyAll(ctx context.Context) {
 // and holds without a pod that the API server has reported. It sends no request while every hold is confirmed.
 func (r *Reconciler) verify(ctx context.Context) (time.Duration, error) {
 	holds := r.Ledger.Holds()
-	if len(holds) == 0 {
-		r.unconfirmed = map[holdKey]*unconfirmed{}
-		return never, nil
-	}
 	claims, err := podstate.ReadClaimState(r.KubeletDir, r.DriverName)
-	errs := []error{err}
+	errs := []error{err, r.expectUsed(ctx, holds, claims)}
+	if len(holds) == 0 && len(claims) == 0 && r.unexplained.IsZero() {
+		r.unconfirmed = map[holdKey]*unconfirmed{}
+		return never, errors.Join(errs...)
+	}
 	now := time.Now()
 	// kubelet's state may change while no hold does.
 	wait := r.times.verify

@@ -130,11 +130,12 @@ func (a *agent) open() (err error) {
 	if a.pods, err = podstate.NewPods(noClient{}, nodeName, cgroups, a.host.kubeletDir()); err != nil {
 		return err
 	}
+	a.pods.Stamp = a.host.stamp
 	records := sharing.NewRecords(filepath.Join(a.host.run(), "sharing"), a.host.bootID())
 	if _, err := records.Load(); err != nil {
 		return err
 	}
-	options := ledger.Options{Dir: a.host.run(), BootID: a.host.bootID(), PodStates: parkedState{a.pods, a.pods, a.simulation}, Now: stamp}
+	options := ledger.Options{Dir: a.host.run(), BootID: a.host.bootID(), PodStates: parkedState{a.pods, a.pods, a.simulation}, Now: a.host.stamp}
 	if !a.faults.noCleanup {
 		options.CleanupPending = func(h ledger.Hold) bool {
 			return h.Holder.Kind == ledger.KindClaim && records.Applied(h.Holder.ID, h.Device)
@@ -260,7 +261,7 @@ func (a *agent) serve() {
 			return never
 		}
 		a.sawCheckpoint()
-		wait, err := a.reconciler.Settle()
+		wait, err := a.reconciler.Settle(a.process.ctx)
 		if err != nil {
 			return time.Second
 		}
@@ -724,6 +725,17 @@ func (l parkedLedger) ReserveClaim(ctx context.Context, r ledger.ClaimRequest) (
 	}
 	l.s.mayDie(err)
 	return taken, err
+}
+
+// Holds have, with twoClocks, the moment by which they are compared with the ends of pods from the clock of files.
+func (l parkedLedger) Holds() []ledger.Hold {
+	holds := l.Ledger.Holds()
+	for i := range holds {
+		if l.s.faults.twoClocks {
+			holds[i].Began = holds[i].Since
+		}
+	}
+	return holds
 }
 
 func (l parkedLedger) has(uid string, state ledger.State) bool {

@@ -36,13 +36,61 @@ func (k *kubelet) startDevices() {
 	k.streams = map[*kubeletmodel.Endpoint]*stream{}
 	k.devices = kubeletmodel.New(kubeletmodel.Config{
 		Minor: k.version, Active: k.active, SourcesReady: func() bool { return k.sourcesReady },
-		Ran: func(uid, _ string) bool { return ran[uid] }, Write: k.host.writeCheckpoint,
+		Ran: func(uid, _ string) bool { return ran[uid] }, Write: k.write,
 		Choose: func(candidates []string, n int) []string {
 			k.rand.Shuffle(len(candidates), func(i, j int) { candidates[i], candidates[j] = candidates[j], candidates[i] })
 			return candidates[:n]
 		},
 	}, k.host.readCheckpoint())
 	k.expire()
+}
+
+// checkpointWrite is a write of kubelet's checkpoint that waits for the disk.
+type checkpointWrite struct {
+	data  []byte
+	named []string
+	then  []func()
+}
+
+// write queues a write of what the checkpoint is now: kubelet writes one file at a time, and what it collects for a device list it writes
+// without the lock of its device manager (k8s.io/kubernetes pkg/kubelet/cm/devicemanager, genericDeviceUpdateCallback). So a write may
+// land after a later Allocate, and that Allocate's own write after it.
+func (k *kubelet) write(c kubeletmodel.Checkpoint) {
+	data, named := k.host.encode(c)
+	k.writes = append(k.writes, &checkpointWrite{data: data, named: named})
+	if len(k.writes) == 1 {
+		k.writeNext()
+	}
+}
+
+func (k *kubelet) writeNext() {
+	if time.Now().After(k.host.slowUntil) {
+		k.land()
+		return
+	}
+	k.after(k.process, k.between(0, 4*time.Second), "writes its checkpoint", k.land)
+}
+
+func (k *kubelet) land() {
+	w := k.writes[0]
+	k.host.writeCheckpoint(w.data, w.named)
+	if k.writes = k.writes[1:]; len(k.writes) > 0 {
+		k.hit(checkpointLate)
+		k.writeNext()
+	}
+	for _, then := range w.then {
+		then()
+	}
+}
+
+// written continues once what was collected so far is on disk.
+func (k *kubelet) written(then func()) {
+	if len(k.writes) == 0 {
+		then()
+		return
+	}
+	last := k.writes[len(k.writes)-1]
+	last.then = append(last.then, then)
 }
 
 // expire ends the grace period of an endpoint that has just stopped.
@@ -92,6 +140,14 @@ func (k *kubelet) deliver(e *stream) {
 		k.devices.List(resourceName, healthy, unhealthy)
 		k.deliver(e)
 	})
+}
+
+// relist: the device plugin sends the same devices again, so kubelet writes its checkpoint.
+func (s *simulation) relist(string) {
+	devices := s.kubelet.devices
+	if now := devices.State(); devices.Endpoint(resourceName) != nil {
+		devices.List(resourceName, now.Healthy[resourceName], now.Unhealthy[resourceName])
+	}
 }
 
 // hangUp: the agent's side of a stream is gone. Kubelets up to 1.36 then disconnect whichever plugin is registered.
@@ -238,7 +294,7 @@ func (k *kubelet) callAllocate(w *worker, a *kubeletmodel.Allocation, e *stream,
 	}, func(err error) {
 		k.inFlight = nil
 		a.Answer(nil, err)
-		k.advance(w, a, left, true)
+		k.written(func() { k.advance(w, a, left, true) })
 	})
 }
 

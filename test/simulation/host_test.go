@@ -39,6 +39,10 @@ type host struct {
 	alive *process
 	// written is closed when kubelet writes its device checkpoint or its claim state.
 	written chan struct{}
+	// clock is how far the clock of file stamps is ahead.
+	clock time.Duration
+	// slowUntil is when the disk is no longer slow.
+	slowUntil time.Time
 	// stamped is when, named are the IDs in it.
 	stamped time.Time
 	named   []string
@@ -222,20 +226,28 @@ func (h *host) reboot() {
 	h.check(os.MkdirAll(h.run(), 0o700))
 }
 
-// stamp is the clock of file stamps: it ticks every 4 ms.
-func stamp() time.Time { return time.Now().Truncate(4 * time.Millisecond) }
+// stamp is the clock of file stamps. It ticks every 4 ms, and faults set it.
+func (h *host) stamp() time.Time { return time.Now().Add(h.clock).Truncate(4 * time.Millisecond) }
+
+// setClock sets the clock of file stamps, most often by less than a tick or by milliseconds.
+func (s *simulation) setClock() {
+	most := []time.Duration{4 * time.Millisecond, 100 * time.Millisecond, 10 * time.Second, time.Hour}[s.rand.IntN(4)]
+	before := s.host.clock
+	if s.host.clock = s.between(0, 2*most) - most; s.host.clock < before {
+		s.hit(clockSetBack)
+	}
+}
 
 func (h *host) writeFile(path string, data []byte) {
 	temporary := path + ".tmp"
 	h.check(os.WriteFile(temporary, data, 0o600))
-	h.check(os.Chtimes(temporary, stamp(), stamp()))
+	h.check(os.Chtimes(temporary, h.stamp(), h.stamp()))
 	h.check(os.Rename(temporary, path))
 }
 
-// writeCheckpoint writes kubelet's account of limits.
-func (h *host) writeCheckpoint(c kubeletmodel.Checkpoint) {
+// encode returns kubelet's account of limits as it is in its file, and the IDs in it.
+func (h *host) encode(c kubeletmodel.Checkpoint) (data []byte, named []string) {
 	entries := []any{}
-	var named []string
 	for _, uid := range sorted(c.Pods) {
 		for _, container := range sorted(c.Pods[uid]) {
 			ids := c.Pods[uid][container][resourceName]
@@ -249,8 +261,13 @@ func (h *host) writeCheckpoint(c kubeletmodel.Checkpoint) {
 		"Data": map[string]any{"PodDeviceEntries": entries, "RegisteredDevices": c.Registered}, "Checksum": 1,
 	})
 	h.check(err)
+	return data, named
+}
+
+// writeCheckpoint writes kubelet's account of limits.
+func (h *host) writeCheckpoint(data []byte, named []string) {
 	h.writeFile(podstate.DeviceCheckpointPath(h.kubeletDir()), data)
-	h.stamped, h.named = stamp(), named
+	h.stamped, h.named = h.stamp(), named
 	h.wrote()
 }
 

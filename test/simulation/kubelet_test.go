@@ -27,6 +27,8 @@ type kubelet struct {
 	devices *kubeletmodel.Manager
 	streams map[*kubeletmodel.Endpoint]*stream
 	sockets int
+	// writes are those of its checkpoint that are not on disk yet; the first is under way.
+	writes []*checkpointWrite
 	// inFlight has the IDs of an Allocate that is not answered yet.
 	inFlight []string
 

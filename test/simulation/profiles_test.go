@@ -93,6 +93,8 @@ const (
 	policyChanges   = "the node's sharing policy changes"
 	controllerDies  = "the controller dies"
 	claimAndLimit   = "an owner of pods with a claim and a limit comes"
+	clockSet        = "the clock is set"
+	slowDisk        = "the disk is slow"
 )
 
 // profiles take turns by the seeds of the worlds. Each makes common what is rare by itself.
@@ -174,6 +176,10 @@ var profiles = []profile{
 		{process: "kubelet", before: "hears the answer to ", oneIn: 6, name: "kubelet dies",
 			do: func(s *simulation, _ string) { s.killKubelet() }},
 	}},
+	{name: "late checkpoints", actions: []string{burst, podOwners, clockSet, slowDisk}, faultInterval: 10 * time.Second, pace: 300 * time.Millisecond,
+		gpus: 2, rows: []row{checkpointLate}, injections: []inject{
+			{process: "kubelet", before: "admits ", oneIn: 2, name: "a device list comes", do: (*simulation).relist},
+		}},
 	{name: "no API", actions: []string{apiGoesWithPods}, faultInterval: 5 * time.Second, injections: []inject{
 		{process: "kubelet", before: "starts ", oneIn: 8, name: "the API server goes away",
 			do: func(s *simulation, _ string) { s.apiGoes() }},

@@ -34,7 +34,7 @@ var (
 
 // faults are what a self-test switches off.
 type faults struct {
-	noCrossCheck, noRestore, noPodStates, noRelease, noSum, noCount, noReuse, noCancel, noDaemonCheck, noCleanup bool
+	noCrossCheck, noRestore, noPodStates, noRelease, noSum, noCount, noReuse, noCancel, noDaemonCheck, noCleanup, twoClocks bool
 	// profile replaces the one of the seed, unless it is nil.
 	profile *profile
 }
@@ -672,6 +672,7 @@ func TestSelfTest(t *testing.T) {
 		"what uses a GPU as its daemon changes":  {faults{noDaemonCheck: true, profile: named("daemons of a changing policy")}, []string{"daemon"}, []string{"stuck: "}},
 		"the end of settings before the hold":    {faults{noCleanup: true, profile: named("daemons and several claims")}, []string{"daemon"}, []string{"stuck: "}},
 		"what is reuse inside a pod":             {faults{noReuse: true}, []string{"has two owners"}, []string{"is too much for"}},
+		"one clock for a pod's end and a hold":   {faults{twoClocks: true, profile: named("late checkpoints")}, []string{"has two owners"}, []string{"leaked: "}},
 		"the sum of what is given out of a GPU":  {faults{noSum: true}, []string{"is too much for"}, nil},
 		"the number of equal shares given out":   {faults{noCount: true}, []string{"is too much for"}, nil},
 	} {

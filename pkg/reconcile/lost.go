@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package reconcile
+
+import (
+	"context"
+	"errors"
+	"slices"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
+)
+
+// expectNamed holds each device that kubelet's checkpoint names for a pod that may run, and that no hold has. It returns those that the
+// inventory lacks. holds were read after the checkpoint: kubelet records a device after the ledger does.
+func (r *Reconciler) expectNamed(ctx context.Context, checkpoint podstate.DeviceCheckpoint, holds map[ledger.Holder]ledger.Hold,
+) (late []podstate.PodDevice, err error) {
+	var errs []error
+	for _, d := range checkpoint.Devices {
+		_, held := holds[ledger.Holder{Kind: ledger.KindPod, ID: d.ID}]
+		if held || !r.Limits.Has(d.Resource) || !r.mayRun(ctx, checkpoint, d) {
+			continue
+		}
+		done, err := r.restorePodHold(ctx, checkpoint, holds, d)
+		errs = append(errs, err)
+		switch {
+		case err == nil && !done:
+			late = append(late, d)
+		case err == nil:
+			klog.FromContext(ctx).Info("A pod that may run has a device that no hold named; it is held now",
+				"device", d.ID, "resource", d.Resource, "pod", describePod(r.Pods.Name(d.PodUID)))
+		}
+	}
+	return late, errors.Join(errs...)
+}
+
+// expectLost makes up for a hold of a pod that was released by mistake. It returns when to look again if nothing changes.
+func (r *Reconciler) expectLost(ctx context.Context, checkpoint podstate.DeviceCheckpoint) (time.Duration, error) {
+	late, err := r.expectNamed(ctx, checkpoint, r.holders())
+	if !r.comeLate(ctx, late, nil) {
+		return r.times.retry, err
+	}
+	return never, err
+}
+
+// comeLate leaves to RestoreLate what the inventory lacks. It returns false while RestoreLate is sending requests.
+func (r *Reconciler) comeLate(ctx context.Context, devices []podstate.PodDevice, claims []podstate.KubeletClaim) bool {
+	if len(devices)+len(claims) == 0 {
+		return true
+	}
+	if !r.lateMu.TryLock() {
+		return false
+	}
+	defer r.lateMu.Unlock()
+	before := len(r.latePodHolds) + len(r.late)
+	for _, d := range devices {
+		r.addLate(ctx, d)
+	}
+	for _, claim := range claims {
+		if !slices.ContainsFunc(r.late, func(c podstate.KubeletClaim) bool { return c.UID == claim.UID }) {
+			r.late = append(r.late, claim)
+		}
+	}
+	if len(r.latePodHolds)+len(r.late) > before {
+		r.lateAdded.Notify()
+	}
+	return true
+}
+
+// expectUsed does the same for claims that kubelet's state names, and for devices that only kubelet's pod resources name, because kubelet
+// could not write its checkpoint. It sends requests while something is missing, for each claim at most once a minute. holds were read
+// before claims: kubelet's state has the devices of a claim until it has the answer to Unprepare.
+func (r *Reconciler) expectUsed(ctx context.Context, holds []ledger.Hold, claims []podstate.KubeletClaim) error {
+	now := time.Now()
+	asked := map[string]time.Time{}
+	var errs []error
+	var late []podstate.KubeletClaim
+	for _, claim := range claims {
+		held := slices.ContainsFunc(holds, func(h ledger.Hold) bool { return h.Holder == ledger.Holder{Kind: ledger.KindClaim, ID: claim.UID} })
+		if held || len(claim.Devices) == 0 {
+			continue
+		}
+		asked[claim.UID] = r.asked[claim.UID]
+		if now.Sub(asked[claim.UID]) < r.times.verify {
+			continue
+		}
+		asked[claim.UID] = now
+		callCtx, cancel := context.WithTimeout(ctx, r.times.call)
+		missing, err := r.restoreClaim(callCtx, claim)
+		cancel()
+		if !errors.Is(err, errUnasked) {
+			errs = append(errs, err)
+		}
+		if missing {
+			late = append(late, claim)
+		}
+	}
+	r.asked = asked
+	devices, err := r.expectUnexplained(ctx, now, holds, claims)
+	if !r.comeLate(ctx, devices, late) {
+		for _, claim := range late {
+			delete(r.asked, claim.UID)
+		}
+	}
+	return errors.Join(append(errs, err)...)
+}
+
+// expectUnexplained looks at kubelet's pod resources where an admitted pod has requested more devices for a minute than holds name it. It
+// returns devices that the inventory lacks.
+func (r *Reconciler) expectUnexplained(ctx context.Context, now time.Time, holds []ledger.Hold, claims []podstate.KubeletClaim,
+) (late []podstate.PodDevice, err error) {
+	unexplained := r.Pods.Unexplained(r.Limits.Has, holds)
+	switch {
+	case !unexplained:
+		r.unexplained = time.Time{}
+		return nil, nil
+	case r.unexplained.IsZero():
+		r.unexplained = now
+	}
+	if now.Sub(r.unexplained) < r.times.verify {
+		return nil, nil
+	}
+	r.unexplained = now
+	checkpoint, err := podstate.ReadDeviceCheckpoint(r.KubeletDir)
+	if err != nil {
+		return nil, err
+	}
+	return r.restoreUsed(ctx, checkpoint, claims)
+}
