@@ -54,7 +54,7 @@ type fakeAPI struct {
 	failPool string
 	// writes counts stored creates, updates and deletes of slices by the driver.
 	writes int
-	// early is what writes was at the first watch of slices, if they are watched.
+	// early is what writes was at the first watch of our slices, if they are watched.
 	early   int
 	watched bool
 	// failUpdate refuses updates.
@@ -286,7 +286,8 @@ func (f *fakeAPI) watch(w http.ResponseWriter, r *http.Request, resource string,
 	events := make(chan fakeEvent, 10000)
 	f.mu.Lock()
 	f.watchers[events] = resource
-	if resource == "resourceslices" && !f.watched {
+	ours := selector.Matches(fields.Set{resourceapi.ResourceSliceSelectorNodeName: testNode, resourceapi.ResourceSliceSelectorDriver: "gpu.nvidia.com"})
+	if resource == "resourceslices" && ours && !f.watched {
 		f.early, f.watched = f.writes, true
 	}
 	var initial []fakeEvent

@@ -119,7 +119,7 @@ func TestConflictingDriverIsAwaited(t *testing.T) {
 				}
 				return nil
 			})
-			if conflicting.Socket != socket || !strings.Contains(conflicting.Error(), "uninstall it") {
+			if conflicting.Socket != socket || !strings.Contains(conflicting.Error(), "uninstall one of the two") {
 				t.Error(conflicting)
 			}
 			eventually(t, "an event on the node", func() error {

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
@@ -72,6 +73,8 @@ type Pods interface {
 	Movable(ctx context.Context, claim ledger.ClaimRequest) bool
 	// WaitForPods waits until the pod watch has reported the pods that were bound before the claim's own, or ctx is done.
 	WaitForPods(ctx context.Context, claim ledger.ClaimRequest)
+	// Users returns the pods of a hold that may still run.
+	Users(h ledger.Hold) []ledger.Pod
 }
 
 // Partitions creates the partitions of claims. *partition.Maker implements it. A caller locks the GPU, records the partition,
@@ -179,6 +182,8 @@ type Driver struct {
 	probeAgain time.Duration
 	// withholds is set from the appearance of a conflicting driver until Tandem has taken over from it. Only Run and FindConflicting use it.
 	withholds bool
+	// foreign is the DRA driver of another name because of which devices are withheld. Only watchForeign and FindConflicting use it.
+	foreign *ForeignDriverError
 	// takeOver is how long a conflicting driver must be gone before Tandem takes over from it.
 	takeOver time.Duration
 	// socketTimeout bounds one request to a socket. kubelet allows a second for GetInfo.
@@ -219,12 +224,23 @@ func notRegistered(c Config) error {
 
 // Run serves until ctx is done, then answers the calls in flight and returns nil. Called once. It leaves no goroutine and no socket
 // behind. The ResourceSlices stay, so that a restart is not noticed; kubelet removes them if the driver stays away. Run waits while
-// another process serves the driver name. It does not wait for the API server: kubelet unprepares claims while that does not
+// another process serves the driver name, and withholds devices while a DRA driver of another name publishes them. It does not wait for the API server: kubelet unprepares claims while that does not
 // answer, too (TestServesWithoutAPIServer). An error means that the driver cannot serve.
 func (d *Driver) Run(ctx context.Context) error {
 	if err := d.prepareDirectories(); err != nil {
 		return fmt.Errorf("run DRA driver %s: %w", d.DriverName, err)
 	}
+	if d.HeldOnly != nil {
+		return d.serveAlone(ctx) // it gives nothing away
+	}
+	group, ctx := errgroup.WithContext(ctx)
+	group.Go(func() error { return d.serveAlone(ctx) })
+	group.Go(func() error { return d.watchForeign(ctx) })
+	return group.Wait()
+}
+
+// serveAlone serves while no other process serves our driver name, until ctx is done.
+func (d *Driver) serveAlone(ctx context.Context) error {
 	for {
 		d.waitUntilAlone(ctx)
 		if ctx.Err() != nil {

@@ -339,6 +339,7 @@ func (f *fakeSpecs) QualifiedName(uuid string) string { return "k8s.gpu.nvidia.c
 // fakePods are movable, or not, and known when met is closed; at once where it is nil.
 type fakePods struct {
 	movable atomic.Bool
+	ended   atomic.Bool
 	met     chan struct{}
 	waited  atomic.Int32
 }
@@ -352,6 +353,10 @@ func (f *fakePods) WaitForPods(ctx context.Context, _ ledger.ClaimRequest) {
 	case <-f.met:
 	case <-ctx.Done():
 	}
+}
+
+func (f *fakePods) Users(h ledger.Hold) []ledger.Pod {
+	return slices.DeleteFunc(slices.Clone(h.Pods), func(p ledger.Pod) bool { return f.ended.Load() })
 }
 
 func (f *fakePods) Movable(context.Context, ledger.ClaimRequest) bool { return f.movable.Load() }

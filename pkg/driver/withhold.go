@@ -17,11 +17,12 @@ import (
 // sourceConflicting is the driver's source of ledger.Withhold: the other process may give any GPU away.
 const sourceConflicting = "conflicting driver"
 
-// FindConflicting looks once for another process that serves our driver name, and withholds devices in both APIs while there is one.
-// The agent calls it before it serves either API. Then it calls Run, which looks again.
+// FindConflicting looks once for another process that serves our driver name, and for a driver of another name that publishes our GPUs, and
+// withholds devices in both APIs while there is one. The agent calls it before it serves either API. Then it calls Run, which looks again.
 func (d *Driver) FindConflicting(ctx context.Context) {
 	// Run reports the conflicting driver.
 	_ = d.withhold(ctx, d.findConflicting(ctx, nil, map[string]fs.FileInfo{}))
+	_ = d.lookForForeign(ctx)
 }
 
 // withhold withholds devices while there is a conflicting driver. When that driver is gone, withhold first adds holds for what it gave

@@ -230,6 +230,7 @@ type pods struct{}
 
 func (pods) Movable(context.Context, ledger.ClaimRequest) bool { return false }
 func (pods) WaitForPods(context.Context, ledger.ClaimRequest)  {}
+func (pods) Users(h ledger.Hold) []ledger.Pod                  { return h.Pods }
 
 // A file is held as a whole, and no controller runs. A call of a method that one of these types lacks panics.
 type (

@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package driver
+
+import (
+	"context"
+	"fmt"
+	"path"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/client-go/informers"
+	"k8s.io/client-go/tools/cache"
+	"k8s.io/dynamic-resource-allocation/deviceattribute"
+	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/internal/broadcast"
+	"github.com/tandem-gpu/tandem/internal/regarding"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
+)
+
+// sourceForeign is the driver's source of ledger.Withhold for DRA drivers of other names.
+const sourceForeign = "foreign DRA driver"
+
+// ForeignDriverError means that a DRA driver of another name publishes a GPU of this node, so that the scheduler gives it away twice. Both
+// APIs withhold all devices until that driver is gone, and no pod has a claim of it. Ready returns it.
+type ForeignDriverError struct {
+	DriverName string
+	// Slice and Device publish the GPU, which Attribute identifies by Value. They are empty once the driver is gone.
+	Slice, Device, Attribute, Value string
+	// Claim is prepared by the driver that is gone: "namespace/name".
+	Claim string
+}
+
+// Error names the driver and the remedy.
+func (e *ForeignDriverError) Error() string {
+	if e.Slice == "" {
+		return fmt.Sprintf("DRA driver %s is gone and pods of this node still use its claim %s, perhaps for the same GPUs: end these pods", e.DriverName, e.Claim)
+	}
+	return fmt.Sprintf("DRA driver %s publishes a GPU of this node, too (%s %s, device %s of ResourceSlice %s): uninstall one of the two drivers, "+
+		"or let only one of them manage this GPU", e.DriverName, e.Attribute, e.Value, e.Device, e.Slice)
+}
+
+// foreignSlices selects the slices that other drivers publish for this node.
+func (d *Driver) foreignSlices(o *metav1.ListOptions) {
+	o.FieldSelector = fields.AndSelectors(
+		fields.OneTermEqualSelector(resourceapi.ResourceSliceSelectorNodeName, d.NodeName),
+		fields.OneTermNotEqualSelector(resourceapi.ResourceSliceSelectorDriver, d.DriverName)).String()
+}
+
+// lookForForeign looks once for a DRA driver of another name that publishes our GPUs. Without an answer of the API server devices are
+// withheld.
+func (d *Driver) lookForForeign(ctx context.Context) error {
+	call, cancel := context.WithTimeout(ctx, requestTimeout)
+	defer cancel()
+	var o metav1.ListOptions
+	d.foreignSlices(&o)
+	list, err := d.KubeClient.ResourceV1().ResourceSlices().List(call, o)
+	if err != nil {
+		err = fmt.Errorf("look for other DRA drivers of this node's GPUs: %w", err)
+		if apierrors.IsNotFound(err) {
+			d.Ledger.Withhold(sourceForeign, nil) // the API server serves no DRA API
+		} else {
+			d.Ledger.Withhold(sourceForeign, err)
+		}
+		return err
+	}
+	found := make([]*resourceapi.ResourceSlice, len(list.Items))
+	for i := range list.Items {
+		found[i] = &list.Items[i]
+	}
+	d.withholdForeign(ctx, d.foreignOf(found))
+	return nil
+}
+
+// watchForeign withholds devices while a DRA driver of another name publishes our GPUs, until ctx is done.
+func (d *Driver) watchForeign(ctx context.Context) error {
+	retry(ctx, klog.FromContext(ctx), "", func() error { return d.lookForForeign(ctx) })
+	factory := informers.NewSharedInformerFactoryWithOptions(d.KubeClient, 0, informers.WithTweakListOptions(d.foreignSlices))
+	slices := factory.Resource().V1().ResourceSlices()
+	var changed broadcast.Signal
+	notify := func(any) { changed.Notify() }
+	handler, err := slices.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
+		AddFunc: notify, UpdateFunc: func(_, now any) { notify(now) }, DeleteFunc: notify,
+	})
+	if err != nil {
+		return fmt.Errorf("watch the ResourceSlices of other drivers: %w", err)
+	}
+	factory.StartWithContext(ctx)
+	defer factory.Shutdown()
+	if !cache.WaitFor(ctx, "", handler.HasSyncedChecker()) {
+		return nil
+	}
+	for ctx.Err() == nil {
+		next := changed.Changed()
+		all, err := slices.Lister().List(labels.Everything())
+		if err != nil {
+			return fmt.Errorf("list the ResourceSlices of other drivers: %w", err)
+		}
+		var again <-chan time.Time
+		if d.withholdForeign(ctx, d.foreignOf(all)) {
+			again = time.After(d.CheckInterval) // nothing reports the end of a cgroup
+		}
+		select {
+		case <-ctx.Done():
+		case <-next:
+		case <-again:
+		}
+	}
+	return nil
+}
+
+// foreignOf returns the first device of these slices that is one of our GPUs, or a partition of one: drivers publish its UUID as an
+// attribute of their own (NVIDIA: uuid), or its PCI address as the standard one.
+func (d *Driver) foreignOf(slices []*resourceapi.ResourceSlice) *ForeignDriverError {
+	ours := map[string]bool{}
+	for _, gpu := range d.Inventory.Inventory().GPUs {
+		if !d.OfferedToClaims(gpu) && !d.OfferedToPods(gpu) {
+			continue
+		}
+		ours[gpu.UUID], ours[gpu.PCIBusID] = true, true
+		for _, partition := range gpu.Partitions {
+			ours[partition.UUID] = true
+		}
+	}
+	delete(ours, "")
+	for _, slice := range slices {
+		for _, device := range slice.Spec.Devices {
+			for name, attribute := range device.Attributes {
+				identifies := strings.HasSuffix(strings.ToLower(path.Base(string(name))), "uuid") ||
+					name == resourceapi.QualifiedName(deviceattribute.StandardDeviceAttributePCIBusID)
+				if identifies && attribute.StringValue != nil && ours[*attribute.StringValue] {
+					return &ForeignDriverError{
+						DriverName: slice.Spec.Driver, Slice: slice.Name, Device: device.Name, Attribute: string(name), Value: *attribute.StringValue,
+					}
+				}
+			}
+		}
+	}
+	return nil
+}
+
+// withholdForeign withholds devices while there is a foreign driver, and after it while a pod uses a claim that it prepared: such a claim
+// names none of our devices, so the ledger cannot hold them for it. It reports whether devices are withheld.
+func (d *Driver) withholdForeign(ctx context.Context, found *ForeignDriverError) bool {
+	before := d.foreign
+	if found == nil && before != nil {
+		found = d.claimsOfForeign(ctx, before.DriverName)
+	}
+	d.foreign = found
+	if found == nil {
+		d.Ledger.Withhold(sourceForeign, nil)
+		if before != nil {
+			klog.FromContext(ctx).Info("The other DRA driver and its pods are gone, serving", "driverName", before.DriverName)
+		}
+		return false
+	}
+	d.Ledger.Withhold(sourceForeign, found)
+	if before == nil || before.DriverName != found.DriverName || (before.Slice == "") != (found.Slice == "") {
+		klog.FromContext(ctx).Info("Serving nothing new while another DRA driver has GPUs of this node", "reason", found.Error())
+		d.Recorder.Event(regarding.Node(d.NodeName), corev1.EventTypeWarning, "ConflictingDriver", found.Error())
+	}
+	return true
+}
+
+// claimsOfForeign returns a claim that a driver prepared and that a pod may use. kubelet's state has it until it is unprepared, which never
+// happens once its driver is gone.
+func (d *Driver) claimsOfForeign(ctx context.Context, driver string) *ForeignDriverError {
+	claims, err := podstate.ReadClaimState(d.KubeletDir, driver)
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "Withholding devices without knowing which claims another DRA driver has prepared", "driverName", driver)
+		return &ForeignDriverError{DriverName: driver, Claim: "(unknown: kubelet's claim state cannot be read)"}
+	}
+	for _, claim := range claims {
+		h := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: claim.UID}, State: ledger.StateRestored}
+		for _, uid := range claim.PodUIDs {
+			h.Pods = append(h.Pods, ledger.Pod{UID: uid})
+		}
+		if len(d.Pods.Users(h)) > 0 {
+			return &ForeignDriverError{DriverName: driver, Claim: claim.Namespace + "/" + claim.Name}
+		}
+	}
+	return nil
+}
