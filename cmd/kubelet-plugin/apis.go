@@ -210,6 +210,9 @@ func (a *agent) pluginConfig(c components, object *gpunode.Object) legacy.Config
 	if a.config.ResetGPUs {
 		config.HandOver = c.cleaner.Ensure
 	}
+	if a.config.ChecksNamespaces() {
+		config.NamespaceOf = c.pods.NamespaceOf
+	}
 	config.DevRoot, config.IMEXChannels, config.Env = c.node.DevRoot, a.config.IMEXChannels, map[string]string{}
 	// NVIDIA's container runtime reads them, and its device plugin sets them with CDI as well.
 	for name, on := range map[string]bool{

@@ -160,6 +160,11 @@ func (r SharingRule) policy() device.Sharing {
 	return withinShares(s)
 }
 
+// ChecksNamespaces reports whether some GPUs may be shared by pods of some namespaces only.
+func (c Config) ChecksNamespaces() bool {
+	return slices.ContainsFunc(c.Devices, func(r DeviceRule) bool { return r.Sharing != nil && r.Sharing.Namespaces != "" })
+}
+
 // fileSharing has NVIDIA's keys.
 type fileSharing struct {
 	// TimeSlicing offers replicas of devices to pods with limits, whose processes take turns.

@@ -291,10 +291,10 @@ type service struct {
 	endpoint  *endpoint
 }
 
-// options are sent with Register and again when kubelet asks. Without HandOver PreStartRequired stays false: kubelet would require it for
-// pods whose GPUs come from a claim, and find no devices for them.
+// options are sent with Register and again when kubelet asks. PreStartRequired is set only where it is needed: kubelet requires it for
+// pods whose GPUs come from a claim as well, and finds no devices for them.
 func (r *registrar) options() *pluginapi.DevicePluginOptions {
-	return &pluginapi.DevicePluginOptions{GetPreferredAllocationAvailable: true, PreStartRequired: r.config.HandOver != nil}
+	return &pluginapi.DevicePluginOptions{GetPreferredAllocationAvailable: true, PreStartRequired: r.config.HandOver != nil || r.config.NamespaceOf != nil}
 }
 
 func (s *service) GetDevicePluginOptions(context.Context, *pluginapi.Empty) (*pluginapi.DevicePluginOptions, error) {
@@ -312,10 +312,13 @@ func (s *service) Allocate(ctx context.Context, request *pluginapi.AllocateReque
 	return s.registrar.Allocate(klog.NewContext(ctx, s.endpoint.logger), s.registrar.resource, request)
 }
 
-// PreStartContainer hands the container's GPUs over. After an error kubelet tries again, as after a container that failed; it waits for
+// PreStartContainer checks whose pod has the container's GPUs, and hands them over. After an error kubelet tries again, as after a container that failed; it waits for
 // 30 s (k8s.io/kubelet pkg/apis/deviceplugin/v1beta1, KubeletPreStartContainerRPCTimeoutInSecs).
 func (s *service) PreStartContainer(ctx context.Context, request *pluginapi.PreStartContainerRequest,
 ) (*pluginapi.PreStartContainerResponse, error) {
+	if err := s.registrar.admitPod(ctx, s.registrar.resource, request.GetDevicesIds()); err != nil {
+		return nil, err
+	}
 	if err := s.registrar.handOver(ctx, s.registrar.resource, request.GetDevicesIds()); err != nil {
 		return nil, err
 	}

@@ -41,3 +41,33 @@ func (p *Plugin) admit(ctx context.Context, resource string, containers [][]item
 	}
 	return nil
 }
+
+// admitPod is admit once kubelet's checkpoint names the pod, before its container starts.
+func (p *Plugin) admitPod(ctx context.Context, resource string, ids []string) error {
+	if p.config.NamespaceOf == nil {
+		return nil
+	}
+	items, err := p.lookup(resource, ids, map[string]bool{})
+	if err != nil {
+		return err
+	}
+	for _, i := range items {
+		policy := i.Sharing()
+		if len(policy.Namespaces) == 0 {
+			continue
+		}
+		namespace, known, err := p.config.NamespaceOf(resource, i.id)
+		switch {
+		case err != nil:
+			return status.Errorf(codes.Unavailable, "start a container with %s: find the pod of device %s: %v", resource, i.id, err)
+		case !known:
+			return status.Errorf(codes.Unavailable, "start a container with %s: the API server has not reported the pod of device %s yet", resource, i.id)
+		case !policy.Admits(namespace):
+			klog.FromContext(ctx).Info("Refused to start a container because its namespace may not share the device",
+				"resource", resource, "device", i.id, "namespace", namespace, "admitted", policy.Namespaces)
+			return status.Errorf(codes.PermissionDenied, "start a container with %s: the node's sharing policy does not admit namespace %s to device %s "+
+				"(sharing.namespaces of the node configuration)", resource, namespace, i.id)
+		}
+	}
+	return nil
+}

@@ -4,12 +4,15 @@ package legacy
 
 import (
 	"context"
+	"errors"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
@@ -61,5 +64,52 @@ func TestNamespacesOfLimits(t *testing.T) {
 				t.Errorf("it has %v", holds)
 			}
 		})
+	}
+}
+
+// Allocate was granted to a pod that the watch had not reported. Its container does not start.
+func TestNamespaceOfTheAllocatedPod(t *testing.T) {
+	t.Parallel()
+	var mu sync.Mutex
+	namespace, known, failed := "", false, error(nil)
+	f, client := serving(t, func(c *Config) {
+		c.Requesters = requesters{"team-a"}
+		c.Sharing = newFakeSharing()
+		c.NamespaceOf = func(resource, id string) (string, bool, error) {
+			mu.Lock()
+			defer mu.Unlock()
+			return namespace, known, failed
+		}
+	})
+	if !f.kubelet.State().Options.GetPreStartRequired() {
+		t.Error("kubelet does not know that it must ask before it starts a container")
+	}
+	f.inventory.set(func(device.Inventory) device.Inventory {
+		inv := byMPS(2, 2, 4)
+		inv.GPUs[0].Sharing.Namespaces = []string{"team-a"}
+		return inv
+	})
+	start := func(gpu int) error {
+		_, err := client.PreStartContainer(t.Context(), &pluginapi.PreStartContainerRequest{DevicesIds: []string{replicaOf(gpu, 0)}})
+		return err
+	}
+	for _, step := range []struct {
+		namespace string
+		known     bool
+		failed    error
+		want      codes.Code
+	}{
+		{"", false, nil, codes.Unavailable}, {"", false, errors.New("no such file"), codes.Unavailable},
+		{"evil", true, nil, codes.PermissionDenied}, {"team-a", true, nil, codes.OK},
+	} {
+		mu.Lock()
+		namespace, known, failed = step.namespace, step.known, step.failed
+		mu.Unlock()
+		if err := start(0); status.Code(err) != step.want {
+			t.Errorf("%+v: %v", step, err)
+		}
+		if err := start(1); err != nil {
+			t.Errorf("a GPU for all namespaces: %v", err)
+		}
 	}
 }

@@ -24,7 +24,8 @@ func (p *Pods) requesters(resource string) (namespaces []string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, pod := range p.pods {
-		if !pod.isPending() || slices.Contains(namespaces, pod.Namespace) {
+		// kubelet may admit a pod whose deletion it has not received yet.
+		if pod.isAdmitted() || slices.Contains(namespaces, pod.Namespace) {
 			continue
 		}
 		if len(asked(pod.Pod, func(name string) bool { return name == resource })) > 0 {
@@ -35,8 +36,27 @@ func (p *Pods) requesters(resource string) (namespaces []string) {
 	return namespaces
 }
 
-// isPending reports whether kubelet has not admitted the pod yet. kubelet writes the start time of a pod with the first status after its
-// admission (k8s.io/kubernetes pkg/kubelet, generateAPIPodStatus), and the phase Failed of a pod that it rejects.
-func (p seenPod) isPending() bool {
-	return !p.deleted && p.Status.StartTime == nil && !podstatus.Ended(p.Pod) && p.DeletionTimestamp == nil
+// NamespaceOf returns the namespace of the pod that kubelet's checkpoint names for a device of a resource: kubelet writes it before it starts
+// the pod's containers. known is false while the checkpoint names no pod, or one that the watch has not reported yet. The device plugin
+// calls it. It is safe for concurrent use.
+func (p *Pods) NamespaceOf(resource, id string) (namespace string, known bool, err error) {
+	checkpoint, err := ReadDeviceCheckpoint(p.kubeletDir)
+	if err != nil {
+		return "", false, err
+	}
+	i := slices.IndexFunc(checkpoint.Devices, func(d PodDevice) bool { return d.Resource == resource && d.ID == id })
+	if i < 0 {
+		return "", false, nil
+	}
+	namespace = p.Name(checkpoint.Devices[i].PodUID).Namespace
+	return namespace, namespace != "", nil
+}
+
+// isPending reports whether kubelet has not admitted the pod yet, and will.
+func (p seenPod) isPending() bool { return !p.isAdmitted() && p.DeletionTimestamp == nil }
+
+// isAdmitted reports whether kubelet has admitted or rejected the pod, or never will. kubelet writes the start time of a pod with the first
+// status after its admission (k8s.io/kubernetes pkg/kubelet, generateAPIPodStatus), and the phase Failed of a pod that it rejects.
+func (p seenPod) isAdmitted() bool {
+	return p.deleted || p.Status.StartTime != nil || podstatus.Ended(p.Pod)
 }

@@ -4,6 +4,9 @@ package podstate
 
 import (
 	"context"
+	"fmt"
+	"os"
+	"path/filepath"
 	"slices"
 	"testing"
 	"testing/synctest"
@@ -22,8 +25,10 @@ func TestRequesters(t *testing.T) {
 		pod("uid-3", "c", in("team-a"), pending, asks("1")),
 		// Not of those that kubelet may be about to admit with this resource.
 		pod("uid-4", "d", in("other"), pending, asksPart), pod("uid-5", "e", in("running"), pending, asks("1"), admitted),
-		pod("uid-6", "f", in("rejected"), asks("1"), phase(corev1.PodFailed)), pod("uid-7", "g", in("ending"), pending, asks("1"), beingDeleted))
-	if got := p.Requesters(t.Context(), gpus); !slices.Equal(got, []string{"team-a", "team-b"}) {
+		pod("uid-6", "f", in("rejected"), asks("1"), phase(corev1.PodFailed)),
+		// kubelet may not have received the deletion.
+		pod("uid-7", "g", in("ending"), pending, asks("1"), beingDeleted))
+	if got := p.Requesters(t.Context(), gpus); !slices.Equal(got, []string{"ending", "team-a", "team-b"}) {
 		t.Errorf("got %v", got)
 	}
 }
@@ -42,4 +47,33 @@ func TestRequestersWait(t *testing.T) {
 			t.Errorf("got %v, %v", got, ctx.Err())
 		}
 	})
+}
+
+// The checkpoint says whose device it is.
+func TestNamespaceOf(t *testing.T) {
+	p := known(t, newTree(t), pod(podA, "a", in("team-a")))
+	named := func() string {
+		namespace, known, err := p.NamespaceOf(gpus, "GPU-a")
+		if known != (namespace != "") {
+			t.Errorf("%q is known: %v", namespace, known)
+		}
+		return fmt.Sprint(namespace, err != nil)
+	}
+	path := DeviceCheckpointPath(p.kubeletDir)
+	must(t, os.MkdirAll(filepath.Dir(path), 0o755))
+	checkpoint := func(uid string) []byte {
+		return fmt.Appendf(nil, `{"Data":{"PodDeviceEntries":[{"PodUID":%q,"ContainerName":"main","ResourceName":"nvidia.com/gpu.shared","DeviceIDs":{"0":["GPU-a"]}},
+			{"PodUID":%q,"ContainerName":"main","ResourceName":"nvidia.com/gpu","DeviceIDs":{"0":["GPU-b","GPU-a"]}}]},"Checksum":1}`, "other", uid)
+	}
+	for _, step := range []struct {
+		contents []byte
+		want     string
+	}{{nil, "false"}, {checkpoint(podA), "team-afalse"}, {checkpoint(podB), "false"}, {[]byte("{"), "true"}} {
+		if step.contents != nil {
+			must(t, os.WriteFile(path, step.contents, 0o600))
+		}
+		if got := named(); got != step.want {
+			t.Errorf("with %s: %s, want %s", step.contents, got, step.want)
+		}
+	}
 }
