@@ -1,0 +1,81 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package terminal makes text harmless before it is printed. Names, reasons and errors come from the cluster, where tenants write some of them.
+package terminal
+
+import (
+	"fmt"
+	"io"
+	"strings"
+	"unicode"
+	"unicode/utf16"
+	"unicode/utf8"
+)
+
+// Plain replaces characters that control a terminal or the direction of text, line breaks among them, and bytes that are not UTF-8. With ascii it
+// also replaces what ASCII does not have.
+func Plain(text string, ascii bool) string {
+	return strings.Map(func(r rune) rune {
+		if !harmless(r) || ascii && r > unicode.MaxASCII {
+			return '?'
+		}
+		return r
+	}, text)
+}
+
+// Lines is Plain for several lines: line breaks and tabs stay.
+func Lines(text string, ascii bool) string {
+	return strings.Map(func(r rune) rune {
+		if r != '\n' && r != '\t' && (!harmless(r) || ascii && r > unicode.MaxASCII) {
+			return '?'
+		}
+		return r
+	}, text)
+}
+
+// JSON escapes in a JSON text what Plain would replace. The text keeps its meaning, because JSON has these characters in strings only.
+func JSON(text string) string {
+	var b strings.Builder
+	for _, r := range text {
+		switch {
+		case r == '\n' || harmless(r):
+			b.WriteRune(r)
+		case r > 0xffff:
+			high, low := utf16.EncodeRune(r)
+			fmt.Fprintf(&b, `\u%04x\u%04x`, high, low)
+		default:
+			fmt.Fprintf(&b, `\u%04x`, r)
+		}
+	}
+	return b.String()
+}
+
+// harmless reports whether a terminal shows the character, and does nothing else. Letters and marks are, control characters (C0, C1), controls of the
+// direction and other invisible ones are not.
+func harmless(r rune) bool { return unicode.IsPrint(r) && r != utf8.RuneError }
+
+// Writer returns a writer that passes Lines of what it gets on to w. Bytes of a character that never becomes complete are lost.
+func Writer(w io.Writer, ascii bool) io.Writer { return &writer{w: w, ascii: ascii} }
+
+type writer struct {
+	w     io.Writer
+	ascii bool
+	// rest is the beginning of a character, whose end is in the next Write.
+	rest []byte
+}
+
+func (w *writer) Write(data []byte) (int, error) {
+	text := append(w.rest, data...)
+	whole := len(text)
+	for i := max(0, len(text)-utf8.UTFMax+1); i < len(text); i++ {
+		if utf8.RuneStart(text[i]) && !utf8.FullRune(text[i:]) {
+			whole = i
+			break
+		}
+	}
+	w.rest = append([]byte(nil), text[whole:]...)
+	if _, err := io.WriteString(w.w, Lines(string(text[:whole]), w.ascii)); err != nil {
+		return 0, err
+	}
+	return len(data), nil
+}
