@@ -28,7 +28,8 @@ func (p *plugin) doctor() *cobra.Command {
 		Use:   "doctor",
 		Short: "Check the installation and say what to do",
 		Long: "Check versions, agents, the controller, its webhook and admission policies, and what the agents report. Each problem comes with\n" +
-			"what to do. The exit status is 1 if there is an error.",
+			"what to do. The exit status is 1 if there is an error. Without the right to list ClusterRoleBindings, give the namespace of the release\n" +
+			"with --namespace.",
 		Example: "  kubectl gpu doctor\n  kubectl gpu doctor -o json",
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -39,7 +40,7 @@ func (p *plugin) doctor() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			facts, err := doctor.Read(cmd.Context(), c.cluster, version.Version, time.Now())
+			facts, err := doctor.Read(cmd.Context(), c.cluster, c.only(false), version.Version, time.Now())
 			if err != nil {
 				return err
 			}

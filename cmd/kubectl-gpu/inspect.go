@@ -12,7 +12,8 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 	corev1 "k8s.io/api/core/v1"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/tandem-gpu/tandem/internal/terminal"
 )
 
 // agentContainer is the container of the agent's pod, and the program in it.
@@ -23,8 +24,8 @@ func (p *plugin) inspect() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "inspect NODE",
 		Short: "Print what the agent of a node reads of the NVIDIA driver",
-		Long: "Run kubelet-plugin inspect in the agent's pod of a node, by kubectl exec, and print its report. Without the right to list pods of\n" +
-			"all namespaces, give the agents' namespace with --namespace.",
+		Long: "Run kubelet-plugin inspect in the agent's pod of a node, by kubectl exec, and print its report. Without the right to list\n" +
+			"ClusterRoleBindings, give the agents' namespace with --namespace.",
 		Example: "  kubectl gpu inspect node-1\n  kubectl gpu inspect node-1 -o json > node-1.json",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(cmd *cobra.Command, args []string) error {
@@ -35,15 +36,11 @@ func (p *plugin) inspect() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			namespace := metav1.NamespaceAll
-			if c.given {
-				namespace = c.namespace
-			}
-			pod, err := c.cluster.AgentPod(cmd.Context(), namespace, args[0])
+			pod, err := c.cluster.AgentPod(cmd.Context(), c.only(false), args[0])
 			if err != nil {
 				return err
 			}
-			return p.exec(cmd, pod, "inspect", "-o", output)
+			return p.exec(cmd, pod, output != "text", "inspect", "-o", output)
 		},
 		ValidArgsFunction: p.completeNodes(1),
 	}
@@ -51,8 +48,9 @@ func (p *plugin) inspect() *cobra.Command {
 	return cmd
 }
 
-// exec runs the agent's program in its pod by kubectl, with the flags of the connection that the user has set.
-func (p *plugin) exec(cmd *cobra.Command, pod *corev1.Pod, arguments ...string) error {
+// exec runs the agent's program in its pod by kubectl, with the flags of the connection that the user has set. What kubectl and the pod print may come
+// from an agent that was taken over. utf8 is whether its output is data, which does not depend on what the terminal shows.
+func (p *plugin) exec(cmd *cobra.Command, pod *corev1.Pod, utf8 bool, arguments ...string) error {
 	var args []string
 	cmd.InheritedFlags().VisitAll(func(f *pflag.Flag) {
 		switch values, several := f.Value.(pflag.SliceValue); {
@@ -66,7 +64,8 @@ func (p *plugin) exec(cmd *cobra.Command, pod *corev1.Pod, arguments ...string) 
 		}
 	})
 	args = append(args, "exec", "--namespace="+pod.Namespace, pod.Name, "--container="+agentContainer, "--", agentContainer)
-	if err := p.kubectl(cmd.Context(), p.streams.Out, p.streams.ErrOut, append(args, arguments...)...); err != nil {
+	stdout, stderr := terminal.Writer(p.streams.Out, !utf8 && !p.style.UTF8), terminal.Writer(p.streams.ErrOut, !p.style.UTF8)
+	if err := p.kubectl(cmd.Context(), stdout, stderr, append(args, arguments...)...); err != nil {
 		return fmt.Errorf("run %s %s in pod %s/%s: %w", agentContainer, arguments[0], pod.Namespace, pod.Name, err)
 	}
 	return nil

@@ -4,6 +4,7 @@ package main
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
@@ -11,6 +12,7 @@ import (
 	"github.com/spf13/cobra"
 	"sigs.k8s.io/yaml"
 
+	"github.com/tandem-gpu/tandem/internal/terminal"
 	"github.com/tandem-gpu/tandem/pkg/overview"
 )
 
@@ -111,11 +113,15 @@ func (p *plugin) list(nodes []overview.Node, namespace, output string, view over
 	case "json":
 		return p.printJSON("devices", found)
 	case "yaml":
-		text, err := yaml.Marshal(found)
+		text, err := json.Marshal(found)
+		if err == nil {
+			// YAML has no C1 characters but as escapes, and prints those of the direction as they are.
+			text, err = yaml.JSONToYAML([]byte(terminal.JSON(string(text))))
+		}
 		if err != nil {
 			return fmt.Errorf("encode devices: %w", err)
 		}
-		return p.print(string(text))
+		return p.print(terminal.Lines(string(text), false))
 	default:
 		view.Wide = output == "wide"
 		return p.print(p.style.Table(found, view))

@@ -11,8 +11,11 @@ import (
 	"os/signal"
 	"syscall"
 
+	"github.com/spf13/cobra"
 	"k8s.io/cli-runtime/pkg/genericclioptions"
 	"k8s.io/cli-runtime/pkg/genericiooptions"
+
+	"github.com/tandem-gpu/tandem/internal/terminal"
 )
 
 func main() {
@@ -20,7 +23,6 @@ func main() {
 	err := run(ctx, os.Args[1:], genericiooptions.IOStreams{In: os.Stdin, Out: os.Stdout, ErrOut: os.Stderr})
 	stop()
 	if err != nil {
-		fmt.Fprintln(os.Stderr, "error:", err)
 		os.Exit(1)
 	}
 }
@@ -30,6 +32,15 @@ func run(ctx context.Context, args []string, streams genericiooptions.IOStreams)
 	p := &plugin{streams: streams, style: styleOf(os.Stdout, os.Getenv), connect: connectWith(flags), kubectl: runKubectl}
 	root := p.command()
 	flags.AddFlags(root.PersistentFlags())
+	return p.execute(ctx, root, args)
+}
+
+// execute runs a command line and prints its error, in which the cluster's words may be.
+func (p *plugin) execute(ctx context.Context, root *cobra.Command, args []string) error {
 	root.SetArgs(args)
-	return root.ExecuteContext(ctx)
+	err := root.ExecuteContext(ctx)
+	if err != nil {
+		fmt.Fprint(p.streams.ErrOut, terminal.Lines(fmt.Sprintf("error: %v\n", err), !p.style.UTF8))
+	}
+	return err
 }

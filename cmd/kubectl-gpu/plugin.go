@@ -18,6 +18,7 @@ import (
 	"k8s.io/client-go/kubernetes"
 
 	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/internal/terminal"
 	"github.com/tandem-gpu/tandem/internal/version"
 	"github.com/tandem-gpu/tandem/pkg/overview"
 )
@@ -138,7 +139,7 @@ func (p *plugin) printJSON(what string, value any) error {
 	if err != nil {
 		return fmt.Errorf("encode %s: %w", what, err)
 	}
-	return p.print(string(text) + "\n")
+	return p.print(terminal.JSON(string(text)) + "\n")
 }
 
 // completeNodes completes names of nodes with an agent.

@@ -20,6 +20,7 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -31,6 +32,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/overview"
 )
 
@@ -171,18 +173,32 @@ func TestJSONIsStable(t *testing.T) {
 // TestInspect: kubectl runs the agent's program in the pod of the node's running agent, with the flags of the connection.
 func TestInspect(t *testing.T) {
 	agent := func(name, node string, phase corev1.PodPhase) *corev1.Pod {
-		return &corev1.Pod{
+		p := &corev1.Pod{
 			ObjectMeta: metav1.ObjectMeta{Namespace: "tandem-system", Name: name, Labels: map[string]string{
 				"app.kubernetes.io/part-of": "tandem", "app.kubernetes.io/component": "kubelet-plugin",
 			}},
 			Spec: corev1.PodSpec{NodeName: node}, Status: corev1.PodStatus{Phase: phase},
 		}
+		owned("DaemonSet", "tandem")(p)
+		p.OwnerReferences[0].UID = "agents"
+		return p
 	}
+	// A tenant's pods and DaemonSet have the labels of agents, and the UID of their owner.
+	tenant := agent("aaa", "node-3", corev1.PodRunning)
+	tenant.Namespace = "aaa-tenant"
+	bare := agent("bare", "node-3", corev1.PodRunning)
+	bare.OwnerReferences = nil
+	set := &appsv1.DaemonSet{ObjectMeta: metav1.ObjectMeta{Namespace: "aaa-tenant", Name: "tandem", UID: "agents", Labels: tenant.Labels}}
+	set.Spec.Template.Spec.ServiceAccountName = "tandem"
 	other := agent("tandem-controller", "node-1", corev1.PodRunning)
 	other.Labels["app.kubernetes.io/component"] = "controller"
-	w := world{objects: []runtime.Object{
+	w := world{objects: append(installed(), tenant, bare, set,
 		other, agent("tandem-a", "node-1", corev1.PodFailed), agent("tandem-b", "node-1", corev1.PodRunning), agent("tandem-c", "node-2", corev1.PodPending),
-	}}
+	)}
+	w.objects = slices.DeleteFunc(w.objects, func(o runtime.Object) bool {
+		pod, is := o.(*corev1.Pod)
+		return is && pod.Name == "tandem-x7k2p"
+	})
 	for line, want := range map[string]string{
 		"inspect node-1":                 "exec --namespace=tandem-system tandem-b --container=kubelet-plugin -- kubelet-plugin inspect -o text",
 		"inspect node-1 -o json":         "exec --namespace=tandem-system tandem-b --container=kubelet-plugin -- kubelet-plugin inspect -o json",
@@ -208,9 +224,46 @@ func TestInspect(t *testing.T) {
 			t.Errorf("%s: %s, want %s", line, got, want)
 		}
 	}
-	w.denied = []string{"pods"}
-	if got := w.run(t, "inspect", "node-1"); !strings.Contains(got, "give the namespace of the agents with --namespace") {
+	w.denied = []string{"clusterrolebindings"}
+	if got := w.run(t, "inspect", "node-1"); !strings.Contains(got, "give the namespace with --namespace") {
 		t.Error(got)
+	}
+	// The user names the namespace.
+	w.namespace, w.given = "tandem-system", true
+	p, _, _ := w.plugin(t)
+	p.kubectl = func(_ context.Context, _, _ io.Writer, args ...string) error {
+		if !slices.Contains(args, "tandem-b") {
+			t.Error(args)
+		}
+		return nil
+	}
+	if err := p.execute(t.Context(), p.command(), []string{"inspect", "node-1"}); err != nil {
+		t.Error(err)
+	}
+}
+
+// What the agent's pod and kubectl print does not control the terminal, and neither does an error of the API server.
+func TestInspectOfAnAgentThatWasTakenOver(t *testing.T) {
+	const hostile = "\x1b]0;title\x07 \u009b2J \u202e\r x\n"
+	for _, output := range []string{"text", "json", "slices"} {
+		p, stdout, stderr := world{objects: installed()}.plugin(t)
+		p.kubectl = func(_ context.Context, out, errOut io.Writer, _ ...string) error {
+			for _, b := range []byte(hostile) { // in parts, as a pipe has them
+				if _, err := out.Write([]byte{b}); err != nil {
+					t.Error(err)
+				}
+			}
+			fmt.Fprint(errOut, hostile)
+			return errors.New(hostile)
+		}
+		if err := p.execute(t.Context(), p.command(), []string{"inspect", "node-1", "-o", output}); err == nil {
+			t.Error("no error")
+		}
+		for _, got := range []string{stdout.String(), stderr.String()} {
+			if strings.ContainsAny(got, "\x1b\x07\u009b\u202e\r") || !strings.Contains(got, "x\n") {
+				t.Errorf("%s: %q", output, got)
+			}
+		}
 	}
 }
 
@@ -427,9 +480,18 @@ func TestControlCharacters(t *testing.T) {
 		})}}
 	w.objects = append(w.objects, exporter("gpu-operator", "node-1"))
 	w.scrape = func(context.Context, *corev1.Pod) ([]byte, error) { return nil, errors.New("\x1b[2J\u009b2J\u202e") }
-	for _, args := range [][]string{{"ls"}, {"top"}, {"ls", "-o", "wide"}, {"node", "node-1"}, {"why", "late"}} {
+	m.gpu(0).NVLinkDomain = "a\x1b[2J"
+	m.gpus[0].Health = device.Health{Reason: device.ReasonXID, Message: "\x1b[2J\u009b2J\u202e"}
+	w.objects = append(w.objects, installed()...)
+	for _, args := range [][]string{
+		{"ls"}, {"top"}, {"ls", "-o", "wide"}, {"node", "node-1"}, {"why", "late"}, {"ls", "-o", "json"}, {"ls", "-o", "yaml"}, {"doctor"}, {"doctor", "-o", "json"},
+		{"why", "none\x1b[2J\u009b2J\u202e"}, {"node", "\x1b[2J\u009b2J\u202e"},
+	} {
 		if got := w.run(t, args...); strings.ContainsAny(got, "\x1b\x07\u009b\u202e") {
 			t.Errorf("%v: %q", args, got)
 		}
+	}
+	if got := w.run(t, "ls", "-o", "yaml"); !strings.Contains(got, `unhealthyReason: "XID: \e[2J`) || strings.Contains(got, "error: ") {
+		t.Error(got)
 	}
 }

@@ -16,6 +16,7 @@ import (
 	appsv1 "k8s.io/api/apps/v1"
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -166,11 +167,18 @@ func installed() []runtime.Object {
 		}}
 	}
 	ready := corev1.PodStatus{Phase: corev1.PodRunning, Conditions: []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionTrue}}}
-	objects := []runtime.Object{
-		&appsv1.DaemonSet{ObjectMeta: of("tandem", "kubelet-plugin"), Status: appsv1.DaemonSetStatus{DesiredNumberScheduled: 1, CurrentNumberScheduled: 1}},
-		&corev1.Pod{ObjectMeta: of("tandem-x7k2p", "kubelet-plugin"), Spec: corev1.PodSpec{NodeName: "node-1"}, Status: ready},
-		&appsv1.Deployment{ObjectMeta: of("tandem-controller", "controller"), Status: appsv1.DeploymentStatus{AvailableReplicas: 1}},
+	agent := &corev1.Pod{ObjectMeta: of("tandem-x7k2p", "kubelet-plugin"), Spec: corev1.PodSpec{NodeName: "node-1"}, Status: ready}
+	agent.OwnerReferences = []metav1.OwnerReference{{Kind: "DaemonSet", UID: "agents", Controller: ptr.To(true)}}
+	set := &appsv1.DaemonSet{ObjectMeta: of("tandem", "kubelet-plugin"), Status: appsv1.DaemonSetStatus{DesiredNumberScheduled: 1, CurrentNumberScheduled: 1}}
+	set.UID, set.Spec.Template.Spec.ServiceAccountName = "agents", "tandem"
+	controller := &appsv1.Deployment{ObjectMeta: of("tandem-controller", "controller"), Status: appsv1.DeploymentStatus{AvailableReplicas: 1}}
+	controller.Spec.Template.Spec.ServiceAccountName = "tandem-controller"
+	objects := []runtime.Object{agent, set, controller,
 		&coordinationv1.Lease{ObjectMeta: of("tandem-controller", "controller"), Spec: coordinationv1.LeaseSpec{HolderIdentity: ptr.To("tandem-controller-0")}},
+	}
+	for name, component := range map[string]string{"tandem": "kubelet-plugin", "tandem-controller": "controller"} {
+		objects = append(objects, &rbacv1.ClusterRoleBinding{ObjectMeta: of(name, component), Subjects: []rbacv1.Subject{
+			{Kind: rbacv1.ServiceAccountKind, Namespace: "tandem-system", Name: name}}})
 	}
 	for _, suffix := range []string{"-resourceslices", "-gpunode-status", "-resourceclaims", "-agent-events", "-node-labels", "-controller-gpunodes",
 		"-controller-pods", "-controller-evictions", "-controller-nodes", "-controller-leases", "-controller-protected", "-controller-events"} {

@@ -290,14 +290,8 @@ func (w world) plugin(t *testing.T) (p *plugin, stdout, stderr *bytes.Buffer) {
 func (w world) run(t *testing.T, args ...string) string {
 	t.Helper()
 	p, stdout, stderr := w.plugin(t)
-	root := p.command()
-	root.SetArgs(args)
-	err := root.ExecuteContext(t.Context())
-	text := stdout.String() + stderr.String()
-	if err != nil {
-		text += fmt.Sprintln("error:", err)
-	}
-	return text
+	_ = p.execute(t.Context(), p.command(), args) // it prints the error
+	return stdout.String() + stderr.String()
 }
 
 // pending returns a pod of namespace ml that waits.

@@ -40,7 +40,7 @@ type Facts struct {
 	GPUNodes []v1alpha1.GPUNode
 	// Withheld are the nodes whose slices say that no new holder gets a device.
 	Withheld map[string]bool
-	// Events are those of agents on nodes.
+	// Events are those on nodes that name an agent as their source. Tenants may have written some of them.
 	Events []corev1.Event
 	// Webhooks are Tandem's. Endpoints are the ready endpoints of their Services, by namespace/name.
 	Webhooks  []admissionv1.ValidatingWebhookConfiguration
@@ -222,7 +222,7 @@ func (e *examination) agents() {
 		}
 		why := waitsFor(&pod)
 		if event, found := e.lastEvent(pod.Spec.NodeName, time.Time{}, anyType...); found {
-			why = event.Reason + ": " + event.Message
+			why = said(event)
 		}
 		e.add(Error, "node "+pod.Spec.NodeName, pageInstallation, "read the agent's log: kubectl logs -n "+pod.Namespace+" "+pod.Name,
 			"its agent has not been ready since %s: %s", since.UTC().Format(time.RFC3339), cmp.Or(why, "no reason is known"))
@@ -254,15 +254,15 @@ func (e *examination) nodes() {
 	for _, node := range slices.Sorted(maps.Keys(e.Withheld)) {
 		why := "its agent gives no device to new pods and claims"
 		if event, found := e.lastEvent(node, time.Time{}, anyType...); found {
-			why += ": " + event.Message
+			why += ": " + said(event)
 		}
-		e.add(Error, "node "+node, pageInstallation, "uninstall the other device plugin or DRA driver that the event names", "%s", why)
+		e.add(Error, "node "+node, pageInstallation, "uninstall the other device plugin or DRA driver that the log of the node's agent names", "%s", why)
 	}
 	for i := range e.Agents {
 		node := e.Agents[i].Spec.NodeName
 		ready, since := readiness(&e.Agents[i])
 		if event, found := e.lastEvent(node, since, corev1.EventTypeWarning); ready && found && !e.Withheld[node] {
-			e.add(Warning, "node "+node, pageInstallation, "look up this event in the table: "+event.Reason, "its agent reported %s: %s", event.Reason, event.Message)
+			e.add(Warning, "node "+node, pageInstallation, "compare it with the log of the node's agent, and look it up in the table: "+event.Reason, "%s", said(event))
 		}
 	}
 }
@@ -352,6 +352,11 @@ var telling = []string{"ConfigPostponed", "ConfigRejected", "ConflictingDriver",
 	"NoGPU", "NoPartitionsOnDemand", "NodeLabelsNotWritten", "OtherDevicePlugin", "RuntimeWithoutCDI"}
 
 var anyType = []string{corev1.EventTypeNormal, corev1.EventTypeWarning}
+
+// said quotes an event. Events of nodes are in namespace default, where tenants may have the right to create some in the agents' name.
+func said(event corev1.Event) string {
+	return fmt.Sprintf("an event says %s: %s (not only agents can write events in namespace default)", event.Reason, event.Message)
+}
 
 // lastEvent returns the newest telling event of a node since a time, of one of the types. What an agent reported before it became ready is over.
 func (e *examination) lastEvent(node string, since time.Time, types ...string) (last corev1.Event, found bool) {

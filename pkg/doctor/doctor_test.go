@@ -19,6 +19,7 @@ import (
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -50,10 +51,12 @@ func meta(name, component string) metav1.ObjectMeta {
 }
 
 func agent(node string, ready corev1.ConditionStatus, since time.Duration) corev1.Pod {
-	return corev1.Pod{
+	pod := corev1.Pod{
 		ObjectMeta: meta("tandem-"+node, "kubelet-plugin"), Spec: corev1.PodSpec{NodeName: node},
 		Status: corev1.PodStatus{Conditions: []corev1.PodCondition{{Type: corev1.PodReady, Status: ready, LastTransitionTime: ago(since)}}},
 	}
+	pod.OwnerReferences = []metav1.OwnerReference{{Kind: "DaemonSet", UID: "agents", Controller: ptr.To(true)}}
+	return pod
 }
 
 func event(node, reason, message string, before time.Duration) corev1.Event {
@@ -66,11 +69,14 @@ func event(node, reason, message string, before time.Duration) corev1.Event {
 // clean is an installation without a problem.
 func clean() Facts {
 	daemonSet := appsv1.DaemonSet{ObjectMeta: meta("tandem", "kubelet-plugin"), Status: appsv1.DaemonSetStatus{DesiredNumberScheduled: 2, CurrentNumberScheduled: 2}}
+	daemonSet.UID, daemonSet.Spec.Template.Spec.ServiceAccountName = "agents", "tandem"
+	controller := appsv1.Deployment{ObjectMeta: meta("tandem-controller", "controller"), Status: appsv1.DeploymentStatus{AvailableReplicas: 1}}
+	controller.Spec.Template.Spec.ServiceAccountName = "tandem-controller"
 	f := Facts{
 		Now: now, Client: "0.2.0", Kubernetes: "v1.37.1", ServesClaims: true, Definition: &Definition{"0.2.0", true},
 		DaemonSets:  []appsv1.DaemonSet{daemonSet},
 		Agents:      []corev1.Pod{agent("node-1", corev1.ConditionTrue, time.Hour), agent("node-2", corev1.ConditionTrue, time.Hour)},
-		Deployments: []appsv1.Deployment{{ObjectMeta: meta("tandem-controller", "controller"), Status: appsv1.DeploymentStatus{AvailableReplicas: 1}}},
+		Deployments: []appsv1.Deployment{controller},
 		Leases: map[string]coordinationv1.Lease{"tandem-system/tandem-controller": {
 			ObjectMeta: metav1.ObjectMeta{Namespace: "tandem-system", Name: "tandem-controller"},
 			Spec:       coordinationv1.LeaseSpec{HolderIdentity: ptr.To("tandem-controller-x"), RenewTime: &metav1.MicroTime{Time: now.Add(-time.Second)}},
@@ -249,6 +255,17 @@ func TestRead(t *testing.T) {
 	for _, lease := range f.Leases {
 		objects = append(objects, &lease)
 	}
+	for name, component := range map[string]string{"tandem": "kubelet-plugin", "tandem-controller": "controller"} {
+		objects = append(objects, &rbacv1.ClusterRoleBinding{ObjectMeta: meta(name, component), Subjects: []rbacv1.Subject{
+			{Kind: rbacv1.ServiceAccountKind, Namespace: "tandem-system", Name: name}}})
+	}
+	// What a tenant creates with Tandem's labels is not Tandem's.
+	pod, set, deployment := agent("node-9", corev1.ConditionFalse, time.Hour), f.DaemonSets[0].DeepCopy(), f.Deployments[0].DeepCopy()
+	pod.Namespace, set.Namespace, deployment.Namespace = "aaa-tenant", "aaa-tenant", "aaa-tenant"
+	deployment.Status.AvailableReplicas = 0
+	unowned := agent("node-8", corev1.ConditionFalse, time.Hour)
+	unowned.OwnerReferences = nil
+	objects = append(objects, &pod, set, deployment, &unowned)
 	stray := event("node-1", "OtherDevicePlugin", "nvidia.sock", time.Minute)
 	objects = append(objects, &f.Webhooks[0], &stray, &discoveryv1.EndpointSlice{
 		ObjectMeta: metav1.ObjectMeta{Namespace: "tandem-system", Name: "tandem-webhook-1", Labels: map[string]string{"kubernetes.io/service-name": "tandem-webhook"}},
@@ -269,23 +286,28 @@ func TestRead(t *testing.T) {
 		v1alpha1.Resource: "GPUNodeList", definitions: "CustomResourceDefinitionList",
 	}, crd)
 	c := overview.Cluster{Client: client, Dynamic: dynamic, DriverName: "gpu.nvidia.com"}
-	got, err := Read(t.Context(), c, "0.2.0", now)
+	got, err := Read(t.Context(), c, "", "0.2.0", now)
 	if err != nil || len(got.NotRead) > 0 {
 		t.Fatal(err, got.NotRead)
 	}
-	if len(got.Agents) != 2 || len(got.Nodes) != 2 || len(got.Leases) != 1 || got.Endpoints["tandem-system/tandem-webhook"] != 1 || *got.Definition != *f.Definition || !got.Withheld["node-1"] {
+	if len(got.DaemonSets) != 1 || len(got.Deployments) != 1 || len(got.Agents) != 2 || len(got.Nodes) != 2 || len(got.Leases) != 1 || got.Endpoints["tandem-system/tandem-webhook"] != 1 || *got.Definition != *f.Definition || !got.Withheld["node-1"] {
 		t.Errorf("read %+v", got)
 	}
+	// Anybody who may create events in namespace default can have written the event: it is quoted as such, and is no advice.
 	found := Examine(got)
-	if len(found) != 1 || found[0].Object != "node node-1" || !strings.Contains(found[0].Problem, "nvidia.sock") {
+	if len(found) != 1 || found[0].Object != "node node-1" || !strings.Contains(found[0].Problem, "an event says OtherDevicePlugin: nvidia.sock (not only agents can") ||
+		!strings.Contains(found[0].Action, "that the log of the node's agent names") {
 		t.Errorf("found %+v", found)
+	}
+	if named, err := Read(t.Context(), c, "tandem-system", "0.2.0", now); err != nil || len(named.DaemonSets) != 1 || len(named.Agents) != 2 || len(named.Deployments) != 1 {
+		t.Errorf("read %+v, %v", named, err)
 	}
 	deny := func(action clienttesting.Action) (bool, runtime.Object, error) {
 		return true, nil, apierrors.NewForbidden(action.GetResource().GroupResource(), "", errors.New("no"))
 	}
 	client.PrependReactor("list", "*", deny)
 	dynamic.PrependReactor("*", "*", deny)
-	got, err = Read(t.Context(), c, "0.2.0", now)
+	got, err = Read(t.Context(), c, "", "0.2.0", now)
 	if found := Examine(got); err != nil || len(got.NotRead) < 9 || len(found) > 0 {
 		t.Errorf("without rights: %v, not read %v, found %+v", err, got.NotRead, found)
 	}

@@ -4,6 +4,7 @@ package doctor
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -18,13 +19,13 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/workloads"
 	"github.com/tandem-gpu/tandem/pkg/explain"
 	"github.com/tandem-gpu/tandem/pkg/overview"
 )
 
 const (
-	ours        = "app.kubernetes.io/part-of=tandem"
-	controllers = ours + ",app.kubernetes.io/component=controller"
+	ours = "app.kubernetes.io/part-of=tandem"
 	// withheldTaint is the taint of devices that no new holder gets (pkg/driver: TaintUnhealthy and its value Withheld).
 	withheldTaint, withheld = "tandem-gpu.dev/unhealthy", "Withheld"
 	// mostEvents bounds the events that are read.
@@ -33,8 +34,9 @@ const (
 
 var definitions = schema.GroupVersionResource{Group: "apiextensions.k8s.io", Version: "v1", Resource: "customresourcedefinitions"}
 
-// Read reads what Examine needs. It writes nothing. What the viewer may not read is in NotRead.
-func Read(ctx context.Context, c overview.Cluster, client string, now time.Time) (Facts, error) {
+// Read reads what Examine needs. It writes nothing. What the viewer may not read is in NotRead. namespace is that of the release; if it is empty, the
+// releases are found.
+func Read(ctx context.Context, c overview.Cluster, namespace, client string, now time.Time) (Facts, error) {
 	f := Facts{Client: client, Now: now, Leases: map[string]coordinationv1.Lease{}, Withheld: map[string]bool{}, Endpoints: map[string]int{}}
 	server, err := c.Client.Discovery().ServerVersion()
 	if err != nil {
@@ -49,13 +51,13 @@ func Read(ctx context.Context, c overview.Cluster, client string, now time.Time)
 		}
 		return err == nil
 	}
-	if list, err := c.Client.AppsV1().DaemonSets("").List(ctx, metav1.ListOptions{LabelSelector: overview.AgentLabels}); read(KindDaemonSets, err) {
-		f.DaemonSets = list.Items
+	if f.DaemonSets, err = workloads.DaemonSets(ctx, c.Client, namespace); err == nil {
+		f.Agents, err = workloads.Pods(ctx, c.Client, f.DaemonSets, "")
+	} else if !errors.Is(err, workloads.ErrNoBinding) { // without a binding there is no DaemonSet
+		read(KindDaemonSets, err)
 	}
-	if list, err := c.Client.CoreV1().Pods("").List(ctx, metav1.ListOptions{LabelSelector: overview.AgentLabels}); read(KindPods, err) {
-		f.Agents = list.Items
-	}
-	f.readController(ctx, c, read)
+	read(KindPods, err)
+	f.readController(ctx, c, namespace, read)
 	if list, err := c.Client.CoreV1().Events("").List(ctx, metav1.ListOptions{
 		Limit: mostEvents, FieldSelector: fields.Set{"involvedObject.kind": "Node", "type": corev1.EventTypeWarning}.String(),
 	}); read(KindEvents, err) {
@@ -70,12 +72,11 @@ func Read(ctx context.Context, c overview.Cluster, client string, now time.Time)
 	return f, nil
 }
 
-func (f *Facts) readController(ctx context.Context, c overview.Cluster, read func(Kind, error) bool) {
-	list, err := c.Client.AppsV1().Deployments("").List(ctx, metav1.ListOptions{LabelSelector: controllers})
-	if !read(KindDeployments, err) {
+func (f *Facts) readController(ctx context.Context, c overview.Cluster, namespace string, read func(Kind, error) bool) {
+	var err error
+	if f.Deployments, err = workloads.Deployments(ctx, c.Client, namespace); !read(KindDeployments, err) {
 		return
 	}
-	f.Deployments = list.Items
 	for _, d := range f.Deployments {
 		lease, err := c.Client.CoordinationV1().Leases(d.Namespace).Get(ctx, d.Name, metav1.GetOptions{})
 		if err == nil {

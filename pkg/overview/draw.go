@@ -79,8 +79,8 @@ func (s Style) gpuCells(n Node, gpu GPU) []cell {
 		link = "NVLink " + gpu.NVLink
 	}
 	return []cell{
-		{text: gpu.Name}, {text: s.plain(cmp.Or(gpu.Model, "-"))}, {text: link},
-		{text: s.Mark(gpu.State), state: gpu.State}, {text: s.plain(holders)},
+		{text: gpu.Name}, {text: cmp.Or(gpu.Model, "-")}, {text: link},
+		{text: s.Mark(gpu.State), state: gpu.State}, {text: holders},
 	}
 }
 
@@ -118,7 +118,7 @@ func (s Style) shares(gpu GPU) string {
 		left -= h.MemoryBytes
 		switch {
 		case i < mostSharers:
-			rows = append(rows, []cell{{text: cmp.Or(h.share, "all")}, {text: s.plain(h.text)}})
+			rows = append(rows, []cell{{text: cmp.Or(h.share, "all")}, {text: h.text}})
 		case i == mostSharers:
 			rows = append(rows, []cell{{text: fmt.Sprintf("and %d more", len(gpu.Holders)-i)}})
 		}
@@ -157,7 +157,7 @@ func (s Style) bar(n Node, gpu GPU) string {
 			if share != "" {
 				holders += " [" + share + "]"
 			}
-			holder = s.plain(strings.TrimPrefix(holders+"; "+d.WhyOut(), "; "))
+			holder = strings.TrimPrefix(holders+"; "+d.WhyOut(), "; ")
 			holder = strings.TrimSuffix(holder, "; ")
 		}
 		label = s.plain(label)
@@ -167,7 +167,7 @@ func (s Style) bar(n Node, gpu GPU) string {
 		top.WriteString(topJoin + strings.Repeat(line.horizontal, width))
 		bottom.WriteString(bottomJoin + strings.Repeat(line.horizontal, width))
 		middle.WriteString(line.vertical + s.paint(label, state) + strings.Repeat(" ", width-utf8.RuneCountInString(label)))
-		row := []cell{{text: part.Slices()}, {text: s.plain(what)}}
+		row := []cell{{text: part.Slices()}, {text: what}}
 		if part.Partition != nil {
 			row = append(row, cell{text: s.Mark(state), state: state}, cell{text: holder})
 		}
@@ -195,7 +195,7 @@ func (s Style) links(p Picture) string {
 	}
 	var b strings.Builder
 	for _, link := range order {
-		fmt.Fprintf(&b, "NVLink %s: %s", link, strings.Join(groups[link], " "))
+		b.WriteString(s.plain(fmt.Sprintf("NVLink %s: %s", link, strings.Join(groups[link], " "))))
 		if clique := cliques[link]; clique != "" {
 			fmt.Fprintf(&b, " (fabric clique %s)", s.plain(clique))
 		}

@@ -186,3 +186,19 @@ func TestWithoutAgent(t *testing.T) {
 func node(name, label string) *corev1.Node {
 	return &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name, Labels: map[string]string{label: "true"}}}
 }
+
+// The names of devices, which an agent writes, do not control the terminal.
+func TestNamesArePlain(t *testing.T) {
+	d := Device{Name: "gpu\x1b[2J", UUID: "\u009b2J", Model: "\u202e", State: Free}
+	n := Node{Name: "node\x1b[2J", Devices: []Device{d}}
+	style := Style{UTF8: true}
+	for name, got := range map[string]string{
+		"Draw":    style.Draw(Picture{Node: n, Groups: []Group{{GPUs: []GPU{{Device: d, NVLink: "A", Clique: "\x1b"}}}}}),
+		"Table":   style.Table(New([]Node{n}), View{Wide: true}),
+		"Changed": style.Changed(style.Rows(n, View{Wide: true})),
+	} {
+		if strings.ContainsAny(got, "\x1b\u009b\u202e") || !strings.Contains(got, "gpu?[2J") {
+			t.Errorf("%s: %q", name, got)
+		}
+	}
+}

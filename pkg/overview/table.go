@@ -49,7 +49,7 @@ func (s Style) Rows(n Node, v View) (rows []Row) {
 	add := func(device string, metrics *Metrics, cells ...string) {
 		row := Row{Key: n.Name + " " + device, metrics: metrics}
 		for _, text := range cells {
-			row.cells = append(row.cells, cell{text: s.plain(text)})
+			row.cells = append(row.cells, cell{text: text})
 		}
 		row.cells[stateColumn].state = State(cells[stateColumn])
 		rows = append(rows, row)

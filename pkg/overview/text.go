@@ -4,8 +4,9 @@ package overview
 
 import (
 	"strings"
-	"unicode"
 	"unicode/utf8"
+
+	"github.com/tandem-gpu/tandem/internal/terminal"
 )
 
 // Style is what the reader of a text can show.
@@ -27,16 +28,8 @@ func (s Style) paint(text string, state State) string {
 	return text
 }
 
-// plain replaces what the reader cannot show, and characters that control a terminal or the direction of text: names and reasons come from the
-// cluster.
-func (s Style) plain(text string) string {
-	return strings.Map(func(r rune) rune {
-		if !unicode.IsPrint(r) || r == utf8.RuneError || !s.UTF8 && r > unicode.MaxASCII {
-			return '?'
-		}
-		return r
-	}, text)
-}
+// plain replaces what the reader cannot show, and what is harmful on a terminal.
+func (s Style) plain(text string) string { return terminal.Plain(text, !s.UTF8) }
 
 // Line returns a line of text.
 func (s Style) Line(text string) string { return s.plain(text) + "\n" }
@@ -78,7 +71,7 @@ func (s Style) aligned(indent string, gap int, rows [][]cell, widths []int) stri
 		}
 		b.WriteString(indent)
 		for i, c := range row {
-			b.WriteString(s.paint(c.text, c.state))
+			b.WriteString(s.paint(s.plain(c.text), c.state))
 			if i < len(row)-1 {
 				b.WriteString(strings.Repeat(" ", max(0, widths[i]-utf8.RuneCountInString(c.text))+gap))
 			}
