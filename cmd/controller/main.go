@@ -28,6 +28,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/internal/status"
+	"github.com/tandem-gpu/tandem/internal/terminal"
 	"github.com/tandem-gpu/tandem/internal/version"
 	"github.com/tandem-gpu/tandem/pkg/controller"
 )
@@ -36,7 +37,7 @@ func main() {
 	err := run(context.Background(), os.Args[1:], os.Stdout, os.Stderr)
 	klog.Flush()
 	if err != nil && !errors.Is(err, flag.ErrHelp) {
-		fmt.Fprintf(os.Stderr, "controller: %v\n", err)
+		fmt.Fprint(os.Stderr, terminal.Lines(fmt.Sprintf("controller: %v\n", err), false)) // migrate's errors have text of others
 		os.Exit(1)
 	}
 }

@@ -25,6 +25,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/internal/terminal"
 	"github.com/tandem-gpu/tandem/pkg/migrate"
 )
 
@@ -44,6 +45,8 @@ type migration struct {
 	plan, apply, back   bool
 	node                string
 	daemonSets          []types.NamespacedName
+	namespace           string
+	sameConfig          bool
 	driverName          string
 	timeout             time.Duration
 	kubeconfig, context string
@@ -80,7 +83,7 @@ func parseMigrate(args []string, stderr io.Writer) (migration, error) {
 	flags.BoolVar(&m.apply, "apply", false, "print the plan and carry it out")
 	flags.BoolVar(&m.back, "back", false, "move nodes back to NVIDIA's software")
 	flags.StringVar(&m.node, "node", "", "move only the node of this `name`")
-	flags.Func("daemonset", "further DaemonSet of a device plugin, as `namespace/name`; may be repeated", func(s string) error {
+	flags.Func("daemonset", "DaemonSet of NVIDIA's that is not found or may be a tenant's, as `namespace/name`; may be repeated", func(s string) error {
 		namespace, name, ok := strings.Cut(s, "/")
 		if !ok || namespace == "" || name == "" {
 			return errors.New("want namespace/name")
@@ -88,6 +91,8 @@ func parseMigrate(args []string, stderr io.Writer) (migration, error) {
 		m.daemonSets = append(m.daemonSets, types.NamespacedName{Namespace: namespace, Name: name})
 		return nil
 	})
+	flags.StringVar(&m.namespace, "namespace", "", "`namespace` of Tandem's release, if it was installed with rbac.create=false")
+	flags.BoolVar(&m.sameConfig, "same-config", false, "with --back: NVIDIA's plugin has the sharing, MIG strategy and resource names of Tandem")
 	flags.StringVar(&m.driverName, "driver-name", m.driverName, "DRA driver `name`")
 	flags.DurationVar(&m.timeout, "timeout", m.timeout, "how long one node may take")
 	flags.StringVar(&m.kubeconfig, "kubeconfig", "", "kubeconfig `file`")
@@ -103,6 +108,8 @@ func parseMigrate(args []string, stderr io.Writer) (migration, error) {
 		return migration{}, errors.New("--back needs --plan or --apply")
 	case m.node != "" && !ofNodes:
 		return migration{}, errors.New("--node needs --plan or --apply")
+	case m.sameConfig && !m.back:
+		return migration{}, errors.New("--same-config needs --back")
 	case len(m.files) > 0 && ofNodes:
 		return migration{}, errors.New("-f excludes --plan and --apply: they read the cluster, and no values")
 	case m.timeout <= 0:
@@ -181,6 +188,7 @@ func (m migration) moveNodes(ctx context.Context, stdout io.Writer) error {
 	}
 	nodes := migrate.Nodes{
 		Client: client, DriverName: m.driverName, Back: m.back, Only: m.node, DaemonSets: m.daemonSets, Patience: m.timeout, Progress: stdout,
+		Namespace: m.namespace, SameConfig: m.sameConfig,
 		GPUNode: func(ctx context.Context, name string) (*v1alpha1.GPUNode, error) {
 			object, err := gpuNodes.Resource(v1alpha1.Resource).Get(ctx, name, metav1.GetOptions{})
 			if err != nil {
@@ -194,7 +202,7 @@ func (m migration) moveNodes(ctx context.Context, stdout io.Writer) error {
 	if err != nil {
 		return err
 	}
-	if _, err := fmt.Fprint(stdout, plan); err != nil {
+	if _, err := fmt.Fprint(stdout, terminal.Lines(plan.String(), false)); err != nil {
 		return fmt.Errorf("print plan: %w", err)
 	}
 	if !m.apply {

@@ -3,9 +3,11 @@
 package migrate
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
+	"path"
 	"reflect"
 	"slices"
 	"strings"
@@ -13,6 +15,8 @@ import (
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/util/retry"
 	scheduling "k8s.io/component-helpers/scheduling/corev1"
 	"k8s.io/component-helpers/scheduling/corev1/nodeaffinity"
@@ -61,6 +65,12 @@ func (d daemonSet) String() string {
 	return fmt.Sprintf("DaemonSet %s/%s (%s)", d.Namespace, d.Name, d.role)
 }
 
+// doubt says why a DaemonSet that looks like NVIDIA's may not be, and what to do.
+func (d daemonSet) doubt() string {
+	return fmt.Sprintf("no pod of its namespace mounts kubelet's directories for plugins, so a tenant may have created it. "+
+		"If it is NVIDIA's, add --daemonset=%s/%s", d.Namespace, d.Name)
+}
+
 // roleOf recognises NVIDIA's DaemonSets by their containers: those of the charts nvidia-device-plugin and dra-driver-nvidia-gpu, of the
 // device plugin's static manifest, and of GPU Operator.
 func roleOf(set appsv1.DaemonSet) (role, bool) {
@@ -77,8 +87,103 @@ func roleOf(set appsv1.DaemonSet) (role, bool) {
 	return "", false
 }
 
+// daemonSets returns NVIDIA's, sorted by name, and apart from them those that look like NVIDIA's and may be a tenant's.
+func (n *Nodes) daemonSets(ctx context.Context) (sets, doubtful []daemonSet, err error) {
+	list, err := n.Client.AppsV1().DaemonSets(metav1.NamespaceAll).List(ctx, metav1.ListOptions{})
+	if err != nil {
+		return nil, nil, fmt.Errorf("list DaemonSets: %w", err)
+	}
+	left, err := n.setsThatLeft(ctx)
+	if err != nil {
+		return nil, nil, err
+	}
+	missing := slices.Clone(n.DaemonSets)
+	for _, set := range list.Items {
+		does, known := roleOf(set)
+		d := daemonSet{set, cmp.Or(does, devicePlugin)}
+		named := slices.Contains(left, d.Namespace+"/"+d.Name)
+		if at := slices.Index(missing, types.NamespacedName{Namespace: set.Namespace, Name: set.Name}); at >= 0 {
+			missing = slices.Delete(missing, at, at+1)
+			named = true
+		}
+		if !named && !known {
+			continue
+		}
+		if !named {
+			if known, err = administered(ctx, n.Client, set.Namespace); err != nil {
+				return nil, nil, err
+			}
+		}
+		if named || known {
+			sets = append(sets, d)
+		} else {
+			doubtful = append(doubtful, d)
+		}
+	}
+	if len(missing) > 0 {
+		return nil, nil, fmt.Errorf("--daemonset: %s does not exist", missing[0])
+	}
+	slices.SortFunc(sets, func(a, b daemonSet) int { return cmp.Compare(a.Namespace+"/"+a.Name, b.Namespace+"/"+b.Name) })
+	return sets, doubtful, nil
+}
+
+// setsThatLeft returns the DaemonSets that left nodes in earlier runs, by namespace/name. They may have no pods by which administered knows them.
+func (n *Nodes) setsThatLeft(ctx context.Context) (names []string, err error) {
+	list, err := n.Client.CoreV1().Nodes().List(ctx, metav1.ListOptions{LabelSelector: Label})
+	if err != nil {
+		return nil, fmt.Errorf("list nodes: %w", err)
+	}
+	for _, node := range list.Items {
+		names = append(names, strings.Split(node.Annotations[setsAnnotation], ",")...)
+	}
+	return names, nil
+}
+
+// setNames is the value of setsAnnotation.
+func setNames(sets []daemonSet) string {
+	var names []string
+	for _, d := range sets {
+		names = append(names, d.Namespace+"/"+d.Name)
+	}
+	return strings.Join(names, ",")
+}
+
+// pluginDirectories are those in which kubelet looks for the sockets of device plugins and DRA drivers.
+var pluginDirectories = []string{"/var/lib/kubelet/device-plugins", "/var/lib/kubelet/plugins_registry"}
+
+// administered reports whether tenants cannot create pods in a namespace. What is in it may look as if it were NVIDIA's: names, labels, images and
+// owner references are its creator's choice. But NVIDIA's pods mount a directory of kubelet's, and a user who may create such a pod has the node
+// and its GPUs anyway. A DaemonSet proves nothing: admission refuses its pods.
+func administered(ctx context.Context, client kubernetes.Interface, namespace string) (bool, error) {
+	if namespace == metav1.NamespaceSystem {
+		return true, nil
+	}
+	list, err := client.CoreV1().Pods(namespace).List(ctx, metav1.ListOptions{})
+	if err != nil {
+		return false, fmt.Errorf("list pods of namespace %s: %w", namespace, err)
+	}
+	return slices.ContainsFunc(list.Items, func(pod corev1.Pod) bool {
+		return slices.ContainsFunc(pod.Spec.Volumes, func(v corev1.Volume) bool {
+			return v.HostPath != nil && slices.Contains(pluginDirectories, path.Clean(v.HostPath.Path))
+		})
+	}), nil
+}
+
 // kubernetesTaints is the prefix of the taints that kubelet and the controllers of Kubernetes set. Pods of DaemonSets tolerate most of them.
 const kubernetesTaints = "node.kubernetes.io/"
+
+// mayShare reports whether a device plugin may list a GPU otherwise than whole, by its UUID and as nvidia.com/gpu: NVIDIA's does so by a configuration
+// file only. Its chart names the file in a variable. GPU Operator runs a config-manager beside the plugin if there is one (handleDevicePluginConfig).
+func (d daemonSet) mayShare() bool {
+	if _, known := roleOf(d.DaemonSet); !known {
+		return true
+	}
+	return slices.ContainsFunc(d.Spec.Template.Spec.Containers, func(c corev1.Container) bool {
+		return len(c.EnvFrom) > 0 || strings.HasPrefix(c.Name, "config-manager") ||
+			slices.ContainsFunc(c.Env, func(v corev1.EnvVar) bool { return v.Name == "CONFIG_FILE" && (v.Value != "" || v.ValueFrom != nil) }) ||
+			slices.ContainsFunc(slices.Concat(c.Command, c.Args), func(s string) bool { return strings.Contains(s, "config-file") })
+	})
+}
 
 // runsOn reports whether the DaemonSet's template admits the node, by its affinity and its tolerations. It ignores kubernetesTaints.
 func (d daemonSet) runsOn(node *corev1.Node) (bool, error) {

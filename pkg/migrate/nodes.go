@@ -24,7 +24,10 @@ import (
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/internal/podstatus"
+	"github.com/tandem-gpu/tandem/internal/terminal"
+	"github.com/tandem-gpu/tandem/internal/workloads"
 	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/explain"
 )
 
 const (
@@ -37,10 +40,10 @@ const (
 	computeDomains = "compute-domain.nvidia.com"
 	// modeAnnotation of a Node keeps what its label for the mode was before --back; empty for no label.
 	modeAnnotation = "tandem-gpu.dev/migrate-mode"
+	// setsAnnotation of a Node that Tandem serves names the DaemonSets of NVIDIA's that left it. Tenants cannot write annotations of nodes.
+	setsAnnotation = "tandem-gpu.dev/migrate-daemonsets"
 	// mpsLabel of a Node says that NVIDIA's MPS daemons run there (k8s-device-plugin, cmd/config-manager and GPU Feature Discovery).
 	mpsLabel = "nvidia.com/mps.capable"
-	// agents are the pods of Tandem's DaemonSet, whatever its name.
-	agents = "app.kubernetes.io/part-of=tandem,app.kubernetes.io/component=kubelet-plugin"
 )
 
 // Nodes moves nodes between NVIDIA's software and Tandem. The state of each node is in its labels, so that a run can be interrupted and
@@ -55,8 +58,13 @@ type Nodes struct {
 	Back bool
 	// Only is the node to move; empty for all.
 	Only string
-	// DaemonSets names DaemonSets to treat as NVIDIA's device plugin although roleOf does not recognise them.
+	// DaemonSets names DaemonSets of NVIDIA's that are not found, or that only the user can tell from those of tenants.
 	DaemonSets []types.NamespacedName
+	// Namespace is that of Tandem's release. If it is empty, the releases are found.
+	Namespace string
+	// SameConfig is the user's word that NVIDIA's plugin has the sharing, the MIG strategy and the resource names of Tandem, so that kubelet knows
+	// the devices of pods by the same resources and IDs. Back needs it where that cannot be known.
+	SameConfig bool
 	// Patience is how long the move of one node may take.
 	Patience time.Duration
 	// Progress gets a line for each step.
@@ -65,8 +73,10 @@ type Nodes struct {
 
 // Plan is what Apply would do.
 type Plan struct {
-	sets  []daemonSet
-	nodes []nodePlan
+	sets []daemonSet
+	// doubtful are DaemonSets that look like NVIDIA's and may be those of tenants. They are left alone.
+	doubtful []daemonSet
+	nodes    []nodePlan
 	// refusals are reasons why nothing can start.
 	refusals []string
 	back     bool
@@ -85,11 +95,11 @@ type nodePlan struct {
 func (p Plan) Err() error {
 	var errs []error
 	for _, refusal := range p.refusals {
-		errs = append(errs, errors.New(refusal))
+		errs = append(errs, errors.New(explain.OneLine(refusal)))
 	}
 	for _, node := range p.nodes {
 		for _, refusal := range node.refusals {
-			errs = append(errs, fmt.Errorf("node %s: %s", node.name, refusal))
+			errs = append(errs, fmt.Errorf("node %s: %s", node.name, explain.OneLine(refusal)))
 		}
 	}
 	return errors.Join(errs...)
@@ -100,7 +110,7 @@ func (p Plan) String() string {
 	var b strings.Builder
 	to, steps := "Tandem", "label it "+Label+"="+withTandem+", so that NVIDIA's pods leave; wait until Tandem's agent is ready and has every running pod as a holder"
 	if p.back {
-		to, steps = "NVIDIA's software", "serve limits only; check that no claim has a GPU; remove "+Label+", so that NVIDIA's pods return; wait until they are ready and Tandem serves nothing"
+		to, steps = "NVIDIA's software", "serve limits only; check that claims and pods that have ended use no GPU; remove "+Label+", so that NVIDIA's pods return; wait until they are ready and Tandem serves nothing"
 	}
 	fmt.Fprintf(&b, "Plan: move %d nodes to %s, one after the other. Running pods are not touched.\n", len(p.nodes), to)
 	for _, set := range p.sets {
@@ -112,6 +122,9 @@ func (p Plan) String() string {
 		case !p.back:
 			fmt.Fprintf(&b, "  %s: add %s to its affinity, and set its update strategy to OnDelete, so that no pod restarts\n", set, exclusionText)
 		}
+	}
+	for _, set := range p.doubtful {
+		fmt.Fprintf(&b, "  %s is left alone: %s\n", set, set.doubt())
 	}
 	if len(p.nodes) > 0 {
 		fmt.Fprintf(&b, "  each node: %s\n", steps)
@@ -136,7 +149,7 @@ func (p Plan) String() string {
 func (n *Nodes) Plan(ctx context.Context) (Plan, error) {
 	p := Plan{back: n.Back}
 	var err error
-	if p.sets, err = n.daemonSets(ctx); err != nil {
+	if p.sets, p.doubtful, err = n.daemonSets(ctx); err != nil {
 		return Plan{}, err
 	}
 	if len(p.sets) == 0 {
@@ -211,7 +224,7 @@ func (n *Nodes) planNode(ctx context.Context, sets []daemonSet, node *corev1.Nod
 		one.pods = append(one.pods, pod.Namespace+"/"+pod.Name)
 	}
 	if n.Back {
-		one.refusals, err = n.checkBack(ctx, node, claims)
+		one.refusals, err = n.checkBack(ctx, sets, node, claims)
 	} else {
 		one.refusals, err = n.checkForward(ctx, sets, node, one.pods, claims)
 	}
@@ -230,7 +243,8 @@ func (n *Nodes) checkForward(
 	case err != nil:
 		return nil, err
 	case agent == nil:
-		refusals = append(refusals, "no agent of Tandem runs on this node: install Tandem's chart, with tolerations and affinity for this node")
+		refusals = append(refusals, "no agent of Tandem runs on this node: install Tandem's chart, with tolerations and affinity for this "+
+			"node; if it is installed with rbac.create=false, give its namespace with --namespace")
 	case missing != "":
 		refusals = append(refusals, "Tandem cannot take over this node yet: it waits for "+missing)
 	}
@@ -252,7 +266,7 @@ func (n *Nodes) checkForward(
 }
 
 // checkBack returns why NVIDIA's software cannot take over a node: it would give away the GPUs of these holders.
-func (n *Nodes) checkBack(ctx context.Context, node *corev1.Node, claims []resourceapi.ResourceClaim) (refusals []string, err error) {
+func (n *Nodes) checkBack(ctx context.Context, sets []daemonSet, node *corev1.Node, claims []resourceapi.ResourceClaim) (refusals []string, err error) {
 	if node.Labels[Label] == returning {
 		return nil, nil // NVIDIA's software has returned, or is returning: the claims have devices of its DRA driver
 	}
@@ -275,10 +289,11 @@ func (n *Nodes) checkBack(ctx context.Context, node *corev1.Node, claims []resou
 		refusals = append(refusals, "claims have GPUs, which NVIDIA's plugin would give to other pods: "+strings.Join(names, ", ")+
 			". Delete their pods, or drain the node")
 	}
-	if len(object.Status.Daemons) > 0 {
+	if len(object.Status.Daemons)+len(object.Status.UnknownDaemons) > 0 {
 		refusals = append(refusals, "pods use Tandem's MPS daemons. Delete these pods, or drain the node")
 	}
-	return refusals, nil
+	more, err := n.checkHolders(sets, node, object.Status)
+	return append(refusals, more...), err
 }
 
 // Apply carries out a plan. It stops at the first node whose move takes longer than Patience; the error says what to do. Running it again
@@ -362,7 +377,7 @@ func (n *Nodes) forward(ctx context.Context, sets []daemonSet, name string) erro
 	}
 	// An interrupted run with Back may have changed the mode.
 	labels, annotations := modeBefore(node)
-	labels[Label] = withTandem
+	labels[Label], annotations[setsAnnotation] = withTandem, setNames(sets)
 	if node.Labels[operatorLabel] == "true" && slices.ContainsFunc(sets, daemonSet.byOperator) {
 		labels[operatorLabel], annotations[operatorAnnotation] = "false", "true"
 	}
@@ -443,7 +458,7 @@ func (n *Nodes) back(ctx context.Context, sets []daemonSet, name string) error {
 		return err
 	}
 	if node.Labels[Label] == withTandem {
-		if err := n.leave(ctx, node); err != nil {
+		if err := n.leave(ctx, sets, node); err != nil {
 			return err
 		}
 	}
@@ -454,12 +469,15 @@ func (n *Nodes) back(ctx context.Context, sets []daemonSet, name string) error {
 		return err
 	}
 	labels, annotations := modeBefore(node)
-	labels[Label] = nil
+	labels[Label], annotations[setsAnnotation] = nil, nil
 	return n.patchNode(ctx, name, labels, annotations)
 }
 
-// leave lets NVIDIA's software return to a node, once no claim can get a GPU there.
-func (n *Nodes) leave(ctx context.Context, node *corev1.Node) error {
+// leave lets NVIDIA's software return to a node, once no claim can get a GPU there and every GPU that is used belongs to a pod that kubelet knows.
+//
+// Tandem gives GPUs to pods until NVIDIA's plugin has registered. That is safe: kubelet keeps one plugin for a resource, the one that registered last,
+// and does not give a device of a living pod again, whichever plugin had served it. It knows devices by resource and ID, which checkHolders compares.
+func (n *Nodes) leave(ctx context.Context, sets []daemonSet, node *corev1.Node) error {
 	agent, err := n.agent(ctx, node.Name)
 	if err != nil {
 		return err
@@ -498,19 +516,30 @@ func (n *Nodes) leave(ctx context.Context, node *corev1.Node) error {
 	if err != nil {
 		return err
 	}
+	err = n.await(ctx, node.Name, func() (string, error) {
+		ended, err := n.endedHolders(ctx, node.Name)
+		if err != nil || len(ended) == 0 {
+			return "", err
+		}
+		return "GPUs that are still used although kubelet no longer knows the pods: " + strings.Join(ended, ", "), nil
+	})
+	if err != nil {
+		return err
+	}
 	claims, err := n.allocatedClaims(ctx)
 	if err != nil {
 		return err
 	}
-	refusals, err := n.checkBack(ctx, node, claims)
+	if node, err = n.node(ctx, node.Name); err != nil {
+		return err
+	}
+	refusals, err := n.checkBack(ctx, sets, node, claims)
 	if err != nil {
 		return err
 	}
 	if len(refusals) > 0 {
-		if node, err = n.node(ctx, node.Name); err == nil {
-			labels, annotations := modeBefore(node)
-			err = n.patchNode(ctx, node.Name, labels, annotations)
-		}
+		labels, annotations := modeBefore(node)
+		err := n.patchNode(ctx, node.Name, labels, annotations)
 		return errors.Join(errors.New(strings.Join(refusals, "; ")), err)
 	}
 	labels, annotations := map[string]any{Label: returning}, map[string]any{}
@@ -599,34 +628,9 @@ func (n *Nodes) await(ctx context.Context, name string, missing func() (string, 
 	}
 }
 
+// say prints a line. Agents, and tenants in some places, write parts of it.
 func (n *Nodes) say(format string, args ...any) {
-	fmt.Fprintf(n.Progress, format+"\n", args...)
-}
-
-// daemonSets returns NVIDIA's, sorted by name.
-func (n *Nodes) daemonSets(ctx context.Context) ([]daemonSet, error) {
-	list, err := n.Client.AppsV1().DaemonSets(metav1.NamespaceAll).List(ctx, metav1.ListOptions{})
-	if err != nil {
-		return nil, fmt.Errorf("list DaemonSets: %w", err)
-	}
-	var sets []daemonSet
-	missing := slices.Clone(n.DaemonSets)
-	for _, set := range list.Items {
-		name := types.NamespacedName{Namespace: set.Namespace, Name: set.Name}
-		does, known := roleOf(set)
-		if at := slices.Index(missing, name); at >= 0 {
-			missing = slices.Delete(missing, at, at+1)
-			known = true
-		}
-		if known {
-			sets = append(sets, daemonSet{set, cmp.Or(does, devicePlugin)})
-		}
-	}
-	if len(missing) > 0 {
-		return nil, fmt.Errorf("--daemonset: %s does not exist", missing[0])
-	}
-	slices.SortFunc(sets, func(a, b daemonSet) int { return cmp.Compare(a.Namespace+"/"+a.Name, b.Namespace+"/"+b.Name) })
-	return sets, nil
+	fmt.Fprintln(n.Progress, terminal.Plain(explain.OneLine(fmt.Sprintf(format, args...)), false))
 }
 
 func (n *Nodes) node(ctx context.Context, name string) (*corev1.Node, error) {
@@ -653,9 +657,8 @@ func (n *Nodes) patchNode(ctx context.Context, name string, labels, annotations 
 	return nil
 }
 
-func (n *Nodes) pods(ctx context.Context, node string, options metav1.ListOptions) ([]corev1.Pod, error) {
-	options.FieldSelector = "spec.nodeName=" + node
-	list, err := n.Client.CoreV1().Pods(metav1.NamespaceAll).List(ctx, options)
+func (n *Nodes) pods(ctx context.Context, node string) ([]corev1.Pod, error) {
+	list, err := n.Client.CoreV1().Pods(metav1.NamespaceAll).List(ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + node})
 	if err != nil {
 		return nil, fmt.Errorf("list pods of node %s: %w", node, err)
 	}
@@ -664,27 +667,36 @@ func (n *Nodes) pods(ctx context.Context, node string, options metav1.ListOption
 
 // podsOf returns the pods of DaemonSets on a node.
 func (n *Nodes) podsOf(ctx context.Context, sets []daemonSet, node string) ([]corev1.Pod, error) {
-	pods, err := n.pods(ctx, node, metav1.ListOptions{})
+	pods, err := n.pods(ctx, node)
 	return slices.DeleteFunc(pods, func(pod corev1.Pod) bool {
-		owner := metav1.GetControllerOf(&pod)
-		return owner == nil || !slices.ContainsFunc(sets, func(d daemonSet) bool { return owner.UID == d.UID })
+		return !slices.ContainsFunc(sets, func(d daemonSet) bool { return workloads.Controls(&d.DaemonSet, &pod) })
 	}), err
 }
 
 // agent returns the pod of Tandem's agent on a node; nil if there is none.
 func (n *Nodes) agent(ctx context.Context, node string) (*corev1.Pod, error) {
-	pods, err := n.pods(ctx, node, metav1.ListOptions{LabelSelector: agents})
+	sets, err := workloads.DaemonSets(ctx, n.Client, n.Namespace)
+	if err != nil {
+		if errors.Is(err, workloads.ErrNoBinding) {
+			return nil, nil
+		}
+		return nil, fmt.Errorf("find Tandem's agents: %w", err)
+	}
+	pods, err := workloads.Pods(ctx, n.Client, sets, node)
+	if err != nil {
+		return nil, fmt.Errorf("find Tandem's agents: %w", err)
+	}
 	for i := range pods {
 		if pods[i].DeletionTimestamp == nil {
-			return &pods[i], err
+			return &pods[i], nil
 		}
 	}
-	return nil, err
+	return nil, nil
 }
 
 // limitPods returns the running pods of a node that a device plugin has given GPUs or partitions by limits.
 func (n *Nodes) limitPods(ctx context.Context, node string) ([]corev1.Pod, error) {
-	pods, err := n.pods(ctx, node, metav1.ListOptions{})
+	pods, err := n.pods(ctx, node)
 	return slices.DeleteFunc(pods, func(pod corev1.Pod) bool {
 		return pod.Status.Phase != corev1.PodRunning || pod.DeletionTimestamp != nil || pod.Status.ExtendedResourceClaimStatus != nil ||
 			!slices.ContainsFunc(slices.Concat(pod.Spec.Containers, pod.Spec.InitContainers), hasGPULimit)

@@ -17,6 +17,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/resource"
@@ -48,12 +49,15 @@ type world struct {
 	interfere func(node string)
 }
 
+var pluginVolumes = []corev1.Volume{{VolumeSource: corev1.VolumeSource{HostPath: &corev1.HostPathVolumeSource{Path: "/var/lib/kubelet/device-plugins/"}}}}
+
 var plugin = appsv1.DaemonSet{
 	ObjectMeta: metav1.ObjectMeta{Namespace: "nvidia", Name: "plugin", UID: "plugin"},
 	Spec: appsv1.DaemonSetSpec{
 		UpdateStrategy: appsv1.DaemonSetUpdateStrategy{Type: appsv1.RollingUpdateDaemonSetStrategyType},
 		Template: corev1.PodTemplateSpec{Spec: corev1.PodSpec{
 			Containers: []corev1.Container{{Name: "nvidia-device-plugin-ctr"}},
+			Volumes:    pluginVolumes,
 			Affinity: &corev1.Affinity{NodeAffinity: &corev1.NodeAffinity{RequiredDuringSchedulingIgnoredDuringExecution: &corev1.NodeSelector{
 				NodeSelectorTerms: []corev1.NodeSelectorTerm{
 					{MatchExpressions: []corev1.NodeSelectorRequirement{{Key: "absent", Operator: corev1.NodeSelectorOpExists}}},
@@ -67,7 +71,7 @@ var plugin = appsv1.DaemonSet{
 // newWorld has GPU nodes a, b and c, and d without a GPU. Two pods by limits run on each GPU node, where NVIDIA's software serves.
 func newWorld(t *testing.T, sets ...appsv1.DaemonSet) *world {
 	w := &world{T: t, gpuNodes: map[string]*v1alpha1.GPUNode{}, stuck: map[string]bool{}}
-	var objects []runtime.Object
+	objects := []runtime.Object{tandem.DeepCopy(), binding.DeepCopy()}
 	for _, set := range sets {
 		objects = append(objects, set.DeepCopy())
 	}
@@ -79,9 +83,9 @@ func newWorld(t *testing.T, sets ...appsv1.DaemonSet) *world {
 		}
 		node.Labels["gpu"], node.Labels[operatorLabel] = "yes", "true"
 		w.gpuNodes[name] = &v1alpha1.GPUNode{Status: v1alpha1.GPUNodeStatus{Mode: "Dual"}}
-		objects = append(objects, podOn(name, "agent", agentLabels, ""))
+		objects = append(objects, agentOn(name))
 		for i := range 2 {
-			pod := podOn(name, fmt.Sprintf("train-%d", i), nil, "")
+			pod := podOn(name, fmt.Sprintf("train-%d", i), nil)
 			pod.Spec.Containers = []corev1.Container{{Resources: corev1.ResourceRequirements{Limits: corev1.ResourceList{"nvidia.com/gpu": resource.MustParse("1")}}}}
 			objects = append(objects, pod)
 		}
@@ -107,15 +111,36 @@ func newWorld(t *testing.T, sets ...appsv1.DaemonSet) *world {
 
 var agentLabels = map[string]string{"app.kubernetes.io/part-of": "tandem", "app.kubernetes.io/component": "kubelet-plugin"}
 
-func podOn(node, name string, labels map[string]string, owner types.UID) *corev1.Pod {
+// tandem is the DaemonSet of Tandem's agents. binding gives its ServiceAccount rights.
+var (
+	tandem = appsv1.DaemonSet{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "tandem-system", Name: "agent", UID: "tandem", Labels: agentLabels},
+		Spec:       appsv1.DaemonSetSpec{Template: corev1.PodTemplateSpec{Spec: corev1.PodSpec{ServiceAccountName: "tandem"}}},
+	}
+	binding = rbacv1.ClusterRoleBinding{
+		ObjectMeta: metav1.ObjectMeta{Name: "tandem", Labels: agentLabels},
+		Subjects:   []rbacv1.Subject{{Kind: rbacv1.ServiceAccountKind, Namespace: "tandem-system", Name: "tandem"}},
+	}
+)
+
+// podOn returns a running pod, which is ready if a DaemonSet owns it.
+func podOn(node, name string, owner *appsv1.DaemonSet) *corev1.Pod {
 	pod := &corev1.Pod{
-		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: name + "-" + node, UID: types.UID(name + "-" + node), Labels: labels},
+		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: name + "-" + node, UID: types.UID(name + "-" + node)},
 		Spec:       corev1.PodSpec{NodeName: node}, Status: corev1.PodStatus{Phase: corev1.PodRunning},
 	}
-	if owner != "" {
-		pod.OwnerReferences = []metav1.OwnerReference{{UID: owner, Controller: ptr.To(true)}}
+	if owner != nil {
+		pod.Namespace, pod.Labels, pod.Spec.Volumes = owner.Namespace, owner.Labels, owner.Spec.Template.Spec.Volumes
+		pod.OwnerReferences = []metav1.OwnerReference{{Kind: "DaemonSet", UID: owner.UID, Controller: ptr.To(true)}}
 		setReady(pod, true)
 	}
+	return pod
+}
+
+// agentOn returns Tandem's agent on a node, which is not ready.
+func agentOn(node string) *corev1.Pod {
+	pod := podOn(node, "agent", &tandem)
+	pod.Status.Conditions = nil
 	return pod
 }
 
@@ -161,7 +186,7 @@ func (w *world) react(name string) {
 	for _, set := range must(w, listed, err).(*appsv1.DaemonSetList).Items {
 		runs, err := daemonSet{DaemonSet: set}.runsOn(node)
 		must(w, runs, err)
-		pod := podOn(name, set.Name, nil, set.UID)
+		pod := podOn(name, set.Name, &set)
 		if runs {
 			serves = true
 			_ = w.client.Tracker().Add(pod)
@@ -171,11 +196,11 @@ func (w *world) react(name string) {
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	object, err := w.client.Tracker().Get(pods, "default", "agent-"+name)
+	object, err := w.client.Tracker().Get(pods, "tandem-system", "agent-"+name)
 	if err == nil {
 		agent := object.(*corev1.Pod).DeepCopy()
 		setReady(agent, !serves && !w.stuck[name])
-		if err := w.client.Tracker().Update(pods, agent, "default"); err != nil {
+		if err := w.client.Tracker().Update(pods, agent, "tandem-system"); err != nil {
 			w.Fatal(err)
 		}
 	}
@@ -187,9 +212,11 @@ func (w *world) react(name string) {
 	if !serves {
 		gpuNode.Status.Devices = nil
 		for i := range 2 {
-			gpuNode.Status.Devices = append(gpuNode.Status.Devices, v1alpha1.DeviceStatus{Holders: []v1alpha1.DeviceHolder{{
-				Kind: v1alpha1.HolderPod, Pods: []v1alpha1.PodReference{{UID: types.UID(fmt.Sprintf("train-%d-%s", i, name))}},
-			}}})
+			gpuNode.Status.Devices = append(gpuNode.Status.Devices, v1alpha1.DeviceStatus{
+				Name: fmt.Sprintf("gpu-%d", i), ExtendedResource: "nvidia.com/gpu", Holders: []v1alpha1.DeviceHolder{{
+					Kind: v1alpha1.HolderPod, State: v1alpha1.HoldHeld, Pods: []v1alpha1.PodReference{{UID: types.UID(fmt.Sprintf("train-%d-%s", i, name))}},
+				}},
+			})
 		}
 	}
 	if w.interfere != nil {
@@ -317,7 +344,7 @@ func TestAbortAndResume(t *testing.T) {
 	// The same on the way back, interrupted while NVIDIA's plugin starts.
 	w.interfere = func(node string) {
 		if node == "a" && w.node("a").Labels[Label] == returning {
-			_ = w.client.Tracker().Delete(corev1.SchemeGroupVersion.WithResource("pods"), "default", "plugin-a")
+			_ = w.client.Tracker().Delete(corev1.SchemeGroupVersion.WithResource("pods"), "nvidia", "plugin-a")
 		}
 	}
 	w.wantError(w.migrate(w.nodes(true)), "node a: gave up", "a ready pod of DaemonSet nvidia/plugin", "run migrate --back --apply again")
@@ -346,7 +373,9 @@ func TestChangeOfMind(t *testing.T) {
 	if node := w.node("a"); node.Labels[config.ModeLabel] != "" || node.Labels[Label] != withTandem {
 		t.Errorf("labels %v", node.Labels)
 	}
-	w.wantNoAnnotation("a")
+	if _, saved := w.node("a").Annotations[modeAnnotation]; saved {
+		t.Error("the mode is kept")
+	}
 	w.wantMoved()
 }
 
@@ -397,9 +426,9 @@ func TestTandemGoesOn(t *testing.T) {
 	w.moved = nil
 	w.interfere = func(node string) {
 		pods := corev1.SchemeGroupVersion.WithResource("pods")
-		agent := podOn(node, "agent", agentLabels, "")
+		agent := agentOn(node)
 		setReady(agent, true)
-		if err := w.client.Tracker().Update(pods, agent, "default"); err != nil {
+		if err := w.client.Tracker().Update(pods, agent, "tandem-system"); err != nil {
 			t.Error(err)
 		}
 	}
@@ -420,6 +449,7 @@ func claimOn(node string) *resourceapi.ResourceClaim {
 func TestClaims(t *testing.T) {
 	dra := appsv1.DaemonSet{ObjectMeta: metav1.ObjectMeta{Namespace: "nvidia", Name: "dra", UID: "dra"}}
 	dra.Spec.Template.Spec.Containers = []corev1.Container{{Name: "gpus", Args: []string{"gpu-kubelet-plugin -v 4"}}}
+	dra.Spec.Template.Spec.Volumes = pluginVolumes
 	dra.Spec.Template.Spec.NodeSelector = map[string]string{"gpu": "yes"}
 	w := newWorld(t, dra)
 	if err := w.client.Tracker().Add(claimOn("b")); err != nil {
@@ -439,6 +469,15 @@ func TestClaims(t *testing.T) {
 	}
 	w.wantMoved("a=true", "b=true", "c=true")
 
+	// The driver knows nothing of pods with limits.
+	w.wantError(w.migrate(w.nodes(true)), "node a: NVIDIA's DRA driver would give the GPUs of pods with limits to claims: gpu-0, gpu-1")
+	w.wantMoved()
+
+	w = newWorld(t, plugin)
+	if err := w.migrate(w.nodes(false)); err != nil {
+		t.Fatal(err)
+	}
+	w.moved = nil
 	w.gpuNodes["c"].Status.Devices = append(w.gpuNodes["c"].Status.Devices, v1alpha1.DeviceStatus{
 		Holders: []v1alpha1.DeviceHolder{{Kind: v1alpha1.HolderClaim, Namespace: "default", Name: "held"}},
 	})
@@ -458,7 +497,9 @@ func TestClaims(t *testing.T) {
 	if node := w.node("a"); node.Labels[config.ModeLabel] != "" {
 		t.Errorf("labels %v", node.Labels)
 	}
-	w.wantNoAnnotation("a")
+	if _, saved := w.node("a").Annotations[modeAnnotation]; saved {
+		t.Error("the mode is kept")
+	}
 }
 
 // Migrate checks a node again before it moves, because the plan may be out of date.
@@ -474,16 +515,17 @@ func TestNodeChangesAfterThePlan(t *testing.T) {
 			claim.Status.Allocation.Devices.Results[0].Driver = computeDomains
 			_ = w.client.Tracker().Add(claim)
 		}, "node c: NVIDIA's DRA driver serves claims"},
-		"no agent": {func(w *world) { _ = w.client.Tracker().Delete(pods, "default", "agent-c") }, "node c: no agent of Tandem runs on this node"},
+		"no agent": {func(w *world) { _ = w.client.Tracker().Delete(pods, "tandem-system", "agent-c") }, "node c: no agent of Tandem runs on this node"},
 		"an agent without an image": {func(w *world) {
-			agent := podOn("c", "agent", agentLabels, "")
+			agent := agentOn("c")
 			agent.Status.Phase = corev1.PodPending
-			_ = w.client.Tracker().Update(pods, agent, "default")
-		}, "node c: Tandem cannot take over this node yet: it waits for a running agent: pod default/agent-c is Pending"},
+			_ = w.client.Tracker().Update(pods, agent, "tandem-system")
+		}, "node c: Tandem cannot take over this node yet: it waits for a running agent: pod tandem-system/agent-c is Pending"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			dra := appsv1.DaemonSet{ObjectMeta: metav1.ObjectMeta{Namespace: "nvidia", Name: "dra", UID: "dra"}}
 			dra.Spec.Template.Spec.Containers = []corev1.Container{{Name: "gpus", Args: []string{"gpu-kubelet-plugin -v 4"}}}
+			dra.Spec.Template.Spec.Volumes = pluginVolumes
 			dra.Spec.Template.Spec.NodeSelector = map[string]string{"gpu": "yes"}
 			w := newWorld(t, dra)
 			w.interfere = func(node string) {
@@ -520,7 +562,7 @@ func TestSlicesAndClaimsOnTheWayBack(t *testing.T) {
 		if node == "a" && w.node("a").Labels[Label] == returning {
 			w.interfere = nil
 			_ = w.client.Tracker().Add(claimOn("a"))
-			_ = w.client.Tracker().Delete(corev1.SchemeGroupVersion.WithResource("pods"), "default", "plugin-a")
+			_ = w.client.Tracker().Delete(corev1.SchemeGroupVersion.WithResource("pods"), "nvidia", "plugin-a")
 		}
 	}
 	w.wantError(w.migrate(w.nodes(true)), "node a: gave up", "a ready pod of DaemonSet nvidia/plugin")
@@ -624,7 +666,7 @@ func TestOperator(t *testing.T) {
 	if err := w.client.Tracker().Update(corev1.SchemeGroupVersion.WithResource("nodes"), node, ""); err != nil {
 		t.Fatal(err)
 	}
-	if err := w.nodes(true).leave(t.Context(), w.node("c")); err != nil {
+	if err := w.nodes(true).leave(t.Context(), nil, w.node("c")); err != nil {
 		t.Fatal(err)
 	}
 	if got := w.node("c").Labels; got[operatorLabel] != "false" || got[Label] != returning {
@@ -640,7 +682,7 @@ func TestPausedByOperator(t *testing.T) {
 	w.interfere = func(node string) {
 		if node == "a" {
 			w.label("b", operatorLabel, "paused-for-driver-upgrade")
-			_ = w.client.Tracker().Delete(corev1.SchemeGroupVersion.WithResource("pods"), "default", "plugin-b")
+			_ = w.client.Tracker().Delete(corev1.SchemeGroupVersion.WithResource("pods"), "nvidia", "plugin-b")
 		}
 	}
 	w.wantError(w.migrate(w.nodes(false)), "node b: GPU Operator has paused its device plugin there", operatorLabel+"=paused-for-driver-upgrade")
@@ -702,7 +744,7 @@ func TestRefusals(t *testing.T) {
 	})
 	t.Run("no agent", func(t *testing.T) {
 		w := newWorld(t, plugin)
-		if err := w.client.Tracker().Delete(corev1.SchemeGroupVersion.WithResource("pods"), "default", "agent-b"); err != nil {
+		if err := w.client.Tracker().Delete(corev1.SchemeGroupVersion.WithResource("pods"), "tandem-system", "agent-b"); err != nil {
 			t.Fatal(err)
 		}
 		w.wantError(w.migrate(w.nodes(false)), "node b: no agent of Tandem runs on this node: install Tandem's chart")

@@ -4,6 +4,7 @@ package migrate
 
 import (
 	"bytes"
+	"cmp"
 	"compress/gzip"
 	"context"
 	"encoding/base64"
@@ -47,6 +48,11 @@ func ReadReleases(ctx context.Context, client kubernetes.Interface) ([]Source, e
 			errs = append(errs, fmt.Errorf("read Secret %s/%s: %w", secret.Namespace, secret.Name, err))
 		}
 		if !ok {
+			continue
+		}
+		if trusted, err := administered(ctx, client, secret.Namespace); err != nil || !trusted {
+			errs = append(errs, cmp.Or(err, fmt.Errorf("%s is not read: no pod of its namespace mounts kubelet's directories for plugins, "+
+				"so a tenant may have created it. If it is NVIDIA's, write its values to a file with helm get values --all, and use that with -f", source.Name)))
 			continue
 		}
 		sources = append(sources, source)

@@ -18,6 +18,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/internal/terminal"
 )
 
 // Result is a translation.
@@ -38,7 +39,7 @@ func (r Result) YAML() ([]byte, error) {
 		return nil, fmt.Errorf("write values: %w", err)
 	}
 	var out bytes.Buffer
-	fmt.Fprintf(&out, "# Values of Tandem's chart, from %s. Set image.repository as well.\n", strings.Join(r.From, ", "))
+	fmt.Fprintf(&out, "# Values of Tandem's chart, from %s. Set image.repository as well.\n", terminal.Plain(strings.Join(r.From, ", "), false))
 	for _, part := range []struct {
 		title string
 		lines []string
@@ -48,7 +49,7 @@ func (r Result) YAML() ([]byte, error) {
 		}
 		fmt.Fprintf(&out, "#\n# %s\n", part.title)
 		for _, line := range part.lines {
-			fmt.Fprintf(&out, "#   %s\n", strings.ReplaceAll(line, "\n", " "))
+			fmt.Fprintf(&out, "#   %s\n", terminal.Plain(strings.ReplaceAll(line, "\n", " "), false))
 		}
 	}
 	out.Write(values)

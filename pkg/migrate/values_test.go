@@ -141,10 +141,16 @@ func TestReleases(t *testing.T) {
 			"config": map[string]any{"resources": map[string]any{"limits": map[string]any{"cpu": "2"}}, "config": map[string]any{"name": "configs"}, "failOnInitError": true, "tolerations": nil},
 		}),
 		release(t, "web", "site", map[string]any{"name": "site", "chart": chart("nginx", nil)}),
+		podOn("a", "plugin", &plugin),
+		// A tenant's: no pod of the namespace mounts kubelet's directories.
+		release(t, "aaa-tenant", "mine", map[string]any{"name": "mine", "chart": chart("nvidia-device-plugin", nil), "config": map[string]any{"priorityClassName": "high"}}),
 		&corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "nvidia", Name: "configs"}, Data: map[string]string{"a": "version: v1\nflags: {migStrategy: mixed}"}},
 	)
 	sources, err := ReadReleases(t.Context(), client)
 	if err == nil || !strings.Contains(err.Error(), "read Secret other/sh.helm.release.v1.broken.v1: decompress release") {
+		t.Errorf("error %v", err)
+	}
+	if !strings.Contains(err.Error(), "release aaa-tenant/mine is not read: no pod of its namespace mounts kubelet's directories") {
 		t.Errorf("error %v", err)
 	}
 	result, err := Translate(sources...)

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package migrate
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/internal/podstatus"
+)
+
+// endedHolders returns the devices whose pods by limits have ended, or were deleted by force, and may still use them. Tandem keeps them from others.
+// kubelet does not know these pods any more: it would give the devices to NVIDIA's plugin's next pods.
+func (n *Nodes) endedHolders(ctx context.Context, node string) (devices []string, err error) {
+	object, err := n.GPUNode(ctx, node)
+	if apierrors.IsNotFound(err) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("get GPUNode %s: %w", node, err)
+	}
+	// The pods are read after their holds: a pod that is there now was there then.
+	pods, err := n.pods(ctx, node)
+	if err != nil {
+		return nil, err
+	}
+	lives := func(of v1alpha1.PodReference) bool {
+		return slices.ContainsFunc(pods, func(pod corev1.Pod) bool { return pod.UID == of.UID && !podstatus.Ended(&pod) })
+	}
+	for _, d := range object.Status.Devices {
+		for _, h := range d.Holders {
+			if h.Kind == v1alpha1.HolderPod && (h.State == v1alpha1.HoldDraining || !slices.ContainsFunc(h.Pods, lives)) {
+				devices = append(devices, heldFor(d, h))
+			}
+		}
+	}
+	return devices, nil
+}
+
+// heldFor names a device and what its holder waits for.
+func heldFor(d v1alpha1.DeviceStatus, h v1alpha1.DeviceHolder) string {
+	if h.WaitsFor == "" {
+		return d.Name
+	}
+	return fmt.Sprintf("%s (by %s)", d.Name, h.WaitsFor)
+}
+
+// checkHolders returns why NVIDIA's software would not know what pods by limits hold of a node. kubelet keeps a device of a living pod by
+// resource and ID. NVIDIA's plugin has to list it under the same, or kubelet gives the GPU to another pod. A whole GPU is nvidia.com/gpu and its
+// UUID, unless the plugin shares it. The rest depends on the plugin's configuration. NVIDIA's DRA driver knows nothing of limits.
+func (n *Nodes) checkHolders(sets []daemonSet, node *corev1.Node, status v1alpha1.GPUNodeStatus) (refusals []string, err error) {
+	if status.Omitted > 0 {
+		return []string{"its GPUNode does not list all devices and holders"}, nil
+	}
+	configured, claims, err := returns(sets, node)
+	if err != nil {
+		return nil, err
+	}
+	var ended, taken, unlike []string
+	for _, d := range status.Devices {
+		like := !configured && d.ExtendedResource == config.Defaults().ResourceName && d.Parent == "" &&
+			(d.Sharing == nil || d.Sharing.Replicas == 0)
+		// Until NVIDIA's software has registered, further pods get devices, unless none can come.
+		held := d.ExtendedResource != "" && !d.Excluded && !node.Spec.Unschedulable
+		for _, h := range d.Holders {
+			if h.Kind == v1alpha1.HolderPod {
+				held, like = true, like && !h.Shared
+			}
+			if h.Kind == v1alpha1.HolderPod && h.WaitsFor != "" {
+				ended = append(ended, heldFor(d, h))
+			}
+		}
+		if held && claims {
+			taken = append(taken, d.Name)
+		}
+		if held && !like {
+			unlike = append(unlike, d.Name)
+		}
+	}
+	for _, refusal := range []struct {
+		devices []string
+		applies bool
+		text    string
+	}{
+		{ended, true, "GPUs are still used although kubelet no longer knows the pods: %s. NVIDIA's software would give them away. " +
+			"Wait until they are free, or end the processes"},
+		{taken, true, "NVIDIA's DRA driver would give the GPUs of pods with limits to claims: %s. Drain the node with kubectl drain"},
+		{unlike, !n.SameConfig, "NVIDIA's plugin may give the GPUs of pods to others, because its sharing, MIG strategy or resource names " +
+			"may differ from Tandem's: %s. Drain the node with kubectl drain; or, if they are the same, add --same-config"},
+	} {
+		if refusal.applies && len(refusal.devices) > 0 {
+			refusals = append(refusals, fmt.Sprintf(refusal.text, strings.Join(refusal.devices, ", ")))
+		}
+	}
+	return refusals, nil
+}
+
+// returns reports what will come back to a node: whether a device plugin has a configuration, and whether a DRA driver serves GPUs to claims.
+func returns(sets []daemonSet, node *corev1.Node) (configured, claims bool, err error) {
+	after := node.DeepCopy()
+	metav1.SetMetaDataLabel(&after.ObjectMeta, Label, returning)
+	if after.Annotations[operatorAnnotation] == "true" {
+		after.Labels[operatorLabel] = "true"
+	}
+	for _, set := range sets {
+		runs, err := set.runsOn(after)
+		if err != nil {
+			return false, false, err
+		}
+		configured = configured || runs && set.role == devicePlugin && set.mayShare()
+		claims = claims || runs && set.role == draDriver
+	}
+	return configured, claims, nil
+}
