@@ -10,11 +10,13 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/drain"
 )
 
 func (p *plugin) drain() *cobra.Command {
 	var o drain.Options
+	var resource string
 	cmd := &cobra.Command{
 		Use:   "drain NODE[/GPU]",
 		Short: "Take GPUs out of service and wait until they are free",
@@ -33,6 +35,7 @@ func (p *plugin) drain() *cobra.Command {
 			if err != nil {
 				return err
 			}
+			d.Resources.GPU = resource
 			return d.Run(cmd.Context(), node, gpu, o)
 		},
 		ValidArgsFunction: p.completeNodes(1),
@@ -42,6 +45,8 @@ func (p *plugin) drain() *cobra.Command {
 	cmd.Flags().DurationVar(&o.Timeout, "timeout", 0, "how long to wait; zero means no limit")
 	cmd.Flags().BoolVar(&o.Evict, "evict", false, "evict the pods that hold the GPUs, with your own rights")
 	cmd.Flags().BoolVar(&o.Force, "force", false, "with --evict, also pods of DaemonSets and pods that declare no controller")
+	cmd.Flags().StringVar(&resource, "resource-name", config.Defaults().ResourceName,
+		"extended resource of whole GPUs: --evict evicts pods that request it, or one of partitions or replicas, and pods with claims")
 	return cmd
 }
 

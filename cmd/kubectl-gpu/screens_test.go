@@ -221,6 +221,7 @@ func screens() map[string]func(*testing.T) string {
 	idle := h100s("node-1", 4).pod("web", "chat", 2)
 	idle.claim("ml", "train-gpu", "train-0", idle.gpu(0).Ref(), idle.gpu(1).Ref())
 	service := busy().maintain(0, "").maintain(7, "replace the fan")
+	forged := h100s("node-1", 2).pod("ml", "infer", 0).pod("ml", "cache", 1).maintain(0, "").maintain(1, "")
 	parts := partitioned().maintain(0, "firmware").maintain(1, "firmware")
 	draining := h100s("node-1", 1)
 	draining.claim("ml", "old-gpu", "old", draining.gpu(0).Ref())
@@ -280,6 +281,8 @@ func screens() map[string]func(*testing.T) string {
 		"drain-held":    whileHeld,
 		"drain-no-wait": show(of(busy()), "drain", "node-1", "--wait=false"),
 		"drain-timeout": show(of(service), "drain", "node-1/gpu-0", "--timeout", "10ms"),
+		"drain-refused": show(of(forged, pending("infer", byLimits(testResource, 1), on("node-2", corev1.PodRunning), owned("ReplicaSet", "infer")),
+			pending("cache", on("node-1", corev1.PodRunning), owned("ReplicaSet", "cache"))), "drain", "node-1", "--evict"),
 		"drain-unknown": show(of(busy()), "drain", "node-1/8"),
 		"drain-part":    show(of(partitioned()), "drain", "node-2/gpu-0-mig-1g10gb-19-6"),
 		"drain-waiting": show(whole, "drain", "node-3"),

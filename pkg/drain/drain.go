@@ -15,21 +15,27 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	policyv1 "k8s.io/api/policy/v1"
+	resourceapi "k8s.io/api/resource/v1"
 	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/util/retry"
+	"k8s.io/dynamic-resource-allocation/resourceclaim"
 	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/podstatus"
+	"github.com/tandem-gpu/tandem/pkg/availability"
+	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/overview"
 )
 
 // Drainer drains GPUs with the rights of its user. One call at a time.
 type Drainer struct {
 	Cluster overview.Cluster
+	// Resources are the extended resources of the GPUs. They are not read from the GPUNode: see evict.
+	Resources device.Resources
 	// Say is called with each line for the user.
 	Say func(line string) error
 	// Now is the clock.
@@ -38,9 +44,16 @@ type Drainer struct {
 	// was allocated it, or a pod that was bound, just before the agent withdrew it may not be known yet.
 	Interval, Settle time.Duration
 
-	// evicted are the pods whose eviction the API server has accepted. again is when to ask again for those that a disruption budget protects.
-	evicted map[types.UID]bool
-	again   map[types.UID]time.Time
+	// uid and generation are those of the GPUNode with the entries.
+	uid        types.UID
+	generation int64
+	// allocated are claims that were allocated the GPUs, when they were last listed. unlisted is set if the user may not list claims.
+	allocated []v1alpha1.AllocatedClaim
+	unlisted  bool
+	// named are the pods that the GPUNode has named. evicted are those whose eviction the API server has accepted, refused those that do not
+	// have a GPU of the node. again is when to ask again for those that a disruption budget protects.
+	named, evicted, refused map[types.UID]bool
+	again                   map[types.UID]time.Time
 }
 
 // Defaults of a Drainer.
@@ -49,6 +62,8 @@ const (
 	Settle   = 2 * time.Second
 	// evictAgain is the pause of kubectl drain after a disruption budget has prevented an eviction.
 	evictAgain = 5 * time.Second
+	// mostPods bounds the pods that one drain looks at: a GPUNode can name others at each look. It is twice what a node runs.
+	mostPods = 512
 )
 
 // Options of a drain.
@@ -68,7 +83,7 @@ func (d *Drainer) Run(ctx context.Context, node, gpu string, o Options) error {
 		return fmt.Errorf("the reason has %d bytes: at most %d are stored", len(o.Reason), v1alpha1.MaxMaintenanceReason)
 	}
 	var gpus []GPU
-	err := d.change(ctx, node, func(n v1alpha1.GPUNode) (entries []v1alpha1.GPUMaintenance, err error) {
+	stored, err := d.change(ctx, node, func(n v1alpha1.GPUNode) (entries []v1alpha1.GPUMaintenance, err error) {
 		if gpus, err = Select(n, gpu); err != nil {
 			return nil, err
 		}
@@ -77,6 +92,7 @@ func (d *Drainer) Run(ctx context.Context, node, gpu string, o Options) error {
 	if err != nil {
 		return err
 	}
+	d.uid, d.generation = stored.UID, stored.Generation
 	err = d.sayAll(node, gpus, "is taken out of service: its agent withdraws it from claims and limits")
 	if err != nil || !o.Wait {
 		return err
@@ -87,7 +103,7 @@ func (d *Drainer) Run(ctx context.Context, node, gpu string, o Options) error {
 // End puts GPUs into service again: the one that gpu names, or all of the node if it is empty. It is idempotent.
 func (d *Drainer) End(ctx context.Context, node, gpu string) error {
 	var ended []string
-	err := d.change(ctx, node, func(n v1alpha1.GPUNode) (entries []v1alpha1.GPUMaintenance, err error) {
+	_, err := d.change(ctx, node, func(n v1alpha1.GPUNode) (entries []v1alpha1.GPUMaintenance, err error) {
 		entries, ended, err = Without(n, gpu)
 		return entries, err
 	})
@@ -108,30 +124,34 @@ func (d *Drainer) End(ctx context.Context, node, gpu string) error {
 	return nil
 }
 
-// change replaces the entries of a node by those that next returns. It starts again if another client has changed the object.
-func (d *Drainer) change(ctx context.Context, name string, next func(v1alpha1.GPUNode) ([]v1alpha1.GPUMaintenance, error)) error {
-	err := retry.RetryOnConflict(retry.DefaultBackoff, func() error {
-		node, err := d.Cluster.GPUNode(ctx, name)
+// change replaces the entries of a node by those that next returns, and returns the GPUNode that has them. It starts again if another client
+// has changed the object.
+func (d *Drainer) change(
+	ctx context.Context, name string, next func(v1alpha1.GPUNode) ([]v1alpha1.GPUMaintenance, error),
+) (stored v1alpha1.GPUNode, err error) {
+	err = retry.RetryOnConflict(retry.DefaultBackoff, func() error {
+		stored, err = d.Cluster.GPUNode(ctx, name)
 		if err != nil {
 			return err
 		}
-		entries, err := next(node)
-		if err != nil || apiequality.Semantic.DeepEqual(entries, node.Spec.Maintenance) {
+		entries, err := next(stored)
+		if err != nil || apiequality.Semantic.DeepEqual(entries, stored.Spec.Maintenance) {
 			return err
 		}
 		patch, err := json.Marshal(map[string]any{
-			"metadata": map[string]any{"uid": node.UID, "resourceVersion": node.ResourceVersion},
+			"metadata": map[string]any{"uid": stored.UID, "resourceVersion": stored.ResourceVersion},
 			"spec":     map[string]any{"maintenance": append([]v1alpha1.GPUMaintenance{}, entries...)},
 		})
 		if err != nil {
 			return fmt.Errorf("encode the maintenance of GPUNode %s: %w", name, err)
 		}
-		return d.Cluster.PatchGPUNode(ctx, name, patch)
+		stored, err = d.Cluster.PatchGPUNode(ctx, name, patch)
+		return err
 	})
 	if apierrors.IsConflict(err) {
-		return fmt.Errorf("write the maintenance of GPUNode %s: other clients keep changing it: %w", name, err)
+		err = fmt.Errorf("write the maintenance of GPUNode %s: other clients keep changing it: %w", name, err)
 	}
-	return err
+	return stored, err
 }
 
 // await waits until the GPUs have had no holder for a while, and says what they wait for whenever that changes.
@@ -141,7 +161,9 @@ func (d *Drainer) await(ctx context.Context, node string, gpus []GPU, o Options)
 		waiting, cancel = context.WithTimeout(ctx, o.Timeout)
 	}
 	defer cancel()
-	d.evicted, d.again = map[types.UID]bool{}, map[types.UID]time.Time{}
+	d.allocated, d.unlisted = nil, false
+	d.named, d.evicted, d.refused = map[types.UID]bool{}, map[types.UID]bool{}, map[types.UID]bool{}
+	d.again = map[types.UID]time.Time{}
 	said := map[string]string{}
 	var freeSince time.Time
 	for {
@@ -155,7 +177,14 @@ func (d *Drainer) await(ctx context.Context, node string, gpus []GPU, o Options)
 			freeSince = d.Now()
 		}
 		if err == nil && left == 0 && d.Now().Sub(freeSince) >= d.Settle {
-			return d.sayAll(node, gpus, "is free")
+			err := d.listClaims(waiting, node, gpus)
+			switch {
+			case err != nil && waiting.Err() == nil:
+				return err
+			case err == nil && len(d.allocated) == 0:
+				return d.sayAll(node, gpus, "is free")
+			}
+			freeSince = time.Time{}
 		}
 		select {
 		case <-waiting.Done():
@@ -194,14 +223,20 @@ func timedOut(node string, gpus []GPU, said map[string]string, after time.Durati
 // look returns how many GPUs are not free, and evicts their holders if the user wants that.
 func (d *Drainer) look(ctx context.Context, node string, gpus []GPU, o Options, said map[string]string) (left int, err error) {
 	now, err := d.Cluster.GPUNode(ctx, node)
+	if err == nil {
+		err = d.check(now, gpus)
+	}
+	if err == nil {
+		err = d.recheckClaims(ctx, node)
+	}
 	if err != nil {
 		return 0, err
 	}
-	var pods []v1alpha1.PodReference
+	var waiting []Waiting
 	for _, g := range gpus {
-		waits := Waits(now, g)
+		waits := Waits(now, g, d.generation, d.allocated)
 		if waits.Text != "" {
-			left++
+			waiting = append(waiting, waits)
 		}
 		if _, looked := said[g.UUID]; !looked && waits.Unanswered {
 			// The agent answers within a second.
@@ -210,36 +245,108 @@ func (d *Drainer) look(ctx context.Context, node string, gpus []GPU, o Options, 
 		}
 		if waits.Text != said[g.UUID] && waits.Text != "" {
 			if err := d.Say(fmt.Sprintf("%s of %s %s", g.Name, node, waits.Text)); err != nil {
-				return left, err
+				return len(waiting), err
 			}
 		}
 		said[g.UUID] = waits.Text
-		for _, pod := range waits.Pods {
-			if !slices.ContainsFunc(pods, func(p v1alpha1.PodReference) bool { return p.UID == pod.UID }) {
-				pods = append(pods, pod)
-			}
-		}
 	}
 	if !o.Evict {
-		return left, nil
+		return len(waiting), nil
 	}
-	return left, d.evict(ctx, pods, o.Force)
+	if err := d.evict(ctx, node, waiting, o.Force); err != nil {
+		return len(waiting), err
+	}
+	if len(waiting) > 0 && !slices.ContainsFunc(waiting, func(w Waiting) bool { return !w.OnlyFor(d.refused) }) {
+		return len(waiting), fmt.Errorf("GPUNode %s names only pods that cannot have its GPUs: none is evicted. "+
+			"The GPUs stay under maintenance", node)
+	}
+	return len(waiting), nil
 }
 
-// evict evicts pods, and none of them if one may not be.
-func (d *Drainer) evict(ctx context.Context, refs []v1alpha1.PodReference, force bool) error {
-	var pods []*corev1.Pod
-	for _, ref := range refs {
-		if d.evicted[ref.UID] || d.Now().Before(d.again[ref.UID]) {
+// check returns an error if the GPUNode no longer is the one that the entries were written to, or no longer has them.
+func (d *Drainer) check(now v1alpha1.GPUNode, gpus []GPU) error {
+	for _, g := range gpus {
+		if _, found := now.Spec.MaintenanceOf(g.UUID); !found || now.UID != d.uid {
+			return fmt.Errorf("%s of %s is no longer under maintenance: another client has ended it, or the GPUNode was deleted. "+
+				"Drain it again", g.Name, now.Name)
+		}
+	}
+	return nil
+}
+
+// listClaims lists the claims that are allocated the GPUs. The GPUNode lacks them while the controller does not run. Without the right to list
+// claims, there are none.
+func (d *Drainer) listClaims(ctx context.Context, node string, gpus []GPU) error {
+	if d.unlisted {
+		return nil
+	}
+	d.allocated = nil
+	err := d.Cluster.EachClaim(ctx, func(claim *resourceapi.ResourceClaim) {
+		of := AllocatedOn(node, d.Cluster.DriverName, claim)
+		if slices.ContainsFunc(gpus, func(g GPU) bool { return overlaps(of, availability.NameOf(g.Name)) }) {
+			d.allocated = append(d.allocated, of)
+		}
+	})
+	if apierrors.IsForbidden(err) {
+		d.allocated, d.unlisted = nil, true
+		return d.Say(fmt.Sprintf("note: you may not list ResourceClaims of all namespaces. Only GPUNode %s says whether one was allocated a GPU and is "+
+			"not prepared yet", node))
+	}
+	return err
+}
+
+// recheckClaims removes the claims that no longer are allocated what they were when they were listed. A list of all claims at each look would be
+// too much in a large cluster.
+func (d *Drainer) recheckClaims(ctx context.Context, node string) error {
+	var still []v1alpha1.AllocatedClaim
+	for _, before := range d.allocated {
+		claim, err := d.Cluster.Client.ResourceV1().ResourceClaims(before.Namespace).Get(ctx, before.Name, metav1.GetOptions{})
+		if apierrors.IsNotFound(err) {
 			continue
+		}
+		if err != nil {
+			return fmt.Errorf("get claim %s/%s: %w", before.Namespace, before.Name, err)
+		}
+		if now := AllocatedOn(node, d.Cluster.DriverName, claim); now.UID == before.UID && slices.Equal(now.Devices, before.Devices) {
+			still = append(still, before)
+		}
+	}
+	d.allocated = still
+	return nil
+}
+
+// evict evicts the pods of holders, and none of them if one may not be. An agent's token is enough to write any name into the status of its
+// GPUNode, and the user may evict more than an agent. So only a pod is evicted that, as the API server has it, is on the node and
+// requests a GPU.
+func (d *Drainer) evict(ctx context.Context, node string, waiting []Waiting, force bool) error {
+	var pods []*corev1.Pod
+	seen := map[types.UID]bool{}
+	for _, ref := range podsOf(waiting) {
+		if ref.Name == "" || seen[ref.UID] || d.evicted[ref.UID] || d.refused[ref.UID] || d.Now().Before(d.again[ref.UID]) {
+			continue
+		}
+		seen[ref.UID], d.named[ref.UID] = true, true
+		if len(d.named) > mostPods {
+			return fmt.Errorf("GPUNode %s has named more than %d pods during this command: no more pods are evicted", node, mostPods)
 		}
 		pod, err := d.Cluster.Client.CoreV1().Pods(ref.Namespace).Get(ctx, ref.Name, metav1.GetOptions{})
 		switch {
 		case apierrors.IsNotFound(err), err == nil && (pod.UID != ref.UID || pod.DeletionTimestamp != nil || podstatus.Ended(pod)):
+			continue
 		case err != nil:
 			return fmt.Errorf("get pod %s/%s: %w", ref.Namespace, ref.Name, err)
-		default:
+		}
+		why, err := d.notHere(ctx, node, pod)
+		switch {
+		case err != nil:
+			return err
+		case why == "":
 			pods = append(pods, pod)
+		default:
+			d.refused[pod.UID] = true
+			if err := d.Say(fmt.Sprintf("GPUNode names pod %s/%s, which %s: not evicted", pod.Namespace, pod.Name, why)); err != nil {
+				return err
+			}
 		}
 	}
 	if err := Evictable(pods, force); err != nil {
@@ -251,6 +358,39 @@ func (d *Drainer) evict(ctx context.Context, refs []v1alpha1.PodReference, force
 		}
 	}
 	return nil
+}
+
+func podsOf(waiting []Waiting) (pods []v1alpha1.PodReference) {
+	for _, w := range waiting {
+		pods = append(pods, slices.Concat(w.Holders...)...)
+	}
+	return pods
+}
+
+// notHere returns why a pod cannot have a GPU of the node; empty if it can.
+func (d *Drainer) notHere(ctx context.Context, node string, pod *corev1.Pod) (why string, err error) {
+	switch {
+	case pod.Spec.NodeName != node:
+		return "is not on node " + node, nil
+	case Requests(pod, d.Resources):
+		return "", nil
+	}
+	for name, own := range resourceclaim.PodClaims(pod) {
+		claim, err := d.Cluster.Client.ResourceV1().ResourceClaims(pod.Namespace).Get(ctx, name, metav1.GetOptions{})
+		if apierrors.IsNotFound(err) {
+			continue
+		}
+		if err != nil {
+			return "", fmt.Errorf("get claim %s/%s of pod %s: %w", pod.Namespace, name, pod.Name, err)
+		}
+		if own && resourceclaim.IsForPod(pod, claim, true) != nil {
+			continue
+		}
+		if len(AllocatedOn(node, d.Cluster.DriverName, claim).Devices) > 0 {
+			return "", nil
+		}
+	}
+	return fmt.Sprintf("requests no %s (--resource-name) and has no claim on %s", d.Resources.GPU, node), nil
 }
 
 func (d *Drainer) evictOne(ctx context.Context, pod *corev1.Pod) error {

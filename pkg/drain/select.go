@@ -7,10 +7,15 @@ import (
 	"slices"
 	"strings"
 
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	resourcehelper "k8s.io/component-helpers/resource"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/availability"
+	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/explain"
 )
 
@@ -99,27 +104,45 @@ type Waiting struct {
 	Text string
 	// Unanswered is set until the agent has withdrawn the GPU.
 	Unanswered bool
-	// Pods are those of its holders.
-	Pods []v1alpha1.PodReference
+	// Holders are the pods of each holder, as the GPUNode names them. A claim that is not prepared yet has none.
+	Holders [][]v1alpha1.PodReference
+}
+
+// OnlyFor reports whether the GPU waits for nothing but holders all of whose pods are in the set. It is a pure function.
+func (w Waiting) OnlyFor(pods map[types.UID]bool) bool {
+	other := func(p v1alpha1.PodReference) bool { return !pods[p.UID] }
+	return len(w.Holders) > 0 && !slices.ContainsFunc(w.Holders, func(named []v1alpha1.PodReference) bool {
+		return len(named) == 0 || slices.ContainsFunc(named, other)
+	})
 }
 
 // Waits returns what a GPU waits for by its node's GPUNode: its agent, its holders and those of its partitions, and claims that were
-// allocated it. A GPU that the node no longer has waits for nothing. It is a pure function.
-func Waits(node v1alpha1.GPUNode, gpu GPU) (w Waiting) {
-	var holders []string
+// allocated it by the GPUNode or by allocated. An answer of the agent to an earlier generation of the spec does not count. A GPU that the
+// node no longer has waits for nothing. It is a pure function.
+func Waits(node v1alpha1.GPUNode, gpu GPU, generation int64, allocated []v1alpha1.AllocatedClaim) (w Waiting) {
+	answered := node.Status.ObservedGeneration >= generation
 	name, there := availability.Name{}, false
-	held := map[string]bool{} // by claim
 	for _, d := range node.Status.Devices {
 		if d.UUID == gpu.UUID {
 			name, there = availability.StatusName(d), true
-			if d.Maintenance == nil {
-				return Waiting{Text: "is not withdrawn yet: the agent of the node has not answered", Unanswered: true}
-			}
+			answered = answered && d.Maintenance != nil
 		}
 	}
-	if !there {
+	switch {
+	// An agent that waits for the driver lists no GPU, gives none to anybody, and observes no generation.
+	case !answered && (there || node.Status.Waiting == ""):
+		return Waiting{Text: "is not withdrawn yet: the agent of the node has not answered", Unanswered: true}
+	case !there:
 		return Waiting{}
 	}
+	var holders []string
+	add := func(text string, pods []v1alpha1.PodReference) {
+		if !slices.Contains(holders, text) {
+			holders = append(holders, text)
+		}
+		w.Holders = append(w.Holders, pods)
+	}
+	held := map[types.UID]bool{} // by claim
 	for _, d := range node.Status.Devices {
 		if !availability.StatusName(d).Overlaps(name) {
 			continue
@@ -129,25 +152,46 @@ func Waits(node v1alpha1.GPUNode, gpu GPU) (w Waiting) {
 			if h.WaitsFor != "" {
 				text += ", which has ended and waits for " + explain.OneLine(h.WaitsFor)
 			}
-			if !slices.Contains(holders, text) {
-				holders = append(holders, text)
-			}
-			held[string(h.UID)] = true
-			for _, pod := range h.Pods {
-				if pod.Name != "" {
-					w.Pods = append(w.Pods, pod)
-				}
-			}
+			add(text, h.Pods)
+			held[h.UID] = true
 		}
 	}
-	for _, claim := range node.Spec.Claims {
-		overlaps := func(device string) bool { return availability.NameOf(device).Overlaps(name) }
-		if !held[string(claim.UID)] && slices.ContainsFunc(claim.Devices, overlaps) {
-			holders = append(holders, fmt.Sprintf("claim %s/%s, not prepared yet", claim.Namespace, claim.Name))
+	for _, claim := range slices.Concat(node.Spec.Claims, allocated) {
+		if !held[claim.UID] && overlaps(claim, name) {
+			add(fmt.Sprintf("claim %s/%s, not prepared yet", claim.Namespace, claim.Name), nil)
 		}
 	}
 	if len(holders) > 0 {
 		w.Text = "is held by " + strings.Join(holders, "; ")
 	}
 	return w
+}
+
+func overlaps(claim v1alpha1.AllocatedClaim, gpu availability.Name) bool {
+	return slices.ContainsFunc(claim.Devices, func(published string) bool { return availability.NameOf(published).Overlaps(gpu) })
+}
+
+// AllocatedOn returns the devices of a node that a claim is allocated, and none for a claim without any. Devices with admin access do not
+// count: the claim does not hold them. It is a pure function.
+func AllocatedOn(node, driver string, claim *resourceapi.ResourceClaim) (of v1alpha1.AllocatedClaim) {
+	of = v1alpha1.AllocatedClaim{UID: claim.UID, Namespace: claim.Namespace, Name: claim.Name}
+	if claim.Status.Allocation == nil {
+		return of
+	}
+	for _, r := range claim.Status.Allocation.Devices.Results {
+		if r.Driver == driver && device.NodeOfPool(r.Pool) == node && (r.AdminAccess == nil || !*r.AdminAccess) {
+			of.Devices = append(of.Devices, r.Device)
+		}
+	}
+	return of
+}
+
+// Requests reports whether a pod requests one of the extended resources. It is a pure function.
+func Requests(pod *corev1.Pod, resources device.Resources) bool {
+	for name, quantity := range resourcehelper.PodLimits(pod, resourcehelper.PodResourcesOptions{}) {
+		if resources.Has(string(name)) && !quantity.IsZero() {
+			return true
+		}
+	}
+	return false
 }

@@ -93,13 +93,17 @@ func (c Cluster) GPUNode(ctx context.Context, name string) (v1alpha1.GPUNode, er
 	return node, err
 }
 
-// PatchGPUNode applies a merge patch to a GPUNode. A patch with a resource version fails with a conflict if the object has changed.
-func (c Cluster) PatchGPUNode(ctx context.Context, name string, patch []byte) error {
-	_, err := c.gpuNodes().Patch(ctx, name, types.MergePatchType, patch, metav1.PatchOptions{FieldManager: "kubectl-gpu"})
-	if apierrors.IsConflict(err) {
-		return err
+// PatchGPUNode applies a merge patch to a GPUNode and returns the result. A patch with a resource version fails with a conflict if the
+// object has changed.
+func (c Cluster) PatchGPUNode(ctx context.Context, name string, patch []byte) (v1alpha1.GPUNode, error) {
+	object, err := c.gpuNodes().Patch(ctx, name, types.MergePatchType, patch, metav1.PatchOptions{FieldManager: "kubectl-gpu"})
+	switch {
+	case apierrors.IsConflict(err):
+		return v1alpha1.GPUNode{}, err
+	case err != nil:
+		return v1alpha1.GPUNode{}, gpuNodesError("patch", err)
 	}
-	return gpuNodesError("patch", err)
+	return decodeGPUNode(object)
 }
 
 // gpuNode returns the GPUNode of a node. An error that it does not exist is the API server's own, for the caller to decide.
@@ -236,6 +240,17 @@ func (c Cluster) eachSlice(ctx context.Context, selector fields.Selector, visit 
 	})
 	if err != nil {
 		return fmt.Errorf("list ResourceSlices: %w", err)
+	}
+	return nil
+}
+
+// EachClaim calls visit for the ResourceClaims of all namespaces, one page after the other.
+func (c Cluster) EachClaim(ctx context.Context, visit func(*resourceapi.ResourceClaim)) error {
+	page := func(ctx context.Context, options metav1.ListOptions) (runtime.Object, error) {
+		return c.Client.ResourceV1().ResourceClaims(metav1.NamespaceAll).List(ctx, options)
+	}
+	if err := each(ctx, metav1.ListOptions{}, page, visit); err != nil {
+		return fmt.Errorf("list ResourceClaims: %w", err)
 	}
 	return nil
 }
