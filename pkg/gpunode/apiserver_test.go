@@ -23,7 +23,7 @@ import (
 )
 
 // fakeAPI is as much of a kube-apiserver as this package talks to, over HTTP: GPUNodes with get, list, watch (streaming lists
-// too), create, delete, a status subresource, resource versions, generations and ownership.
+// too), create, a status subresource, resource versions, generations and ownership. It refuses what the agent's role does not have.
 type fakeAPI struct {
 	t      *testing.T
 	server *httptest.Server
@@ -38,8 +38,6 @@ type fakeAPI struct {
 	absent, refused, broken bool
 	// deleted is the version of the last deletion; a watch from before it is too old.
 	deleted int
-	// finalizers keep what is deleted until finalize.
-	finalizers bool
 	// requests that change something, by operation and name.
 	writes []string
 	// when the status was written.
@@ -107,6 +105,15 @@ func (f *fakeAPI) maintain(name string, entries ...v1alpha1.GPUMaintenance) {
 
 // drop deletes an object as another client would.
 func (f *fakeAPI) drop(name string) { f.set(func() { f.remove(name) }) }
+
+// terminate deletes an object that has a finalizer.
+func (f *fakeAPI) terminate(name string) {
+	f.set(func() {
+		going, now := f.objects[name].DeepCopy(), metav1.Now()
+		going.DeletionTimestamp = &now
+		f.store(going)
+	})
+}
 
 // store keeps and tells; under f.mu.
 func (f *fakeAPI) store(o *v1alpha1.GPUNode) {
@@ -250,12 +257,7 @@ func (f *fakeAPI) write(w http.ResponseWriter, r *http.Request, name, subresourc
 	defer f.mu.Unlock()
 	group := v1alpha1.Resource.GroupResource()
 	sent := &v1alpha1.GPUNode{}
-	options := &metav1.DeleteOptions{}
-	body := any(sent)
-	if r.Method == http.MethodDelete {
-		body = options
-	}
-	if err := json.NewDecoder(r.Body).Decode(body); err != nil {
+	if err := json.NewDecoder(r.Body).Decode(sent); err != nil {
 		answer(w, 0, apierrors.NewBadRequest(err.Error()))
 		return
 	}
@@ -273,21 +275,10 @@ func (f *fakeAPI) write(w http.ResponseWriter, r *http.Request, name, subresourc
 		answer(w, http.StatusCreated, sent)
 	case !found:
 		answer(w, 0, apierrors.NewNotFound(group, name))
-	case r.Method == http.MethodDelete && options.Preconditions != nil && *options.Preconditions.UID != known.UID:
-		answer(w, 0, apierrors.NewConflict(group, name, fmt.Errorf("another UID")))
-	case r.Method == http.MethodDelete && f.finalizers:
-		going := known.DeepCopy()
-		now := metav1.Now()
-		going.DeletionTimestamp = &now
-		f.store(going)
-		answer(w, http.StatusOK, going)
-	case r.Method == http.MethodDelete:
-		f.remove(name)
-		answer(w, http.StatusOK, known)
+	case r.Method == http.MethodDelete || subresource != "status":
+		answer(w, 0, apierrors.NewForbidden(group, name, fmt.Errorf("the agent writes the status only")))
 	case sent.ResourceVersion != known.ResourceVersion || sent.UID != known.UID:
 		answer(w, 0, apierrors.NewConflict(group, name, fmt.Errorf("it has changed")))
-	case subresource != "status":
-		answer(w, 0, apierrors.NewForbidden(group, name, fmt.Errorf("the agent writes the status only")))
 	default:
 		next := known.DeepCopy()
 		next.Status = sent.Status

@@ -625,7 +625,7 @@ func TestAnswerAfterDeletion(t *testing.T) {
 	}
 }
 
-// TestDeletedWhileAway: the watch never says that it is another object.
+// TestDeletedWhileAway: the watch never says that it is another object. The agent writes the status of an object that it did not create.
 func TestDeletedWhileAway(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)
@@ -638,38 +638,50 @@ func TestDeletedWhileAway(t *testing.T) {
 		f.api.objects["node-1"] = o
 	})
 	f.hold("c1", "GPU-0")
-	o := f.awaitStatus("a status of an object that the node owns", func(s v1alpha1.GPUNodeStatus) bool {
-		o := f.api.object("node-1")
-		return free(1)(s) && len(o.OwnerReferences) == 1
-	})
-	if o.UID == "made-by-hand" {
-		t.Error("the object without an owner stays")
+	if o := f.awaitStatus("a status of the object", free(1)); o.UID != "made-by-hand" {
+		t.Errorf("another object %s", o.UID)
 	}
 }
 
+// TestNodeReplaced: the agent keeps the GPUNode of a former Node, and the maintenance in it, until the garbage collector deletes it.
 func TestNodeReplaced(t *testing.T) {
 	t.Parallel()
 	for _, finalizers := range []bool{false, true} {
 		t.Run(fmt.Sprintf("finalizers=%t", finalizers), func(t *testing.T) {
 			t.Parallel()
 			f := newFixture(t)
-			f.api.finalizers = finalizers
-			f.start()
+			o, _ := f.start()
 			before := f.awaitStatus("a status", free(2))
+			f.api.maintain("node-1", v1alpha1.GPUMaintenance{UUID: "GPU-1"})
+			f.awaitStatus("the maintenance", func(s v1alpha1.GPUNodeStatus) bool { return s.Counts.Maintenance == 1 })
 			f.node.set("")
-			f.hold("c1", "GPU-0")
 			f.quiet()
 			f.node.set("another-uid")
-			if finalizers {
-				f.await("the deletion", func() bool { return f.api.object("node-1").DeletionTimestamp != nil })
-				f.quiet()
-				f.api.drop("node-1")
+			f.hold("c1", "GPU-0")
+			f.awaitStatus("the status in the GPUNode of the former node", free(0))
+			if now := f.api.object("node-1"); now.UID != before.UID || now.OwnerReferences[0].UID != "node-uid" || !o.Maintenance()["GPU-1"] {
+				t.Errorf("the agent has GPUNode %+v", now.ObjectMeta)
 			}
+			f.release("c1")
+			f.awaitStatus("more of it", free(1))
+			if got := strings.Count(f.logger.GetSink().(ktesting.Underlier).GetBuffer().String(), "This Node does not own its GPUNode"); got != 1 {
+				t.Errorf("said %d times that another Node owns the GPUNode, want once", got)
+			}
+			if finalizers {
+				f.api.terminate("node-1")
+				f.quiet()
+			}
+			f.api.drop("node-1")
 			f.await("an object with the new owner", func() bool {
 				o := f.api.object("node-1")
-				return o != nil && o.UID != before.UID && o.OwnerReferences[0].UID == "another-uid" && o.Status.Counts.Free == 1
+				return o != nil && o.UID != before.UID && o.OwnerReferences[0].UID == "another-uid" && o.Status.Counts.Free == 2
 			})
 			f.quiet()
+			for _, request := range f.api.written() {
+				if !strings.HasPrefix(request, "post") && !strings.HasSuffix(request, "/status") {
+					t.Errorf("the agent sent %q", request)
+				}
+			}
 		})
 	}
 }

@@ -17,7 +17,6 @@ import (
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/rest"
 	"k8s.io/klog/v2"
-	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/availability"
@@ -100,6 +99,8 @@ type writer struct {
 	answered string
 	// pruned logs once that the API server dropped a part of the status.
 	pruned sync.Once
+	// foreign is the last object that another Node owns, or none.
+	foreign types.UID
 }
 
 // write follows everything that the object depends on until ctx is done.
@@ -127,6 +128,7 @@ func (o *Object) write(ctx context.Context) {
 
 // look makes at most one request if one is due. It returns when to look again if nothing changes; zero for never.
 func (w *writer) look(ctx context.Context, now time.Time) time.Time {
+	w.noteOwner(ctx)
 	request, urgent := w.next()
 	if request == nil {
 		w.dirty = time.Time{}
@@ -159,8 +161,6 @@ func (w *writer) next() (request func(context.Context) error, urgent bool) {
 		return nil, false
 	case object == nil:
 		return func(ctx context.Context) error { return w.create(ctx, node) }, false
-	case len(object.OwnerReferences) != 1 || object.OwnerReferences[0].Kind != "Node" || object.OwnerReferences[0].UID != node:
-		return func(ctx context.Context) error { return w.replace(ctx, object) }, false
 	}
 	status := bounded(Status(w.facts()))
 	w.metrics.setMaintenance(status)
@@ -187,6 +187,21 @@ func (w *writer) next() (request func(context.Context) error, urgent bool) {
 		}
 		return nil
 	}, Urgent(object.Status, status)
+}
+
+// noteOwner logs once that this Node does not own the object. An agent may neither delete a GPUNode nor change its owner, which would delete
+// it as well: it would end what administrators wrote into the spec.
+func (w *writer) noteOwner(ctx context.Context) {
+	object, _ := w.view.current()
+	node := w.config.Node.UID()
+	if object == nil || node == "" || object.UID == w.foreign {
+		return
+	}
+	if len(object.OwnerReferences) != 1 || object.OwnerReferences[0].Kind != "Node" || object.OwnerReferences[0].UID != node {
+		w.foreign = object.UID
+		klog.FromContext(ctx).Info("This Node does not own its GPUNode. The garbage collector deletes the GPUNode of a former Node, and the agent then "+
+			"creates another one", "node", w.config.NodeName, "nodeUID", node, "owners", object.OwnerReferences)
+	}
 }
 
 // expire returns when the first conflict of the ledger expires; zero for never. No change announces that.
@@ -243,18 +258,6 @@ func (o *Object) create(ctx context.Context, node types.UID) error {
 		OwnerReferences: []metav1.OwnerReference{{APIVersion: "v1", Kind: "Node", Name: o.config.NodeName, UID: node}},
 	}})
 	return err
-}
-
-// replace deletes an object of another node of this name. The next request creates ours.
-func (o *Object) replace(ctx context.Context, object *v1alpha1.GPUNode) error {
-	klog.FromContext(ctx).Info("The node object was replaced, its GPUNode gets a new owner", "node", o.config.NodeName)
-	options := &metav1.DeleteOptions{Preconditions: &metav1.Preconditions{UID: ptr.To(object.UID)}}
-	err := o.client.Delete().Resource(resource).Name(object.Name).Timeout(requestTimeout).Body(options).Do(ctx).Error()
-	o.metrics.wrote("delete", err)
-	if err != nil {
-		return err
-	}
-	return o.refresh(ctx)
 }
 
 // updateStatus replaces the status of this version of the object.
@@ -337,7 +340,7 @@ func newMetrics(registerer prometheus.Registerer) *metrics {
 	return &metrics{
 		writes: factory.NewCounterVec(prometheus.CounterOpts{
 			Name: "tandem_gpunode_writes_total",
-			Help: "Requests to change this node's GPUNode (create, status, delete) by result: ok, conflict (another client wrote first), error.",
+			Help: "Requests to change this node's GPUNode (create, status) by result: ok, conflict (another client wrote first), error.",
 		}, []string{"operation", "result"}),
 		served: factory.NewGauge(prometheus.GaugeOpts{
 			Name: "tandem_gpunode_served",
