@@ -410,17 +410,32 @@ func TestAgentsClaimPolicy(t *testing.T) {
 
 func TestAgentsGPUNodePolicy(t *testing.T) {
 	t.Parallel()
-	const agent = "system:serviceaccount:tandem-system:tandem"
+	const (
+		agent       = "system:serviceaccount:tandem-system:tandem"
+		spec, owner = "only the controller and administrators may", "may not change the owner"
+	)
+	ownedBy := func(name string, owners ...any) object {
+		return object{"metadata": object{"name": name, "ownerReferences": owners}, "spec": object{}, "status": object{"mode": "Dual"}}
+	}
+	reference := func(apiVersion, kind, name string) object {
+		return object{"apiVersion": apiVersion, "kind": kind, "name": name, "uid": "u"}
+	}
 	node := func(name string, claims ...any) object {
-		o := object{"metadata": object{"name": name}, "spec": object{}, "status": object{"mode": "Dual"}}
+		o := ownedBy(name, reference("v1", "Node", name))
 		if len(claims) > 0 {
 			o["spec"] = object{"claims": claims}
 		}
 		return o
 	}
+	with := func(o object, field string, value any) object {
+		o[field] = value
+		return o
+	}
 	claim := object{"uid": "u", "namespace": "n", "name": "c", "devices": []any{"gpu-0"}}
-	withoutSpec := object{"metadata": object{"name": "a"}}
-	maintained := object{"metadata": object{"name": "a"}, "spec": object{"maintenance": []any{object{"uuid": "GPU-0"}}}}
+	maintained := with(node("a"), "spec", object{"maintenance": []any{object{"uuid": "GPU-0"}}})
+	withoutSpec, withoutOwner := node("a"), object{"metadata": object{"name": "a"}, "spec": object{}}
+	delete(withoutSpec, "spec")
+	slice := ownedBy("a", reference("resource.k8s.io/v1", "ResourceSlice", "own"))
 	for name, c := range map[string]struct {
 		user          string
 		extra         object
@@ -428,23 +443,40 @@ func TestAgentsGPUNodePolicy(t *testing.T) {
 		before, after any
 		want          string
 	}{
-		"create own":             {agent, onNode("a"), "CREATE", nil, node("a"), ""},
-		"create without a spec":  {agent, onNode("a"), "CREATE", nil, withoutSpec, ""},
-		"update own":             {agent, onNode("a"), "UPDATE", node("a", claim), node("a", claim), ""},
-		"delete own":             {agent, onNode("a"), "DELETE", node("a", claim), nil, ""},
-		"create other's":         {agent, onNode("a"), "CREATE", nil, node("b"), "GPUNode of that node only"},
-		"update other's":         {agent, onNode("a"), "UPDATE", node("b"), node("b"), "GPUNode of that node only"},
-		"delete other's":         {agent, onNode("a"), "DELETE", node("b"), nil, "GPUNode of that node only"},
-		"generated name":         {agent, onNode("a"), "CREATE", nil, object{"metadata": object{"generateName": "a"}}, "GPUNode of that node only"},
-		"create with claims":     {agent, onNode("a"), "CREATE", nil, node("a", claim), "only the controller and administrators may"},
-		"add a claim":            {agent, onNode("a"), "UPDATE", node("a"), node("a", claim), "only the controller and administrators may"},
-		"drop a claim":           {agent, onNode("a"), "UPDATE", node("a", claim), node("a"), "only the controller and administrators may"},
-		"add a daemon's trouble": {agent, onNode("a"), "UPDATE", node("a"), object{"metadata": object{"name": "a"}, "spec": object{"daemons": []any{object{"name": "d"}}}}, "only the controller and administrators may"},
-		"drop a maintenance":     {agent, onNode("a"), "UPDATE", maintained, node("a"), "only the controller and administrators may"},
-		"create with one":        {agent, onNode("a"), "CREATE", nil, maintained, "only the controller and administrators may"},
-		"keep a maintenance":     {agent, onNode("a"), "UPDATE", maintained, maintained, ""},
-		"unbound token":          {agent, nil, "UPDATE", node("a"), node("a"), "bound to its pod"},
-		"the controller":         {agent + "-controller", nil, "UPDATE", node("a"), node("a", claim), "-"},
+		"create own":                 {agent, onNode("a"), "CREATE", nil, node("a"), ""},
+		"create without a spec":      {agent, onNode("a"), "CREATE", nil, withoutSpec, ""},
+		"update own":                 {agent, onNode("a"), "UPDATE", node("a", claim), with(node("a", claim), "status", object{}), ""},
+		"delete own":                 {agent, onNode("a"), "DELETE", node("a"), nil, "may not delete a GPUNode"},
+		"delete one under repair":    {agent, onNode("a"), "DELETE", maintained, nil, "may not delete a GPUNode"},
+		"create other's":             {agent, onNode("a"), "CREATE", nil, node("b"), "GPUNode of that node only"},
+		"update other's":             {agent, onNode("a"), "UPDATE", node("b"), node("b"), "GPUNode of that node only"},
+		"delete other's":             {agent, onNode("a"), "DELETE", node("b"), nil, "GPUNode of that node only"},
+		"generated name":             {agent, onNode("a"), "CREATE", nil, object{"metadata": object{"generateName": "a"}}, "GPUNode of that node only"},
+		"create with claims":         {agent, onNode("a"), "CREATE", nil, node("a", claim), spec},
+		"add a claim":                {agent, onNode("a"), "UPDATE", node("a"), node("a", claim), spec},
+		"drop a claim":               {agent, onNode("a"), "UPDATE", node("a", claim), node("a"), spec},
+		"drop the spec":              {agent, onNode("a"), "UPDATE", node("a", claim), withoutSpec, spec},
+		"add a daemon's trouble":     {agent, onNode("a"), "UPDATE", node("a"), with(node("a"), "spec", object{"daemons": []any{object{"name": "d"}}}), spec},
+		"add what is not known here": {agent, onNode("a"), "UPDATE", node("a"), with(node("a"), "spec", object{"later": true}), spec},
+		"create with that":           {agent, onNode("a"), "CREATE", nil, with(node("a"), "spec", object{"later": true}), spec},
+		"drop a maintenance":         {agent, onNode("a"), "UPDATE", maintained, node("a"), spec},
+		"create with one":            {agent, onNode("a"), "CREATE", nil, maintained, spec},
+		"keep a maintenance":         {agent, onNode("a"), "UPDATE", maintained, maintained, ""},
+		"create without an owner":    {agent, onNode("a"), "CREATE", nil, withoutOwner, owner},
+		"create for another node":    {agent, onNode("a"), "CREATE", nil, ownedBy("a", reference("v1", "Node", "b")), owner},
+		"create for its slice":       {agent, onNode("a"), "CREATE", nil, slice, owner},
+		"create for a like kind":     {agent, onNode("a"), "CREATE", nil, ownedBy("a", reference("example.com/v1", "Node", "a")), owner},
+		"create for two": {agent, onNode("a"), "CREATE", nil, ownedBy("a", reference("v1", "Node", "a"),
+			reference("resource.k8s.io/v1", "ResourceSlice", "own")), owner},
+		"drop the owner":        {agent, onNode("a"), "UPDATE", node("a"), withoutOwner, owner},
+		"change the owner":      {agent, onNode("a"), "UPDATE", node("a"), slice, owner},
+		"change its UID":        {agent, onNode("a"), "UPDATE", node("a"), ownedBy("a", with(reference("v1", "Node", "a"), "uid", "gone")), owner},
+		"keep another's owner":  {agent, onNode("a"), "UPDATE", withoutOwner, with(withoutOwner, "status", object{}), ""},
+		"unbound token":         {agent, nil, "UPDATE", node("a"), node("a"), "bound to its pod"},
+		"unbound deletion":      {agent, nil, "DELETE", node("a"), nil, "bound to its pod"},
+		"the controller":        {agent + "-controller", nil, "UPDATE", node("a"), node("a", claim), "-"},
+		"the garbage collector": {"system:serviceaccount:kube-system:generic-garbage-collector", nil, "DELETE", maintained, nil, "-"},
+		"an administrator":      {"kubernetes-admin", nil, "DELETE", maintained, nil, "-"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			user := object{"username": c.user}
@@ -453,6 +485,26 @@ func TestAgentsGPUNodePolicy(t *testing.T) {
 			}
 			judge(t, "-gpunode-status", object{"operation": c.operation, "userInfo": user}, c.before, c.after, c.want)
 		})
+	}
+}
+
+// The agent has no right to what the policy forbids: it creates its GPUNode and writes the status.
+func TestGPUNodeRights(t *testing.T) {
+	t.Parallel()
+	for _, name := range cases {
+		granted := map[string][]string{}
+		for _, rule := range findNamed[*rbacv1.ClusterRole](t, name, daemonSet(t, name).Name).Rules {
+			if !slices.Contains(rule.APIGroups, v1alpha1.GroupVersion.Group) && !slices.Contains(rule.APIGroups, "*") {
+				continue
+			}
+			for _, resource := range rule.Resources {
+				granted[resource] = append(granted[resource], rule.Verbs...)
+			}
+		}
+		want := map[string][]string{"gpunodes": {"get", "list", "watch", "create"}, "gpunodes/status": {"update", "patch"}}
+		if diff := cmp.Diff(want, granted); diff != "" {
+			t.Errorf("%s: %s", name, diff)
+		}
 	}
 }
 

@@ -191,14 +191,14 @@ func TestWhoMayWriteWhat(t *testing.T) {
 		want string // "" for allowed
 	}{
 		"agent: its status":            {s.patchGPUNode(own, gpuNode+"/status", status), ""},
-		"agent: its metadata":          {s.patchGPUNode(own, gpuNode, labels), ""},
-		"agent: its spec":              {s.patchGPUNode(own, gpuNode, spec), "only the controller and administrators may"},
-		"agent: a maintenance":         {s.patchGPUNode(own, gpuNode, maintenance), "only the controller and administrators may"},
+		"agent: its metadata":          {s.patchGPUNode(own, gpuNode, labels), notByRBAC},
+		"agent: its spec":              {s.patchGPUNode(own, gpuNode, spec), notByRBAC},
+		"agent: a maintenance":         {s.patchGPUNode(own, gpuNode, maintenance), notByRBAC},
+		"agent: spec by its status":    {s.patchGPUNode(own, gpuNode+"/status", maintenance), ""}, // the API server ignores it
 		"controller: a maintenance":    {s.patchGPUNode(control, gpuNode, maintenance), "may not write spec.maintenance"},
 		"agent: another's status":      {s.patchGPUNode(own, numaNode+"/status", status), ofNode},
-		"agent: another's spec":        {s.patchGPUNode(own, numaNode, spec), ofNode},
-		"agent: delete its own":        {s.deleteGPUNode(own, gpuNode), ""},
-		"agent: delete another's":      {s.deleteGPUNode(own, numaNode), ofNode},
+		"agent: delete its own":        {s.deleteGPUNode(own, gpuNode), notByRBAC},
+		"agent: delete another's":      {s.deleteGPUNode(own, numaNode), notByRBAC},
 		"agent: create another's":      {s.createGPUNode(own, "node-3"), ofNode},
 		"agent: token bound to none":   {s.patchGPUNode(unbound, gpuNode+"/status", status), "bound to its pod"},
 		"controller: a spec":           {s.patchGPUNode(control, numaNode, spec), ""},
@@ -251,6 +251,7 @@ func TestWhoMayWriteWhat(t *testing.T) {
 			t.Errorf("%s: %v, which should be forbidden and say %q", name, c.err, c.want)
 		}
 	}
+	s.createsItsGPUNode(own)
 	// As it was seen, the pod may go; another version of it may not.
 	fresh := *s.Pod("victim")
 	if err := s.evict(control, fresh, &metav1.Preconditions{UID: &fresh.UID, ResourceVersion: &fresh.ResourceVersion}); err != nil {
@@ -258,6 +259,28 @@ func TestWhoMayWriteWhat(t *testing.T) {
 	}
 	if err := s.evict(control, fresh, &metav1.Preconditions{UID: &fresh.UID, ResourceVersion: ptr.To("1")}); !apierrors.IsConflict(err) {
 		t.Errorf("evict a pod that has changed: %v", err)
+	}
+}
+
+// createsItsGPUNode: an agent creates a GPUNode without a spec, which its node owns. Policies are asked before it turns out that there is one.
+func (s *story) createsItsGPUNode(agent kubernetes.Interface) {
+	s.Helper()
+	const notOwned = "may not change the owner"
+	const own = `{"apiVersion":"v1","kind":"Node","name":"` + gpuNode + `","uid":"u"}`
+	for name, c := range map[string]struct{ owners, spec, want string }{
+		"as it does":         {own, `{}`, "already exists"},
+		"under maintenance":  {own, `{"maintenance":[{"uuid":"GPU-0"}]}`, "may not write the spec"},
+		"owned by none":      {``, `{}`, notOwned},
+		"owned by its slice": {`{"apiVersion":"resource.k8s.io/v1","kind":"ResourceSlice","name":"s","uid":"u"}`, `{}`, notOwned},
+		"owned by another":   {`{"apiVersion":"v1","kind":"Node","name":"` + numaNode + `","uid":"u"}`, `{}`, notOwned},
+	} {
+		body := fmt.Sprintf(`{"apiVersion":"tandem-gpu.dev/v1alpha1","kind":"GPUNode","metadata":{"name":%q,"ownerReferences":[%s]},"spec":%s}`,
+			gpuNode, c.owners, c.spec)
+		err := agent.CoreV1().RESTClient().Post().AbsPath(gpuNodesPath).Param("dryRun", metav1.DryRunAll).
+			SetHeader("Content-Type", "application/json").Body([]byte(body)).Do(s.Ctx).Error()
+		if err == nil || !strings.Contains(err.Error(), c.want) {
+			s.Errorf("create its GPUNode, %s: %v, which should say %q", name, err, c.want)
+		}
 	}
 }
 

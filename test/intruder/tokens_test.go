@@ -3,6 +3,8 @@
 package intruder
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"net/http"
 	"testing"
@@ -11,6 +13,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	eventsv1 "k8s.io/api/events/v1"
 	policyv1 "k8s.io/api/policy/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -121,6 +124,102 @@ func TestForgedEvents(t *testing.T) {
 
 var gpunodes = schema.GroupVersionResource{Group: "tandem-gpu.dev", Version: "v1alpha1", Resource: "gpunodes"}
 
+// ownersOf are those that an agent gives the GPUNode of a node.
+func ownersOf(node string) []any {
+	return []any{map[string]any{"apiVersion": "v1", "kind": "Node", "name": node, "uid": "u"}}
+}
+
+// createGPUNode creates the GPUNode of ownNode. It is no error that there is one: policies are asked first.
+func createGPUNode(t *testing.T, client dynamic.Interface, dryRun []string, owners []any, change func(map[string]any)) error {
+	node := map[string]any{
+		"apiVersion": "tandem-gpu.dev/v1alpha1", "kind": "GPUNode", "metadata": map[string]any{"name": ownNode, "ownerReferences": owners},
+	}
+	if change != nil {
+		change(node)
+	}
+	_, err := client.Resource(gpunodes).Create(t.Context(), &unstructured.Unstructured{Object: node}, metav1.CreateOptions{DryRun: dryRun})
+	if apierrors.IsAlreadyExists(err) {
+		return nil
+	}
+	return err
+}
+
+// An agent does not end the maintenance of a GPU: neither by a write, nor by another GPUNode in place of the one that has it.
+func TestMaintenanceStays(t *testing.T) {
+	config := as(t, agentAccount, agentPods[ownNode])
+	agent, err := dynamic.NewForConfig(config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	patch := func(patch string, subresources ...string) func() error {
+		return func() error {
+			options := metav1.PatchOptions{DryRun: dry}
+			_, err := agent.Resource(gpunodes).Patch(t.Context(), ownNode, types.MergePatchType, []byte(patch), options, subresources...)
+			return err
+		}
+	}
+	create := func(owners []any, change func(map[string]any)) func() error {
+		return func() error { return createGPUNode(t, agent, dry, owners, change) }
+	}
+	remove := func() error {
+		return agent.Resource(gpunodes).Delete(t.Context(), ownNode, metav1.DeleteOptions{DryRun: dry})
+	}
+	until(t, "create its GPUNode", "", func() error { return createGPUNode(t, agent, nil, ownersOf(ownNode), nil) })
+	const (
+		spec, owner      = "may not write the spec of a GPUNode", "may not change the owner"
+		maintain, disown = `{"spec":{"maintenance":[{"uuid":"GPU-0"}]}}`, `{"metadata":{"ownerReferences":[]}}`
+	)
+	for name, c := range map[string]struct {
+		try  func() error
+		want string
+	}{
+		"write the status":    {patch(`{"status":{"mode":"Dual"}}`, "status"), ""},
+		"write the spec":      {patch(maintain), `cannot patch resource "gpunodes"`},
+		"write the owner":     {patch(disown), `cannot patch resource "gpunodes"`},
+		"delete it":           {remove, `cannot delete resource "gpunodes"`},
+		"create as its agent": {create(ownersOf(ownNode), nil), ""},
+		"create with a spec": {create(ownersOf(ownNode), func(o map[string]any) {
+			o["spec"] = map[string]any{"maintenance": []any{map[string]any{"uuid": "GPU-0"}}}
+		}), spec},
+		"create without an owner": {create(nil, nil), owner},
+		"create for another node": {create(ownersOf(otherNode), nil), owner},
+		"create for a slice": {create([]any{map[string]any{
+			"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "name": "own", "uid": "u"}}, nil), owner},
+	} {
+		until(t, name, c.want, c.try)
+	}
+	// The policy forbids the same where the account has a role of the user's own, with more rights.
+	role := &rbacv1.ClusterRole{
+		ObjectMeta: metav1.ObjectMeta{Name: "gpunodes"},
+		Rules:      []rbacv1.PolicyRule{{APIGroups: []string{gpunodes.Group}, Resources: []string{gpunodes.Resource}, Verbs: []string{"*"}}},
+	}
+	binding := &rbacv1.ClusterRoleBinding{
+		ObjectMeta: metav1.ObjectMeta{Name: role.Name}, RoleRef: rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: role.Name},
+		Subjects: []rbacv1.Subject{{Kind: rbacv1.ServiceAccountKind, Namespace: install.Namespace, Name: agentAccount}},
+	}
+	ctx, roles := context.WithoutCancel(t.Context()), theClient.RbacV1()
+	t.Cleanup(func() {
+		err := errors.Join(roles.ClusterRoleBindings().Delete(ctx, role.Name, metav1.DeleteOptions{}),
+			roles.ClusterRoles().Delete(ctx, role.Name, metav1.DeleteOptions{}))
+		if err != nil {
+			t.Error(err)
+		}
+	})
+	if _, err := roles.ClusterRoles().Create(ctx, role, metav1.CreateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := roles.ClusterRoleBindings().Create(ctx, binding, metav1.CreateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	until(t, "write a label", "", patch(`{"metadata":{"labels":{"a":"b"}}}`))
+	until(t, "write the spec, with the right", spec, patch(maintain))
+	until(t, "write the owner, with the right", owner, patch(disown))
+	until(t, "delete it, with the right", "may not delete a GPUNode", remove)
+	until(t, "delete all, with the right", "may not delete a GPUNode", func() error {
+		return agent.Resource(gpunodes).DeleteCollection(t.Context(), metav1.DeleteOptions{DryRun: dry}, metav1.ListOptions{})
+	})
+}
+
 // An agent's objects end with it: no finalizer keeps them.
 func TestFinalizers(t *testing.T) {
 	config := as(t, agentAccount, agentPods[ownNode])
@@ -138,23 +237,21 @@ func TestFinalizers(t *testing.T) {
 		_, err := agent.ResourceV1().ResourceSlices().Create(t.Context(), slice, metav1.CreateOptions{})
 		return err
 	})
-	node := &unstructured.Unstructured{Object: map[string]any{"apiVersion": "tandem-gpu.dev/v1alpha1", "kind": "GPUNode", "metadata": map[string]any{"name": ownNode}}}
-	until(t, "own GPUNode", "", func() error {
-		_, err := dynamicAgent.Resource(gpunodes).Create(t.Context(), node, metav1.CreateOptions{})
-		if apierrors.IsAlreadyExists(err) {
-			return nil
-		}
-		return err
-	})
+	until(t, "own GPUNode", "", func() error { return createGPUNode(t, dynamicAgent, nil, ownersOf(ownNode), nil) })
 	patch := []byte(`{"metadata":{"finalizers":["example.com/stay"]}}`)
 	const want = "may not set finalizers"
 	until(t, "on a slice", want, func() error {
 		_, err := agent.ResourceV1().ResourceSlices().Patch(t.Context(), slice.Name, types.MergePatchType, patch, metav1.PatchOptions{DryRun: dry})
 		return err
 	})
-	until(t, "on a GPUNode", want, func() error {
+	until(t, "on a GPUNode", `cannot patch resource "gpunodes"`, func() error {
 		_, err := dynamicAgent.Resource(gpunodes).Patch(t.Context(), ownNode, types.MergePatchType, patch, metav1.PatchOptions{DryRun: dry})
 		return err
+	})
+	until(t, "on a new GPUNode", want, func() error {
+		return createGPUNode(t, dynamicAgent, dry, ownersOf(ownNode), func(o map[string]any) {
+			o["metadata"].(map[string]any)["finalizers"] = []any{"example.com/stay"}
+		})
 	})
 	until(t, "on a new slice", want, func() error {
 		fresh := slice.DeepCopy()
