@@ -3,12 +3,14 @@
 package driver
 
 import (
+	"fmt"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/dynamic-resource-allocation/cel"
 	"k8s.io/dynamic-resource-allocation/resourceslice"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
@@ -104,7 +106,7 @@ func TestAllocatedFromAnotherPool(t *testing.T) {
 	made.GPUs[0].Partitions[0].Made = true
 	ownPool := testNode + "/gpu-00"
 	free, fixed := map[string]string{"": "", "/gpu-00": "8 slices 26 devices"}, map[string]string{"": "gpu-0"}
-	taken := map[string]string{"": "gpu-0!held-by-claim"}
+	taken, nothing := map[string]string{"": "gpu-0!held-by-claim"}, map[string]string{"": "", "/gpu-00": "0 slices 26 devices"}
 	facts := func(inv device.Inventory, claims ...v1alpha1.AllocatedClaim) Facts {
 		return Facts{Inventory: inv, Claims: claims, Kept: everything}
 	}
@@ -131,16 +133,24 @@ func TestAllocatedFromAnotherPool(t *testing.T) {
 		"the same for the GPU pool": {
 			{Facts: facts(onDemand), want: free},
 			{Facts: facts(plain), want: fixed},
-			{Facts: facts(plain, allocatedFrom("a", ownPool, "gpu-0-mig-3g40gb-9-4")), want: map[string]string{"": "", "/gpu-00": "4 slices 26 devices"}},
+			{Facts: facts(plain, allocatedFrom("a", ownPool, "gpu-0-mig-3g40gb-9-4")), want: taken},
+			{Facts: facts(onDemand, allocatedFrom("a", ownPool, "gpu-0-mig-3g40gb-9-4")), want: free},
 			{Facts: facts(plain), want: fixed},
 		},
 		"a created partition is from the GPU pool": {
 			{Facts: facts(plain), want: fixed},
 			{Facts: holds(facts(made), part.Ref), want: free},
 		},
+		// No claim can have it, so it keeps none from the GPU.
 		"an allocated device no longer exists": {
 			{Facts: facts(onDemand), want: free},
-			{Facts: facts(plain, allocatedFrom("a", ownPool, "gpu-0-mig-1c3g40gb-9-4-0-1")), want: map[string]string{"": "", "/gpu-00": "0 slices 26 devices"}},
+			{Facts: facts(plain, allocatedFrom("a", ownPool, "gpu-0-mig-1c3g40gb-9-4-0-1")), want: fixed},
+		},
+		"static, and it is not known from which pool it is allocated": {
+			{Facts: facts(onDemand), want: free},
+			{Facts: facts(plain, allocatedFrom("a", "", "gpu-0-mig-3g40gb-9-4")), want: nothing},
+			{Facts: holds(facts(plain), part.Ref), want: nothing},
+			{Facts: facts(plain), want: fixed},
 		},
 		// The ledger refuses the second claim, and the scheduler allocates to no third one.
 		"allocated from both pools": {
@@ -161,7 +171,7 @@ func TestAllocatedFromAnotherPool(t *testing.T) {
 		},
 		"the allocations are not known yet": {
 			{Facts: facts(onDemand), want: free},
-			{Facts: late(facts(plain)), want: map[string]string{"": "", "/gpu-00": "0 slices 26 devices"}, restarted: true},
+			{Facts: late(facts(plain)), want: nothing, restarted: true},
 			{Facts: facts(plain), want: fixed},
 			{Facts: late(facts(onDemand)), want: fixed, restarted: true},
 			{Facts: facts(onDemand), want: free},
@@ -184,7 +194,7 @@ func TestGPUPublishedInBothPools(t *testing.T) {
 		"dynamic":                      {inv: onDemand, want: free},
 		"static":                       {inv: plain, want: fixed},
 		"a claim from the node pool":   {inv: onDemand, claims: []v1alpha1.AllocatedClaim{allocatedFrom("a", testNode, "gpu-0")}, want: fixed},
-		"a claim from the GPU pool":    {inv: plain, claims: []v1alpha1.AllocatedClaim{allocatedFrom("a", testNode+"/gpu-00", "gpu-0")}, want: free},
+		"a claim from the GPU pool":    {inv: plain, claims: []v1alpha1.AllocatedClaim{allocatedFrom("a", testNode+"/gpu-00", "gpu-0")}, want: map[string]string{"": "gpu-0!held-by-claim"}},
 		"a claim from an unknown pool": {inv: plain, claims: []v1alpha1.AllocatedClaim{allocatedFrom("a", "", "gpu-0")}, want: fixed},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -195,6 +205,69 @@ func TestGPUPublishedInBothPools(t *testing.T) {
 				if diff := cmp.Diff(test.want, summary(pools)); diff != "" {
 					t.Error(diff)
 				}
+			}
+		})
+	}
+}
+
+// The scheduler gives a claim no device of a static GPU that Prepare would refuse, whatever the ledger and GPUNode.spec say about claims that
+// the API server does not have.
+func TestAStaticGPUOffersWhatExists(t *testing.T) {
+	ownPool := testNode + "/gpu-00"
+	static := func(changes ...func(*device.GPU)) device.Inventory {
+		return machine(1, append([]func(*device.GPU){dynamic, func(g *device.GPU) { g.Dynamic = false }}, changes...)...)
+	}
+	unmanaged := static(func(g *device.GPU) { cut(g, "1g.10gb", 0) })
+	created := static(func(g *device.GPU) {
+		cut(g, "1g.10gb", 0)
+		cut(g, "1g.20gb", 6)
+		g.Partitions[1].Made = true
+	})
+	held := device.Ref{GPU: uuidOf(0), Placement: device.Placement{Start: 6, Size: 2}}
+	hold := []ledger.Hold{{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "uid-gone"}, Device: held, State: ledger.StateHeld}}
+	from := func(pool string) []v1alpha1.AllocatedClaim {
+		return []v1alpha1.AllocatedClaim{allocatedFrom("gone", pool, "gpu-0-mig-1g20gb-15-6")}
+	}
+	cache := cel.NewCache(100, cel.Features{})
+	for name, test := range map[string]struct {
+		Facts
+		// want are the devices that a claim gets, one after the other.
+		want []string
+	}{
+		"a GPU, spec":                              {Facts{Inventory: static(), Claims: from(ownPool)}, nil},
+		"a GPU, spec of an older controller":       {Facts{Inventory: static(), Claims: from("")}, nil},
+		"a GPU, hold":                              {Facts{Inventory: static(), Holds: hold}, nil},
+		"a GPU, spec late":                         {Facts{Inventory: static(), ClaimsLate: true}, nil},
+		"a partition, spec":                        {Facts{Inventory: unmanaged, Claims: from(ownPool)}, []string{"gpu-0-mig-1g10gb-19-0"}},
+		"a partition, spec of an older controller": {Facts{Inventory: unmanaged, Claims: from("")}, nil},
+		"a partition, hold":                        {Facts{Inventory: unmanaged, Holds: hold}, nil},
+		"a partition, hold and spec":               {Facts{Inventory: unmanaged, Holds: hold, Claims: from(ownPool)}, []string{"gpu-0-mig-1g10gb-19-0"}},
+		"a partition, hold and spec late":          {Facts{Inventory: unmanaged, Holds: hold, ClaimsLate: true}, nil},
+		"a created partition, hold":                {Facts{Inventory: created, Holds: hold}, []string{"gpu-0-mig-1g10gb-19-0"}},
+		"a created partition, hold and spec":       {Facts{Inventory: created, Holds: hold, Claims: from(ownPool)}, []string{"gpu-0-mig-1g10gb-19-0"}},
+		"a created partition, spec late":           {Facts{Inventory: created, Holds: hold, ClaimsLate: true}, nil},
+		"a created partition, nothing":             {Facts{Inventory: created}, []string{"gpu-0-mig-1g10gb-19-0"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			test.Kept, test.Now = everything, time.Unix(1000, 0)
+			offer := Offer{NodeName: testNode}
+			before := machine(1, dynamic)
+			offer.SetPublished(asFound(poolsOf(t, Facts{Inventory: before, Kept: everything})))
+			pools, _ := offer.Pools(test.Facts)
+			var taken []allocation
+			for _, class := range []string{"mig.nvidia.com", "mig.nvidia.com", "gpu.nvidia.com"} {
+				taken = append(taken, allocate(t, asStored(pools), taken, cache, asking(fmt.Sprint(len(taken)), class, "", 1, false))...)
+			}
+			var got []string
+			for _, a := range taken {
+				got = append(got, a.device)
+				result := resourceapi.DeviceRequestAllocationResult{Driver: "gpu.nvidia.com", Pool: a.pool, Device: a.device}
+				if _, _, err := (&Driver{Config: Config{NodeName: testNode}}).resolve(result, test.Inventory, false); err != nil {
+					t.Errorf("the scheduler allocates %v, and Prepare refuses it: %v", a, err)
+				}
+			}
+			if diff := cmp.Diff(test.want, got); diff != "" {
+				t.Error(diff)
 			}
 		})
 	}

@@ -117,7 +117,7 @@ func (w *world) fail(format string, args ...any) {
 // step plays one random event.
 func (w *world) step() {
 	w.now = w.now.Add(time.Duration(w.r.IntN(1500)) * time.Millisecond)
-	switch w.r.IntN(12) {
+	switch w.r.IntN(13) {
 	case 0, 1, 2, 3:
 		w.allocate()
 	case 4:
@@ -134,6 +134,8 @@ func (w *world) step() {
 		w.administer()
 	case 11:
 		w.health()
+	case 12:
+		w.configure()
 	}
 }
 
@@ -148,6 +150,7 @@ func (w *world) facts() Facts {
 			byClaim[a.claim] = &v1alpha1.AllocatedClaim{UID: types.UID(a.claim)}
 		}
 		byClaim[a.claim].Devices = append(byClaim[a.claim].Devices, a.device)
+		byClaim[a.claim].Pools = append(byClaim[a.claim].Pools, a.pool)
 	}
 	for _, c := range byClaim {
 		f.Claims = append(f.Claims, *c)
@@ -309,6 +312,9 @@ func (w *world) prepare() {
 		if !known || slices.ContainsFunc(w.holds, func(h ledger.Hold) bool { return h.Device.Overlaps(d.Ref()) }) {
 			continue
 		}
+		if !d.Whole() && d.Partition.UUID == "" && w.isStatic(d.GPU.UUID) {
+			continue
+		}
 		if !d.Whole() && d.Partition.UUID == "" && !mig.NewGeometry(d.GPU.Profiles).Fits(w.there(d.GPU), mig.Instance{ProfileID: d.Partition.ProfileID, Placement: d.Partition.Ref.Placement}) {
 			continue
 		}
@@ -322,6 +328,12 @@ func (w *world) prepare() {
 			return
 		}
 	}
+}
+
+// isStatic reports whether a GPU is static. The GPU of device is always dynamic.
+func (w *world) isStatic(uuid string) bool {
+	g, _ := w.inv.ByUUID(uuid)
+	return !g.Dynamic
 }
 
 // there returns the GPU instances that exist.
@@ -425,6 +437,14 @@ func (w *world) administer() {
 		}
 	})
 	w.say("an administrator makes %s", p.Name())
+}
+
+// configure makes the last GPU dynamic or static. The agent starts again and reads all allocations.
+func (w *world) configure() {
+	w.hear()
+	g := w.inv.GPUs[len(w.inv.GPUs)-1]
+	w.change(g.UUID, func(g *device.GPU) { g.Dynamic = !g.Dynamic })
+	w.say("%s is dynamic: %t", g.Name(), !g.Dynamic)
 }
 
 // health makes a GPU unhealthy or healthy.

@@ -119,7 +119,8 @@ func (p gpuPool) withUUID(possible device.Partition) device.Partition {
 	return possible
 }
 
-// counters returns what the hardware has less what is withdrawn, but at least what is allocated (TestCountersFollowHolds).
+// counters returns what the hardware has less what is withdrawn, but at least what is allocated (TestCountersFollowHolds). A static GPU,
+// which was dynamic before, has none left.
 func (p gpuPool) counters() mig.Counters {
 	// GPU instances without a compute instance take their part, too.
 	var occupied []mig.Instance
@@ -142,10 +143,12 @@ func (p gpuPool) counters() mig.Counters {
 		}
 	}
 	if !p.gpu.Dynamic {
-		// It offers only what is allocated.
+		// It offers nothing: Prepare would refuse each partition that does not exist, and a claim that has one may end before the controller
+		// reports it.
 		for name := range counters {
 			counters[name] = 0
 		}
+		return counters
 	}
 	floor := mig.Counters{}
 	for ref, profileID := range p.allocated {
@@ -214,7 +217,7 @@ func (p gpuPool) takes(ref device.Ref, profileID int, choose func(a, b int64) in
 func (p gpuPool) count(c *deviceCounts) {
 	c.count(p.gpu.Health, !p.gpu.Dynamic || slices.ContainsFunc(p.withdrawn, device.Ref.Whole))
 	for _, s := range p.unmanaged {
-		c.count(device.Device{GPU: p.gpu, Partition: s}.Health(), p.isTaken(s))
+		c.count(device.Device{GPU: p.gpu, Partition: s}.Health(), !p.gpu.Dynamic || p.isTaken(s))
 	}
 }
 

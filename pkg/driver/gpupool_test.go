@@ -271,8 +271,8 @@ func TestAGPUStaysWhereClaimsHaveGotIt(t *testing.T) {
 	for name, steps := range map[string][]step{
 		"no longer on demand": {
 			{inv: onDemand, holds: []ledger.Hold{half}, kept: everything, want: free},
-			{inv: plain, holds: []ledger.Hold{half}, kept: everything, want: map[string]string{"": "", "/gpu-00": "4 slices 26 devices"}, restarted: true},
-			{inv: plain, holds: []ledger.Hold{half}, kept: everything, want: map[string]string{"": "", "/gpu-00": "4 slices 26 devices"}, restarted: true},
+			{inv: plain, holds: []ledger.Hold{half}, kept: everything, want: map[string]string{"": "", "/gpu-00": "0 slices 26 devices"}, restarted: true},
+			{inv: plain, holds: []ledger.Hold{half}, kept: everything, want: map[string]string{"": "", "/gpu-00": "0 slices 26 devices"}, restarted: true},
 			{inv: plain, kept: everything, want: fixed},
 		},
 		"on demand from now on": {

@@ -142,7 +142,7 @@ func (o *Offer) build(f Facts) layout {
 		g = o.withKnownProfiles(g, a.inUse)
 		geometry := mig.NewGeometry(g.Profiles)
 		canPartition := kept.Counters && len(geometry.Profiles()) > 0
-		switch own := o.choosePool(g, a.pools, a.inUse || f.ClaimsLate, canPartition); {
+		switch own := o.choosePool(g, a, f.ClaimsLate, canPartition); {
 		case own && canPartition:
 			p := newGPUPool(g, geometry, a, withdrawn, kept)
 			p.uuids = o.PartitionUUIDs
@@ -169,14 +169,17 @@ func (o *Offer) build(f Facts) layout {
 
 // choosePool decides whether the GPU belongs to its GPU pool, and records the answer. It goes where its devices were allocated from:
 // the scheduler identifies an allocated device by pool and name, and returns its counters when that device disappears. A GPU that
-// is in use, from both pools or from an unknown one, stays where it is.
-func (o *Offer) choosePool(g device.GPU, from sourcePools, inUse, canPartition bool) bool {
+// is in use, from both pools or from an unknown one, stays where it is. A static GPU goes to the node pool, which offers only devices that
+// exist, as soon as the pool of each allocated device is known: the node pool withdraws what was allocated from the other pool
+// (TestAStaticGPUOffersWhatExists).
+func (o *Offer) choosePool(g device.GPU, a allocated, late, canPartition bool) bool {
 	own := canPartition && g.Dynamic && (g.MIGEnabled || mig.Switchable(g))
 	before, known := o.inGPUPool[g.Name()]
 	switch {
-	case from == ownPool, from == nodePool:
-		own = from == ownPool
-	case known && inUse:
+	case !g.Dynamic && !late && a.poolsKnown():
+	case a.pools == ownPool, a.pools == nodePool:
+		own = a.pools == ownPool
+	case known && (a.inUse || late):
 		own = before
 	}
 	o.inGPUPool[g.Name()] = own
@@ -297,6 +300,16 @@ func (a *allocated) add(ref device.Ref, profileID int, from sourcePools) {
 		a.profiles[ref] = profileID
 	}
 	a.from[ref] |= from
+}
+
+// poolsKnown reports whether it is known from which pool each device was allocated.
+func (a *allocated) poolsKnown() bool {
+	for _, from := range a.from {
+		if from == 0 {
+			return false
+		}
+	}
+	return true
 }
 
 // blocks reports whether allocations prevent ref from being allocated in the node pool: those of other devices that overlap it, and

@@ -250,7 +250,8 @@ func TestReadyWhenAllPoolsArePublished(t *testing.T) {
 	eventually(t, "Ready", r.driver.Ready)
 }
 
-// A restarted agent keeps GPUs in the pools in which it finds them, and writes nothing.
+// A restarted agent keeps GPUs in the pools in which it finds them, and writes nothing. The pool of one that becomes static while a claim has
+// it offers nothing.
 func TestPoolsOutliveAnAgent(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, threeGPUs())
@@ -264,15 +265,20 @@ func TestPoolsOutliveAnAgent(t *testing.T) {
 		t.Fatal(err)
 	}
 	before := r.api.writeCount()
-	// The GPU becomes static while a claim has it from its GPU pool.
+	r.run().ready()
+	r.awaitPools(want)
+	if err := r.stop(); err != nil {
+		t.Fatal(err)
+	}
+	if n := r.api.writeCount() - before; n != 0 {
+		t.Errorf("%d writes", n)
+	}
 	plain := threeGPUs()
 	plain.GPUs[2].Dynamic = false
 	r.inventory.set(plain)
 	r.run().ready()
+	want["/gpu-02"] = "0 slices 26 devices"
 	r.awaitPools(want)
-	if n := r.api.writeCount() - before; n != 0 {
-		t.Errorf("%d writes", n)
-	}
 }
 
 // A GPU stays in the pool in which an earlier agent published it until the allocations are known.
@@ -296,5 +302,5 @@ func TestPoolsStayUntilClaimsAreKnown(t *testing.T) {
 	claim := newClaim("a", "gpu-2-mig-3g40gb-9-4")
 	claim.Status.Allocation.Devices.Results[0].Pool = testNode + "/gpu-02"
 	allocations.set(claim)
-	r.awaitPools(map[string]string{"": "gpu-0 gpu-1", "/gpu-02": "4 slices 26 devices"})
+	r.awaitPools(map[string]string{"": "gpu-0 gpu-1 gpu-2!held-by-claim"})
 }

@@ -577,6 +577,63 @@ func TestVerify(t *testing.T) {
 	})
 }
 
+// TestVerifyAtStart: an agent that starts, with no controller, believes no claim of the spec that the API server does not have, for example
+// from a backup or from an earlier installation. What the API server does not say stays, and so does an unprepared claim.
+func TestVerifyAtStart(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	allocated := &resourceapi.ResourceClaim{}
+	allocated.UID = "c0"
+	allocated.Status.Allocation = &resourceapi.AllocationResult{}
+	allocated.Status.Allocation.Devices.Results = []resourceapi.DeviceRequestAllocationResult{{Driver: "gpu.nvidia.com", Pool: "node-1", Device: "gpu-0"}}
+	f.claims.set(map[string]*resourceapi.ResourceClaim{"apps/c0": allocated, "apps/c2": nil})
+	_, stop := f.start()
+	f.awaitStatus("a status", free(2))
+	stop()
+	var claims []v1alpha1.AllocatedClaim
+	for _, name := range []string{"c0", "c1", "c2", "c3"} {
+		claims = append(claims, v1alpha1.AllocatedClaim{UID: types.UID(name), Namespace: "apps", Name: name, Devices: []string{"gpu-0"}, Pools: []string{"node-1"}})
+	}
+	f.api.writeSpec("node-1", claims...)
+	f.hold("c3", "GPU-0")
+	o, _ := f.start() // its next check is in an hour
+	believed := func(want ...string) func() bool {
+		return func() bool {
+			var got []string
+			for _, claim := range o.Claims() {
+				got = append(got, claim.Name)
+			}
+			return slices.Equal(got, want)
+		}
+	}
+	f.await("those that are believed", believed("c0", "c2", "c3"))
+	if !o.Synced() {
+		t.Error("claims are believed before the spec is known")
+	}
+}
+
+// TestVerifyDraining: a hold that drains does not confirm that its claim is allocated.
+func TestVerifyDraining(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	o, _ := f.start(func(s *times) { s.verify = 20 * time.Millisecond })
+	f.awaitStatus("a status", free(2))
+	f.hold("c1", "GPU-0")
+	f.api.writeSpec("node-1", v1alpha1.AllocatedClaim{UID: "c1", Namespace: "apps", Name: "c1", Devices: []string{"gpu-0"}})
+	f.await("the allocation", func() bool { return len(o.Claims()) == 1 })
+	time.Sleep(100 * time.Millisecond) // nothing to wait for: it is held
+	if len(o.Claims()) != 1 {
+		t.Error("a claim that holds its device is not believed")
+	}
+	if err := f.ledger.DrainClaim(t.Context(), "c1"); err != nil {
+		t.Fatal(err)
+	}
+	if holds := f.ledger.Holds(); len(holds) != 1 || holds[0].State != ledger.StateDraining {
+		t.Fatalf("holds %v, want one that drains", holds)
+	}
+	f.await("that it has ended", func() bool { return len(o.Claims()) == 0 })
+}
+
 // TestConflict: another client writes at the same time.
 func TestConflict(t *testing.T) {
 	t.Parallel()

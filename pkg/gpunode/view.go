@@ -161,20 +161,27 @@ type Claims interface {
 	Get(ctx context.Context, name string, options metav1.GetOptions) (*resourceapi.ResourceClaim, error)
 }
 
-// verify asks the API server, once a period each, about claims of the spec that no hold confirms. While the controller is down the spec
-// does not change, and a claim that is gone would keep its GPU from pods. TestVerify fails without it.
+// verify asks the API server about claims of the spec that no hold confirms, once it knows the spec and then once a period each. While no
+// controller runs the spec does not change: a claim that is gone would keep its GPU from pods, and in the pool that it was allocated from.
+// TestVerify fails without it.
 func (o *Object) verify(ctx context.Context) {
-	unheld := map[types.UID]bool{}
+	if !o.AwaitSpec(ctx) {
+		return
+	}
+	// first is set until the spec was checked once. It may be older than this agent, for example from a backup.
+	unheld, first := map[types.UID]bool{}, true
 	wait.JitterUntilWithContext(ctx, func(ctx context.Context) {
 		held := map[types.UID]bool{}
 		for _, h := range o.config.Ledger.Holds() {
-			if h.Holder.Kind == ledger.KindClaim {
+			// A claim whose hold drains may have ended.
+			if h.Holder.Kind == ledger.KindClaim && h.State != ledger.StateDraining {
 				held[types.UID(h.Holder.ID)] = true
 			}
 		}
 		var claims []v1alpha1.AllocatedClaim
+		all := first
 		if object, _ := o.view.current(); object != nil {
-			claims = object.Spec.Claims
+			claims, first = object.Spec.Claims, false
 		}
 		believed := o.Claims()
 		still, released := map[types.UID]bool{}, map[types.UID]bool{}
@@ -183,8 +190,8 @@ func (o *Object) verify(ctx context.Context) {
 				continue
 			}
 			still[claim.UID] = true
-			// Not at the first check: kubelet prepares a claim some time after the scheduler allocated it.
-			if !unheld[claim.UID] {
+			// Not at the claim's first check: kubelet prepares a claim some time after the scheduler allocated it.
+			if !all && !unheld[claim.UID] {
 				continue
 			}
 			gone, err := o.released(ctx, claim)

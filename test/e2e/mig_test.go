@@ -164,8 +164,8 @@ func TestPartitionPolicyEnds(t *testing.T) {
 	agents, before := s.AgentRestarts(), s.partitions()
 	s.configure("{version: v1}")
 	s.RetryAgent()
-	s.Await(patient, "seven GPUs to be offered whole", func() error {
-		if pools := s.poolsOfGPUs(); len(pools) != 1 {
+	s.Await(patient, "seven GPUs to be offered whole, and no pool of a GPU to be left", func() error {
+		if pools := s.poolsOfGPUs(); len(pools) != 0 {
 			return fmt.Errorf("pools of GPUs: %v", pools)
 		}
 		return s.OfferedToPods(gpusANode - 1)
