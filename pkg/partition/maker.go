@@ -156,8 +156,8 @@ func (m *Maker) Create(ctx context.Context, want device.Partition) (_ device.Par
 	return p, m.put(p)
 }
 
-// find returns Tandem's own partition at want's placement, or nil, and whether it is complete and of the right profile. Any
-// other partition that overlaps is an error.
+// find returns Tandem's own partition at want's placement, or nil, and whether it is complete. Any other partition that overlaps is an
+// error, also one of Tandem's own with another profile: its record must stay until it is destroyed (TestAnotherProfileAtThePlacement).
 func (m *Maker) find(ctx context.Context, want device.Partition) (found *device.Partition, complete bool, err error) {
 	if _, _, err := m.profileOf(want); err != nil {
 		return nil, false, err
@@ -169,13 +169,13 @@ func (m *Maker) find(ctx context.Context, want device.Partition) (found *device.
 	for i, p := range existing {
 		switch {
 		case !p.Ref.Overlaps(want.Ref):
-		case p.Ref != want.Ref || !m.created(p):
+		case p.Ref != want.Ref || p.ProfileID != want.ProfileID || !m.created(p):
 			return nil, false, m.overlap(want.Name(), p)
 		default:
 			found = &existing[i]
 		}
 	}
-	return found, found != nil && found.UUID != "" && found.ProfileID == want.ProfileID, nil
+	return found, found != nil && found.UUID != "", nil
 }
 
 // profileOf returns the GPU and the profile of a partition.

@@ -310,21 +310,6 @@ func TestUnmanagedPartition(t *testing.T) {
 	}
 }
 
-// A claim that holds a placement, and was allocated another profile there, is not given the partition of before.
-func TestAnotherProfileAtThePlacement(t *testing.T) {
-	h := newHardware()
-	media := h.gpu.Profiles[1]
-	media.ID, media.Name = 20, "1g.10gb+me"
-	h.gpu.Profiles = append(h.gpu.Profiles, media)
-	m := process(t, t.TempDir(), h)
-	if _, err := create(t.Context(), m, wanted("1g.10gb", 19, 0, 1), always); err != nil {
-		t.Fatal(err)
-	}
-	if p, err := create(t.Context(), m, wanted("1g.10gb+me", 20, 0, 1), always); err == nil && p.ProfileID != 20 {
-		t.Errorf("got %+v", p)
-	}
-}
-
 // The driver may give the UUID of Tandem's partition to another one that an administrator made at its placement. Nothing tells them apart:
 // it serves the claim, and ends with it.
 func TestReplacedWithTheSameUUID(t *testing.T) {
@@ -613,5 +598,64 @@ func TestOwnPartitionOverlaps(t *testing.T) {
 	}
 	if _, unmanaged := errors.AsType[*UnmanagedError](m.EnsureWhole(t.Context(), gpuUUID)); unmanaged {
 		t.Error("Tandem's own partition counts as unmanaged")
+	}
+}
+
+// A claim may be allocated another profile at the placement of its earlier partition, which is not destroyed yet. It is not given that one,
+// whose record stays: without it the partition would be unmanaged, and never destroyed.
+func TestAnotherProfileAtThePlacement(t *testing.T) {
+	for name, prepare := range map[string]func(h *hardware, dir string, ref device.Ref) error{
+		"complete": func(*hardware, string, device.Ref) error { return nil },
+		"without a compute instance": func(h *hardware, _ string, _ device.Ref) error {
+			h.gpu.Partitions[0].UUID = ""
+			return nil
+		},
+		"with an unreadable record": func(_ *hardware, dir string, ref device.Ref) error {
+			return os.WriteFile(filepath.Join(dir, fileName(ref)), []byte("{"), 0o600)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			h, dir := newHardware(), t.TempDir()
+			h.gpu.Profiles = append(h.gpu.Profiles, device.Profile{ID: 20, Name: "1g.10gb+me", Placements: h.gpu.Profiles[1].Placements})
+			m := process(t, dir, h)
+			before, next := wanted("1g.10gb", 19, 2, 1), wanted("1g.10gb+me", 20, 2, 1)
+			made, err := create(t.Context(), m, before, always)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := prepare(h, dir, made.Ref); err != nil {
+				t.Fatal(err)
+			}
+			m = NewMaker(NewRecords(dir, "boot"), h, m.policy)
+			if _, err := m.Load(); err != nil {
+				t.Fatal(err)
+			}
+			_, err = create(t.Context(), m, next, always)
+			if _, unmanaged := errors.AsType[*UnmanagedError](err); err == nil || unmanaged {
+				t.Errorf("got %v, want another try", err)
+			}
+			if there, _ := h.Partitions(t.Context(), gpuUUID); len(there) != 1 || !m.created(there[0]) {
+				t.Fatalf("%v is not Tandem's any more", there)
+			}
+			if err := destroy(t.Context(), m, before.Ref, always); err != nil || len(h.uuids()) > 0 || m.Made(before.Ref) {
+				t.Fatalf("%v; left %v", err, h.uuids())
+			}
+			if p, err := create(t.Context(), m, next, always); err != nil || p.ProfileID != 20 {
+				t.Errorf("%v, %v", p, err)
+			}
+		})
+	}
+}
+
+// A record of which there is no partition, because the process ended before it was created, keeps no other profile from the placement.
+func TestAnotherProfileAfterAnIntent(t *testing.T) {
+	h := newHardware()
+	h.gpu.Profiles = append(h.gpu.Profiles, device.Profile{ID: 20, Name: "1g.10gb+me", Placements: h.gpu.Profiles[1].Placements})
+	m := process(t, t.TempDir(), h)
+	if err := m.Record(t.Context(), wanted("1g.10gb", 19, 2, 1)); err != nil {
+		t.Fatal(err)
+	}
+	if p, err := create(t.Context(), m, wanted("1g.10gb+me", 20, 2, 1), always); err != nil || !m.created(p) {
+		t.Errorf("%v, %v", p, err)
 	}
 }
