@@ -203,6 +203,9 @@ func (r Resources) ShareOf(inv Inventory, id string) Share {
 	return Share{}
 }
 
+// ErrNoGPU means that the driver has no GPU of that UUID: it was removed or replaced, and its settings are lost.
+var ErrNoGPU = errors.New("the driver has no such GPU")
+
 // ErrUnsupported means that the GPU or its driver does not support a setting. A retry does not help, and nothing was set.
 var ErrUnsupported = errors.New("the GPU, or its driver, does not support it")
 

@@ -407,7 +407,7 @@ func TestModeThatCannotBeSwitched(t *testing.T) {
 		"in use on Ampere": {"a30x4", 0, true, "in use by process 4242"},
 		"needs a reset":    {"a30x4", 3, false, "must be reset"},
 		"has none":         {"l4x4", 0, false, "no MIG"},
-		"is not there":     {"l4x4", -1, false, "not in the inventory"},
+		"is not there":     {"l4x4", -1, false, "the driver has no such GPU"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			m := machines[test.profile]

@@ -105,24 +105,36 @@ func (n *Node) enter(ctx context.Context, uuid string) (leave func(), err error)
 	}, nil
 }
 
-// reach finds a GPU and starts a use of the session.
-func (n *Node) reach(uuid string) (*operation, error) {
+// reach finds a GPU and starts a use of the session. The error is gpu.ErrNoGPU only if the driver says so: a scan may have failed.
+func (n *Node) reach(uuid string) (op *operation, err error) {
 	n.mu.Lock()
 	attached := n.attachment
 	g, known := n.inventory.ByUUID(uuid)
 	n.mu.Unlock()
-	if !known {
-		return nil, fmt.Errorf("GPU %s is not in the inventory", uuid)
+	if attached.session == nil {
+		return nil, fmt.Errorf("look up GPU %s: no driver is in use", uuid)
 	}
 	r := &reader{options: n.options, attachment: attached}
 	if err := r.session.open(); err != nil {
 		return nil, err
 	}
 	r.lib = device.New(r.session.library)
-	d, ret := r.session.handle(uuid, g.PCIBusID)
-	if ret != gonvml.SUCCESS {
+	lookUp := r.session.handle
+	if !known || g.Health.Reason == gpu.ReasonMissing {
+		lookUp = r.session.find // a handle of before outlives its GPU
+	}
+	d, ret := lookUp(uuid, g.PCIBusID)
+	switch {
+	case ret == gonvml.ERROR_NOT_FOUND:
+		err = fmt.Errorf("look up GPU %s: %w (%w)", uuid, gpu.ErrNoGPU, returnError{ret})
+	case ret != gonvml.SUCCESS:
+		err = fmt.Errorf("look up GPU %s: %w", uuid, returnError{ret})
+	case !known:
+		err = fmt.Errorf("look up GPU %s: it is not in the inventory", uuid)
+	}
+	if err != nil {
 		r.session.close()
-		return nil, fmt.Errorf("look up GPU %s: %w", uuid, returnError{ret})
+		return nil, err
 	}
 	return &operation{reader: r, gpu: g, device: d}, nil
 }

@@ -49,6 +49,9 @@ func TestComputeMode(t *testing.T) {
 	if _, err := node.SetComputeMode(t.Context(), "GPU-none", device.ComputeModeDefault); err == nil {
 		t.Error("a GPU that is not there has a mode")
 	}
+	if _, err := node.SetComputeMode(t.Context(), strings.Replace(uuid, "GPU-", "GPU-f", 1)[:len(uuid)], device.ComputeModeDefault); !errors.Is(err, device.ErrNoGPU) {
+		t.Errorf("a GPU that the driver does not have: %v", err)
+	}
 	if _, err := node.SetComputeMode(t.Context(), uuid, "Exclusive_Thread"); err == nil {
 		t.Error("a mode that is not there was set")
 	}

@@ -340,6 +340,14 @@ func supported(err error) error {
 // ErrStillShared reports that the device is reverted later: other devices of its claim, which have the same daemon, are in use.
 var ErrStillShared = errors.New("its claim uses other devices with the same MPS daemon")
 
+// restored returns nil where there is nothing to restore: the GPU does not support the setting, or is gone with it.
+func restored(err error) error {
+	if errors.Is(err, device.ErrNoGPU) {
+		return nil
+	}
+	return supported(err)
+}
+
 // Revert restores what the device had before the claim, and removes the record. Needs the claim's lock, and the caller has
 // checked that the claim's hold has ended. A daemon of several devices ends with the last of them: until then Applied stays
 // true for all, and the error is an ErrStillShared (TestMPS). Idempotent; after an error Applied stays true.
@@ -446,11 +454,11 @@ func (m *Manager) restore(ctx context.Context, key Key) error {
 		}
 		if s.Unknown || !s.SliceUnset && timeSlice(s.Interval) != 0 {
 			err := m.Hardware.SetTimeSlice(ctx, key.Device.GPU, timeSlice(parametersv1beta1.IntervalDefault))
-			if supported(err) != nil {
+			if restored(err) != nil {
 				return err
 			}
 		}
-		if _, err := m.Hardware.SetComputeMode(ctx, key.Device.GPU, before); supported(err) != nil {
+		if _, err := m.Hardware.SetComputeMode(ctx, key.Device.GPU, before); restored(err) != nil {
 			return err
 		}
 		m.forgetSlices(key.Device.GPU)
@@ -557,7 +565,7 @@ func (m *Manager) resumeOne(ctx context.Context, key Key) error {
 	}
 	defer unlock()
 	if s, ok := m.Records.Get(key); ok && !s.Unknown && !s.Reverting && !m.policyInForce(key) {
-		return m.set(ctx, key, s)
+		return restored(m.set(ctx, key, s))
 	}
 	return nil
 }

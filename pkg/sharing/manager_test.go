@@ -39,6 +39,8 @@ type world struct {
 	calls  int
 	execs  int
 	step   func() error
+	// gone is a GPU that the driver does not have.
+	gone string
 
 	// pods by the names of daemons, which the controller of the moment has; unfollow ends that.
 	pods     map[string]pod
@@ -60,13 +62,30 @@ func (w *world) at() error {
 func (w *world) ComputeMode(_ context.Context, gpu string) (device.ComputeMode, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return w.modes[gpu], w.at()
+	return w.modes[gpu], w.there(gpu)
+}
+
+// there fails for a GPU that the driver does not have.
+func (w *world) there(gpu string) error {
+	if gpu == w.gone {
+		return fmt.Errorf("look up %s: %w", gpu, device.ErrNoGPU)
+	}
+	return w.at()
+}
+
+// remove makes a GPU disappear.
+func (w *world) remove(gpu string) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.gone = gpu
+	delete(w.modes, gpu)
+	delete(w.slices, gpu)
 }
 
 func (w *world) SetComputeMode(_ context.Context, gpu string, mode device.ComputeMode) (device.ComputeMode, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if err := w.at(); err != nil {
+	if err := w.there(gpu); err != nil {
 		return "", err
 	}
 	before := w.modes[gpu]
@@ -77,7 +96,7 @@ func (w *world) SetComputeMode(_ context.Context, gpu string, mode device.Comput
 func (w *world) SetTimeSlice(_ context.Context, gpu string, slice int) error {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if err := w.at(); err != nil {
+	if err := w.there(gpu); err != nil {
 		return err
 	}
 	w.execs++
@@ -1040,5 +1059,27 @@ func TestUnreadableRecord(t *testing.T) {
 	later := NewRecords(dir, "next boot")
 	if _, err := later.Load(); err != nil || len(later.Keys()) > 0 {
 		t.Errorf("a record outlived its boot: %v, %v", later.Keys(), err)
+	}
+}
+
+// Nothing is restored on a GPU that is gone: its claim's settings end with the claim, and the next process does not fail to apply them.
+func TestGPUOfAClaimIsGone(t *testing.T) {
+	for name, settings := range map[string]parametersv1beta1.Sharing{"MPS": withMPS(), "time slice": sliced(parametersv1beta1.IntervalLong)} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t)
+			k := w.process()
+			stop := w.supervise(t.Context(), k)
+			_, err := apply(t.Context(), k, group("uid-a", settings, gpuNamed("GPU-0")), always)
+			check(t, err)
+			w.remove("GPU-0")
+			k = w.process()
+			check(t, k.resume(t.Context(), k.All()))
+			w.supervise(t.Context(), k)
+			k.revertAll(t)
+			stop()
+			if got := w.state(); got != "" {
+				t.Errorf("left: %s", got)
+			}
+		})
 	}
 }

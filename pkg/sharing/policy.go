@@ -123,19 +123,27 @@ const (
 func (p *Policy) Changed() <-chan struct{} { return p.manager.Changed() }
 
 // Run applies the policy until ctx is done. Each GPU has its own goroutine, so that one that hangs delays no other
-// (TestPolicyBesideAStuckGPU). Settings stay at the end: the next agent reverts those that its policy does not have.
+// (TestPolicyBesideAStuckGPU), also one that an earlier process has set and that is gone. Settings stay at the end: the next agent reverts those that its policy does not have.
 func (p *Policy) Run(ctx context.Context) error {
 	var all sync.WaitGroup
 	defer all.Wait()
 	all.Go(func() { p.watchDaemons(ctx) })
 	followed := map[string]bool{}
+	follow := func(uuid string) {
+		if !followed[uuid] {
+			followed[uuid] = true
+			all.Go(func() { p.follow(ctx, uuid) })
+		}
+	}
+	for _, key := range p.manager.Records.Keys() {
+		if key.byPolicy() {
+			follow(key.Device.GPU)
+		}
+	}
 	for {
 		changed := p.inventory.Changed()
 		for _, gpu := range p.inventory.Inventory().GPUs {
-			if !followed[gpu.UUID] {
-				followed[gpu.UUID] = true
-				all.Go(func() { p.follow(ctx, gpu.UUID) })
-			}
+			follow(gpu.UUID)
 		}
 		select {
 		case <-ctx.Done():
@@ -233,11 +241,12 @@ func (p *Policy) checkDaemons() <-chan time.Time {
 
 // apply applies the policy of one GPU once.
 func (p *Policy) apply(ctx context.Context, uuid string) error {
-	gpu, exists := p.inventory.Inventory().ByUUID(uuid)
+	inventory := p.inventory.Inventory()
+	gpu, exists := inventory.ByUUID(uuid)
 	switch {
-	case !exists:
-		return nil
-	case gpu.Health.Healthy():
+	case len(inventory.GPUs) == 0:
+		return nil // the driver is away
+	case exists && gpu.Health.Healthy():
 		return errors.Join(p.applyGroup(ctx, policyGroup(device.Device{GPU: gpu})), p.updateClientDevices(gpu.Ref()))
 	}
 	p.manager.forgetSlices(uuid)
@@ -245,10 +254,32 @@ func (p *Policy) apply(ctx context.Context, uuid string) error {
 	p.recovering[uuid] = true
 	delete(p.refused, uuid)
 	p.mu.Unlock()
-	if gpu.Health.Reason == device.ReasonPaused {
+	switch {
+	case !exists, gpu.Health.Reason == device.ReasonMissing:
+		return p.end(ctx, device.Ref{GPU: uuid})
+	case gpu.Health.Reason == device.ReasonPaused:
 		return p.rest(ctx, gpu.Ref())
 	}
 	return nil
+}
+
+// end reverts the policy on a GPU that is gone, once no holder uses it: its daemon has no GPU any more (TestGPUThatIsGone).
+func (p *Policy) end(ctx context.Context, gpu device.Ref) error {
+	m, key := p.manager, policyKey(gpu.GPU)
+	unlock, err := m.Lock(ctx, key.Claim)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if !m.Records.Applied(key.Claim, gpu) {
+		return nil
+	}
+	end, err := p.beginChange(gpu)
+	if err != nil {
+		return err
+	}
+	defer end()
+	return m.revert(ctx, m.sameDaemon(key))
 }
 
 // rest ends the daemon of a GPU of a paused node once no holder uses it, because its servers keep the GPU open. apply starts it again, and

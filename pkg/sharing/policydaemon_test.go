@@ -31,6 +31,7 @@ type town struct {
 
 	mu      sync.Mutex
 	gpu     device.GPU
+	removed bool
 	changed chan struct{}
 }
 
@@ -46,6 +47,9 @@ func newTown(t *testing.T, s device.Sharing) *town {
 func (w *town) Inventory() device.Inventory {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	if w.removed {
+		return device.Inventory{GPUs: []device.GPU{gpuNamed("GPU-1").GPU}}
+	}
 	return device.Inventory{GPUs: []device.GPU{w.gpu}}
 }
 
@@ -903,6 +907,71 @@ func TestPausedGPU(t *testing.T) {
 	}
 }
 
+// The daemon of a GPU that is gone, or that is in MIG mode, ends with its last client, and leaves nothing. When the GPU is back, the policy is
+// applied again.
+func TestGPUThatIsGone(t *testing.T) {
+	for name, test := range map[string]struct {
+		vanish   func(w *town)
+		restarts bool
+	}{
+		"missing":              {vanish: func(w *town) { w.remove("GPU-0"); w.healthy(device.Health{Reason: device.ReasonMissing}) }},
+		"not in the inventory": {vanish: func(w *town) { w.remove("GPU-0"); w.change(func() { w.removed = true }) }},
+		"not in the inventory of the next agent": {
+			vanish: func(w *town) { w.remove("GPU-0"); w.change(func() { w.removed = true }) }, restarts: true,
+		},
+		"in MIG mode": {vanish: func(w *town) { w.change(func() { w.gpu.MIGEnabled = true }) }},
+	} {
+		for _, held := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%s, held: %t", name, held), func(t *testing.T) {
+				w := newTown(t, byMPS(4, false))
+				stop := w.agent()
+				share := device.Replica(townMemory, 4)
+				w.awaitClient(share)
+				if held {
+					w.book.set(ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindPod, ID: "a"}, Device: w.gpu.Ref(), Share: share, State: ledger.StateHeld})
+				}
+				if test.restarts {
+					stop()
+				}
+				test.vanish(w)
+				if test.restarts {
+					w.agent()
+				}
+				if held {
+					if err := w.policy.apply(t.Context(), "GPU-0"); !errors.Is(err, errInUse) || len(w.manager.Daemons()) != 1 {
+						t.Fatalf("%v; daemons %v, want one: a pod uses it", err, w.manager.Daemons())
+					}
+					w.book.set()
+				}
+				w.awaitState("")
+				w.world.mu.Lock()
+				w.gone, w.modes["GPU-0"] = "", device.ComputeModeDefault
+				w.world.mu.Unlock()
+				w.change(func() { w.removed, w.gpu.MIGEnabled, w.gpu.Health = false, false, device.Health{} })
+				w.awaitClient(share)
+				if mode := w.mode(); mode != device.ComputeModeExclusiveProcess {
+					t.Errorf("compute mode %s", mode)
+				}
+			})
+		}
+	}
+}
+
+// While the driver is away, daemons stay as they are.
+func TestDaemonWithoutADriver(t *testing.T) {
+	w := newTown(t, byMPS(4, false))
+	w.agent()
+	w.awaitClient(device.Replica(townMemory, 4))
+	p := NewPolicy(w.manager, noGPUs{}, w.book, w.book)
+	if err := p.apply(t.Context(), "GPU-0"); err != nil || len(w.manager.Daemons()) != 1 {
+		t.Errorf("%v; daemons %v", err, w.manager.Daemons())
+	}
+}
+
+type noGPUs struct{ node }
+
+func (noGPUs) Inventory() device.Inventory { return device.Inventory{} }
+
 func daemonOf(t *testing.T, d device.Device) string {
 	t.Helper()
 	name, err := daemonName(policyGroup(d))
@@ -910,10 +979,12 @@ func daemonOf(t *testing.T, d device.Device) string {
 	return name
 }
 
-func (w *town) healthy(h device.Health) {
+func (w *town) healthy(h device.Health) { w.change(func() { w.gpu.Health = h }) }
+
+func (w *town) change(do func()) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.gpu.Health = h
+	do()
 	close(w.changed)
 	w.changed = make(chan struct{})
 }
