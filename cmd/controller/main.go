@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command controller runs Tandem's reconcilers (pkg/controller) and the webhook for claim parameters (pkg/webhook). Its subcommands are
-// migrate, which moves clusters from NVIDIA's drivers (pkg/migrate), and remove-labels, which removes the labels of nodes (pkg/nodelabels).
+// migrate, which moves clusters from NVIDIA's drivers (pkg/migrate), remove-labels, which removes the labels of nodes (pkg/nodelabels), and
+// stacks, for diagnosis (internal/stacks).
 // This package only wires.
 package main
 
@@ -27,6 +28,7 @@ import (
 	ctrlmetrics "sigs.k8s.io/controller-runtime/pkg/metrics"
 
 	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/internal/stacks"
 	"github.com/tandem-gpu/tandem/internal/status"
 	"github.com/tandem-gpu/tandem/internal/terminal"
 	"github.com/tandem-gpu/tandem/internal/version"
@@ -51,6 +53,7 @@ const commands = `
 Other commands:
   controller migrate        translate the configuration of NVIDIA's drivers, and move nodes
   controller remove-labels  remove the labels of GPU Feature Discovery from nodes
+  controller stacks         have the controller of this container log the stacks of its goroutines
   controller version        print the version
 `
 
@@ -61,6 +64,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 			return runMigrate(ctx, args[1:], os.Stdin, stdout, stderr)
 		case "remove-labels":
 			return removeLabels(ctx, args[1:], stdout, stderr)
+		case "stacks":
+			return stacks.Request("controller")
 		case "version":
 			_, err := fmt.Fprintln(stdout, version.String())
 			return err
@@ -81,6 +86,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	}
 	logger := klog.Background()
 	ctrllog.SetLogger(logger)
+	defer stacks.OnSignal(stderr)()
 	ctx, stop := signal.NotifyContext(klog.NewContext(ctx, logger), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	// A second signal ends the process at once.

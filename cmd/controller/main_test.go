@@ -63,13 +63,16 @@ func TestRunErrors(t *testing.T) {
 	if err := run(t.Context(), []string{"version"}, &out, io.Discard); err != nil || out.Len() == 0 {
 		t.Errorf("version: %q, %v", out.String(), err)
 	}
+	if err := run(t.Context(), []string{"stacks"}, io.Discard, io.Discard); err == nil || !strings.Contains(err.Error(), "not controller") {
+		t.Errorf("stacks: %v", err)
+	}
 	out.Reset()
 	if err := run(t.Context(), []string{"-h"}, io.Discard, &out); !errors.Is(err, flag.ErrHelp) || !strings.Contains(out.String(), "controller migrate ") {
 		t.Errorf("help: %v\n%s", err, out.String())
 	}
 }
 
-// TestProcess: it says that it waits for the API server, is not ready meanwhile, and ends well.
+// TestProcess: it says that it waits for the API server, is not ready meanwhile, writes its stacks at SIGUSR2, and ends well.
 func TestProcess(t *testing.T) {
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		http.Error(w, "not now", http.StatusServiceUnavailable)
@@ -86,17 +89,23 @@ func TestProcess(t *testing.T) {
 	if err := cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
-	waits := false
+	waits, wrote := false, false
 	for lines := bufio.NewScanner(stderr); lines.Scan(); {
 		if !waits && strings.Contains(lines.Text(), "Failed to watch") {
 			waits = true
+			if err := cmd.Process.Signal(syscall.SIGUSR2); err != nil {
+				t.Error(err)
+			}
+		}
+		if strings.Contains(lines.Text(), "End of the stacks") {
+			wrote = true
 			if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
 				t.Error(err)
 			}
 		}
 	}
-	if err := cmd.Wait(); err != nil || !waits {
-		t.Errorf("waited: %t, then ended by SIGTERM: %v", waits, err)
+	if err := cmd.Wait(); err != nil || !waits || !wrote {
+		t.Errorf("waited: %t, wrote its stacks: %t, then ended by SIGTERM: %v", waits, wrote, err)
 	}
 }
 

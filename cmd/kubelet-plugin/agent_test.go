@@ -334,10 +334,50 @@ func TestRunErrors(t *testing.T) {
 	if err := run(t.Context(), []string{"version"}, &out, io.Discard); err != nil || out.Len() == 0 {
 		t.Errorf("version: %q, %v", out.String(), err)
 	}
+	if err := run(t.Context(), []string{"stacks"}, io.Discard, io.Discard); err == nil || !strings.Contains(err.Error(), "not kubelet-plugin") {
+		t.Errorf("stacks: %v", err)
+	}
 	for _, args := range [][]string{{"-h"}, {"simulate", "-h"}} {
 		if err := run(t.Context(), args, io.Discard, io.Discard); !errors.Is(err, flag.ErrHelp) {
 			t.Errorf("%v: got %v", args, err)
 		}
+	}
+}
+
+// TestStacks: a process that waits for the driver writes its stacks at SIGUSR2, and goes on.
+func TestStacks(t *testing.T) {
+	c := nodeConfig(t)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, os.Args[0], "--node-name="+c.NodeName, "--kubelet-dir="+c.KubeletDir, "--run-dir="+c.RunDir, "--cdi-dir="+c.CDIDir,
+		"--cgroup-root="+c.CgroupRoot, "--host-root="+c.HostRoot, "--driver-root="+c.DriverRoot, "--sysfs-root="+c.SysfsRoot, "--kubeconfig="+c.Kubeconfig, "--http-endpoint=")
+	cmd.Env = append(os.Environ(), asAgent+"=1")
+	stderr, err := cmd.StderrPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	var lines []string
+	wrote := false
+	for scanner := bufio.NewScanner(stderr); scanner.Scan(); {
+		lines = append(lines, scanner.Text())
+		var next os.Signal
+		switch {
+		case strings.Contains(scanner.Text(), `"Starting"`):
+			next = syscall.SIGUSR2
+		case strings.Contains(scanner.Text(), "End of the stacks"):
+			wrote, next = true, syscall.SIGTERM
+		default:
+			continue
+		}
+		if err := cmd.Process.Signal(next); err != nil {
+			t.Error(err)
+		}
+	}
+	if err := cmd.Wait(); err != nil || !wrote {
+		t.Errorf("wrote its stacks: %t, then ended by SIGTERM: %v\n%s", wrote, err, strings.Join(lines, "\n"))
 	}
 }
 

@@ -18,6 +18,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/internal/stacks"
 	"github.com/tandem-gpu/tandem/internal/version"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 	"github.com/tandem-gpu/tandem/simulated/simnode"
@@ -57,6 +58,7 @@ const commands = `
 Other commands:
   kubelet-plugin inspect   show what the agent finds on this node
   kubelet-plugin simulate  create the files of a simulated node
+  kubelet-plugin stacks    have the agent of this container log the stacks of its goroutines
   kubelet-plugin version   print the version
 `
 
@@ -67,6 +69,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 			return simnode.Make(args[1:], stderr)
 		case "inspect":
 			return inspect(ctx, args[1:], stdout, stderr)
+		case "stacks":
+			return stacks.Request("kubelet-plugin")
 		case "version":
 			_, err := fmt.Fprintln(stdout, version.String())
 			return err
@@ -86,6 +90,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if err != nil {
 		return err
 	}
+	defer stacks.OnSignal(stderr)()
 	ctx, stop := signal.NotifyContext(klog.NewContext(ctx, logger), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	// A second signal ends the process at once.
