@@ -432,6 +432,11 @@ func (r *Result) compareDefaults(sources []Source) {
 	if !serves("webhook.enabled") {
 		change("webhook.enabled", "false turns off Tandem's webhook, which needs no cert-manager; remove the key to have it")
 	}
+	gfd := slices.ContainsFunc(sources, func(s Source) bool { return s.Kind == DevicePlugin && at(s.Values, "gfd.enabled") == true })
+	if gfd && at(r.Values, "gfd.noTimestamp") == nil && !configured("flags.gfd.noTimestamp") {
+		put(r.Values, "gfd.noTimestamp", false)
+		change("gfd.noTimestamp", "false writes the label nvidia.com/gfd.timestamp as GPU Feature Discovery does; remove the key to leave the label out")
+	}
 	if had(DevicePlugin, Operator) && at(r.Values, "updateStrategy.maxUnavailable") == nil {
 		change("updateStrategy.maxUnavailable", "it is not set. An upgrade restarts the agents of 10% of the nodes at once, NVIDIA's one node at a time")
 	}
