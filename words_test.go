@@ -204,7 +204,10 @@ func functionsOf(path string) ([]string, error) {
 }
 
 var (
-	metricName = regexp.MustCompile(`tandem_[a-z]+_[a-z_]+`)
+	metricName = regexp.MustCompile(`tandem_[a-z]+[a-z_]*[a-z]\b`)
+	// histogramSeries ends the names of a histogram's series.
+	histogramSeries = regexp.MustCompile(`_(bucket|sum|count)$`)
+
 	eventName  = regexp.MustCompile("events? ((?:`[A-Z][A-Za-z]+`(?:, | and | or )?)+)")
 	quotedName = regexp.MustCompile("`([A-Za-z]+)`")
 )
@@ -238,16 +241,19 @@ func TestPagesNameWhatExists(t *testing.T) {
 			code.WriteString(f.text)
 		}
 	}
-	pages, err := filepath.Glob("docs/user/*.md")
-	if err != nil || len(pages) == 0 {
-		t.Fatal(pages, err)
+	pages := slices.DeleteFunc(texts(t), func(path string) bool { return !strings.HasPrefix(path, "docs/user/") || filepath.Ext(path) != ".md" })
+	if len(pages) == 0 {
+		t.Fatal("there are no pages")
 	}
 	for _, page := range append(pages, "README.md", "deployments/helm/tandem/README.md", "deployments/helm/tandem/templates/prometheusrule.yaml") {
 		data, err := os.ReadFile(page)
 		if err != nil {
 			t.Fatal(err)
 		}
-		names := metricName.FindAllString(string(data), -1)
+		var names []string
+		for _, name := range metricName.FindAllString(string(data), -1) {
+			names = append(names, histogramSeries.ReplaceAllString(name, ""))
+		}
 		for _, events := range eventName.FindAllStringSubmatch(string(data), -1) {
 			for _, event := range quotedName.FindAllStringSubmatch(events[1], -1) {
 				names = append(names, event[1])
@@ -284,4 +290,30 @@ func texts(t *testing.T) []string {
 		t.Fatal(err)
 	}
 	return found
+}
+
+// tried matches what a page says of how it was tested.
+var tried = regexp.MustCompile(`(?i)\bnot\s+tried\b|\btried with\b`)
+
+// TestPagesSayWhatWasTried: a page that tells what to set in another project says in its first lines whether it was tried.
+func TestPagesSayWhatWasTried(t *testing.T) {
+	found := 0
+	for _, path := range texts(t) {
+		dir := filepath.Dir(path)
+		if dir != "docs/user/platforms" && dir != "docs/user/with" || filepath.Base(path) == "README.md" {
+			continue
+		}
+		found++
+		data, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		lines := strings.Split(string(data), "\n")
+		if !tried.MatchString(strings.Join(lines[:min(len(lines), 8)], "\n")) {
+			t.Errorf("%s does not say in its first lines whether it was tried", path)
+		}
+	}
+	if found == 0 {
+		t.Error("there is no such page")
+	}
 }
