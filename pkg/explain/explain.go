@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package explain answers why a pod waits for a GPU, or failed, from API objects alone. Every function is pure. Explain names nodes but no
+// Package explain answers why a pod waits for a GPU, or failed, from API objects alone. Every function but Why is pure. Explain names nodes but no
 // holders, because those may belong to other users. Why names the holders in namespaces whose pods the viewer may list.
 package explain
 

@@ -3,6 +3,7 @@
 package explain
 
 import (
+	"context"
 	"fmt"
 	"maps"
 	"math"
@@ -27,7 +28,9 @@ type candidate struct {
 
 // stock are the devices of one node, and what is left of them while a pod's needs are taken one after the other.
 type stock struct {
-	match    matcher
+	match *matcher
+	// matched are the results of match: a device is tried for a need several times.
+	matched  map[selected]bool
 	node     availability.Node
 	status   v1alpha1.GPUNodeStatus
 	claims   []v1alpha1.AllocatedClaim
@@ -47,10 +50,12 @@ type use = availability.Use[availability.Name]
 
 type counterSet struct{ pool, name string }
 
+type selected struct{ expression, device string }
+
 // newStock collects the devices of a node. like are published devices of the cluster by model.
-func newStock(m matcher, n v1alpha1.GPUNode, published []resourceapi.ResourceSlice, like map[alike]*resourceapi.Device) *stock {
+func newStock(m *matcher, n v1alpha1.GPUNode, published []resourceapi.ResourceSlice, like map[alike]*resourceapi.Device) *stock {
 	s := &stock{
-		match: m, status: n.Status, claims: n.Spec.Claims, node: availability.NewNode(n.Status, n.Spec.Claims),
+		match: m, matched: map[selected]bool{}, status: n.Status, claims: n.Spec.Claims, node: availability.NewNode(n.Status, n.Spec.Claims),
 		counters: map[counterSet]map[string]int64{}, full: map[counterSet]map[string]int64{},
 	}
 	s.uses = slices.Clone(s.node.Held)
@@ -209,27 +214,27 @@ type blocked struct {
 }
 
 // shortages returns the needs that the node cannot satisfy, and whether it could if nothing had a holder or a fault.
-func (s *stock) shortages(needs []need) (short []shortage, ever bool) {
+func (s *stock) shortages(ctx context.Context, needs []need) (short []shortage, ever bool) {
 	ever = true
 	now, idle := s.again(false), s.again(true)
 	for _, n := range needs {
-		if !idle.satisfies(n) {
+		if !idle.satisfies(ctx, n) {
 			ever = false
-			of := s.shortage(n)
+			of := s.shortage(ctx, n)
 			of.never = true
 			short = append(short, of)
-		} else if !now.satisfies(n) {
-			short = append(short, s.shortage(n))
+		} else if !now.satisfies(ctx, n) {
+			short = append(short, s.shortage(ctx, n))
 		}
 	}
 	return short, ever
 }
 
 // satisfies takes the devices of the first alternative for which there are enough, and otherwise none.
-func (s *stock) satisfies(n need) bool {
+func (s *stock) satisfies(ctx context.Context, n need) bool {
 	for _, alternative := range n.alternatives() {
 		attempt := s.clone()
-		got, blocked := attempt.take(alternative, alternative.count)
+		got, blocked := attempt.take(ctx, alternative, alternative.count)
 		if alternative.all && got > 0 && len(blocked) == 0 || !alternative.all && got >= alternative.count {
 			*s = *attempt
 			return true
@@ -250,11 +255,11 @@ func (s *stock) clone() *stock {
 }
 
 // shortage counts what the node has for one need alone.
-func (s *stock) shortage(n need) shortage {
+func (s *stock) shortage(ctx context.Context, n need) shortage {
 	short := shortage{need: n}
 	for _, alternative := range n.alternatives() {
-		total, _ := s.again(true).take(alternative, math.MaxInt64)
-		free, blocked := s.again(false).take(alternative, math.MaxInt64)
+		total, _ := s.again(true).take(ctx, alternative, math.MaxInt64)
+		free, blocked := s.again(false).take(ctx, alternative, math.MaxInt64)
 		short.total, short.free, short.count = max(short.total, total), max(short.free, free), min(short.count, alternative.count)
 		short.blocked = append(short.blocked, blocked...)
 	}
@@ -262,7 +267,10 @@ func (s *stock) shortage(n need) shortage {
 }
 
 // take takes as many devices for a need as there are, up to most.
-func (s *stock) take(n need, most int64) (got int64, not []blocked) {
+func (s *stock) take(ctx context.Context, n need, most int64) (got int64, not []blocked) {
+	if !s.match.goesOn(ctx) {
+		return 0, nil
+	}
 	if n.all {
 		most = math.MaxInt64
 	}
@@ -276,7 +284,7 @@ func (s *stock) take(n need, most int64) (got int64, not []blocked) {
 		if got >= most {
 			break
 		}
-		if s.taken[c.published.Name] || !s.match.matches(n.selectors, c) || !c.has(n.capacity) {
+		if s.taken[c.published.Name] || !s.matches(ctx, n.selectors, c) || !c.has(n.capacity) {
 			continue
 		}
 		if why, ok := s.free(c, n); !ok {
@@ -291,6 +299,19 @@ func (s *stock) take(n need, most int64) (got int64, not []blocked) {
 		got++
 	}
 	return got, not
+}
+
+// matches reports whether all selectors match a device.
+func (s *stock) matches(ctx context.Context, selectors []string, c candidate) bool {
+	return !slices.ContainsFunc(selectors, func(expression string) bool {
+		of := selected{expression, c.published.Name}
+		match, known := s.matched[of]
+		if !known {
+			match = s.match.matches(ctx, expression, c)
+			s.matched[of] = match
+		}
+		return !match
+	})
 }
 
 // has reports whether the device has the requested capacity at all.

@@ -59,7 +59,7 @@ func (n need) String() string {
 	for _, other := range n.others {
 		text += ", or " + other.String()
 	}
-	return text
+	return Bounded(text, mostText)
 }
 
 // alternatives returns the need and the further ones of firstAvailable.
@@ -102,6 +102,7 @@ func mapsTo(resource corev1.ResourceName, classes []resourceapi.DeviceClass) str
 // limitNeeds returns what the pod requests of Tandem by extended resources.
 func (f Facts) limitNeeds() (needs []need) {
 	limits := resourcehelper.PodLimits(f.Pod, resourcehelper.PodResourcesOptions{})
+	offered := f.offered()
 	for _, name := range slices.Sorted(maps.Keys(limits)) {
 		quantity := limits[name]
 		if quantity.Value() <= 0 || !strings.Contains(string(name), "/") {
@@ -110,10 +111,10 @@ func (f Facts) limitNeeds() (needs []need) {
 		n := need{resource: string(name), count: quantity.Value(), class: mapsTo(name, f.Classes)}
 		if class, known := f.class(n.class); known {
 			n.selectors = celOf(class.Spec.Selectors)
-			if !f.offered(n.resource) && !f.ours(class) {
+			if !offered(n.resource) && !f.ours(class) {
 				continue
 			}
-		} else if !f.offered(n.resource) {
+		} else if !offered(n.resource) {
 			continue
 		}
 		needs = append(needs, n)
@@ -121,9 +122,17 @@ func (f Facts) limitNeeds() (needs []need) {
 	return needs
 }
 
-// offered reports whether a node offers the extended resource for Tandem's devices, or whether it has one of their usual names.
-func (f Facts) offered(resource string) bool {
-	return usualResources.Has(resource) || slices.ContainsFunc(f.GPUNodes, f.offers(resource))
+// offered returns a function that reports whether a node offers an extended resource for Tandem's devices, or whether it has one of their
+// usual names.
+func (f Facts) offered() func(resource string) bool {
+	names := map[string]bool{}
+	for _, n := range f.GPUNodes {
+		names[n.Status.ExtendedResource] = true
+		for _, d := range n.Status.Devices {
+			names[d.ExtendedResource] = true
+		}
+	}
+	return func(resource string) bool { return usualResources.Has(resource) || names[resource] }
 }
 
 // usualResources are those that NVIDIA's device plugin serves, and Tandem by default.
@@ -146,9 +155,9 @@ func (c claimOf) String() string {
 	return "claim " + c.name
 }
 
-// claims returns the claims of the pod.
+// claims returns the claims of the pod, at most MostClaims.
 func (f Facts) claims() (found []claimOf) {
-	for i := range f.Pod.Spec.ResourceClaims {
+	for i := range f.Pod.Spec.ResourceClaims[:min(MostClaims, len(f.Pod.Spec.ResourceClaims))] {
 		of := claimOf{}
 		if template := f.Pod.Spec.ResourceClaims[i].ResourceClaimTemplateName; template != nil {
 			of.template = *template

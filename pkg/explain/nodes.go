@@ -4,6 +4,7 @@ package explain
 
 import (
 	"cmp"
+	"context"
 	"fmt"
 	"slices"
 	"strings"
@@ -21,10 +22,11 @@ type Fit string
 
 // From best to worst.
 const (
-	FitRoom  Fit = "room"  // the node has what the pod requests
-	FitFull  Fit = "full"  // it would have it without its holders and faults
-	FitAgent Fit = "agent" // its agent serves no GPU, so that it is not known
-	FitNever Fit = "never" // it does not have it
+	FitRoom    Fit = "room"    // the node has what the pod requests
+	FitFull    Fit = "full"    // it would have it without its holders and faults
+	FitUnknown Fit = "unknown" // not evaluated: a bound was reached before
+	FitAgent   Fit = "agent"   // its agent serves no GPU, so that it is not known
+	FitNever   Fit = "never"   // it does not have it
 )
 
 // Words returns the fit for users.
@@ -34,6 +36,8 @@ func (f Fit) Words() string {
 		return "has room"
 	case FitFull:
 		return "is full"
+	case FitUnknown:
+		return "not evaluated"
 	case FitAgent:
 		return "serves no GPU"
 	default:
@@ -75,8 +79,8 @@ func (n NodeAnswer) lack() (lack int64) {
 	return lack
 }
 
-// nodeAnswers answers for each node, the most promising first.
-func (f Facts) nodeAnswers(match matcher, claims []claimOf, needs []need) []NodeAnswer {
+// nodeAnswers answers for each node, the most promising first. Nodes that are left when the matcher ends are not evaluated.
+func (f Facts) nodeAnswers(ctx context.Context, match *matcher, claims []claimOf, needs []need) []NodeAnswer {
 	published := f.published()
 	like := map[alike]*resourceapi.Device{}
 	for _, of := range published {
@@ -90,6 +94,7 @@ func (f Facts) nodeAnswers(match matcher, claims []claimOf, needs []need) []Node
 	for _, n := range f.GPUNodes {
 		byName[n.Name] = n
 	}
+	affinity := nodeaffinity.GetRequiredNodeAffinity(f.Pod)
 	nodes, onlyNames := f.nodes()
 	answers := make([]NodeAnswer, 0, len(nodes))
 	for i := range nodes {
@@ -97,12 +102,15 @@ func (f Facts) nodeAnswers(match matcher, claims []claimOf, needs []need) []Node
 		answer := NodeAnswer{Names: []string{node.Name}, Count: 1, Fit: FitNever}
 		gpuNode, reported := byName[node.Name]
 		var excluded, unless string
-		if !onlyNames {
-			excluded, unless = whyNot(f.Pod, node, claims)
+		goesOn := match.goesOn(ctx)
+		if goesOn && !onlyNames {
+			excluded, unless = whyNot(f.Pod, affinity, node, claims)
 		}
 		switch {
 		case !reported && !HasGPUs(node) && len(published[node.Name]) == 0 && len(needs) > 0:
 			answer.Reason = noGPU
+		case !goesOn:
+			answer.unknown(match)
 		case excluded != "" && !reported:
 			answer.Reason = excluded
 		case reported && gpuNode.Status.Waiting != "":
@@ -110,10 +118,10 @@ func (f Facts) nodeAnswers(match matcher, claims []claimOf, needs []need) []Node
 		case !reported && len(needs) > 0:
 			answer.Fit, answer.Reason = FitAgent, "it has GPUs and no GPUNode: Tandem's agent does not run there"
 		default:
-			answer.fit(newStock(match, gpuNode, published[node.Name], like), needs)
+			answer.fit(ctx, newStock(match, gpuNode, published[node.Name], like), needs)
 		}
 		if excluded != "" && answer.Reason != noGPU {
-			if answer.Fit != FitNever {
+			if answer.Fit != FitNever && answer.Fit != FitUnknown {
 				answer.unless = unless
 			}
 			answer.Fit, answer.Reason = FitNever, excluded
@@ -152,17 +160,19 @@ func compareBool(a, b bool) int {
 	}
 }
 
-func rank(fit Fit) int { return slices.Index([]Fit{FitRoom, FitFull, FitAgent, FitNever}, fit) }
+func rank(fit Fit) int {
+	return slices.Index([]Fit{FitRoom, FitFull, FitUnknown, FitAgent, FitNever}, fit)
+}
 
 // whyNot returns why the pod may not run on a node, apart from its GPUs, and what would let it.
-func whyNot(pod *corev1.Pod, node *corev1.Node, claims []claimOf) (reason, unless string) {
+func whyNot(pod *corev1.Pod, affinity nodeaffinity.RequiredNodeAffinity, node *corev1.Node, claims []claimOf) (reason, unless string) {
 	if node.Spec.Unschedulable {
 		cordon := &corev1.Taint{Key: corev1.TaintNodeUnschedulable, Effect: corev1.TaintEffectNoSchedule}
 		if !tolerates(pod, cordon) {
 			return "it is cordoned", "once it is uncordoned"
 		}
 	}
-	if match, err := nodeaffinity.GetRequiredNodeAffinity(pod).Match(node); err != nil || !match {
+	if match, err := affinity.Match(node); err != nil || !match {
 		return "the pod's node selector or node affinity excludes it", "with a node selector and a node affinity that allow it"
 	}
 	for _, taint := range node.Spec.Taints {
@@ -184,8 +194,13 @@ func whyNot(pod *corev1.Pod, node *corev1.Node, claims []claimOf) (reason, unles
 }
 
 // fit answers whether a node has what the pod requests.
-func (n *NodeAnswer) fit(s *stock, needs []need) {
-	short, ever := s.shortages(needs)
+func (n *NodeAnswer) fit(ctx context.Context, s *stock, needs []need) {
+	short, ever := s.shortages(ctx, needs)
+	s.matched = nil
+	if !s.match.goesOn(ctx) {
+		n.unknown(s.match)
+		return
+	}
 	if len(short) == 0 {
 		n.Fit, n.Reason = FitRoom, "it has what the pod requests"
 		return
@@ -195,11 +210,14 @@ func (n *NodeAnswer) fit(s *stock, needs []need) {
 	for _, of := range short {
 		reasons = append(reasons, of.reason())
 	}
-	n.Reason = strings.Join(reasons, "; ")
+	n.Reason = Bounded(strings.Join(reasons, "; "), mostText)
 	if ever {
 		n.Fit = FitFull
 	}
 }
+
+// unknown says why the node is not evaluated.
+func (n *NodeAnswer) unknown(m *matcher) { n.Fit, n.Reason = FitUnknown, m.ended.Error() }
 
 // held reports whether a device that the pod could have has a holder.
 func (n NodeAnswer) held() bool {
@@ -256,14 +274,6 @@ func (f Facts) describe(a *Answer, n *NodeAnswer) {
 }
 
 const otherReasons = "for reasons like those above"
-
-// offers returns a function that reports whether a node offers the extended resource.
-func (f Facts) offers(resource string) func(v1alpha1.GPUNode) bool {
-	return func(n v1alpha1.GPUNode) bool {
-		return n.Status.ExtendedResource == resource ||
-			slices.ContainsFunc(n.Status.Devices, func(d v1alpha1.DeviceStatus) bool { return d.ExtendedResource == resource })
-	}
-}
 
 // GPULabels are "true" on nodes with GPUs: the labels of GPU Feature Discovery, which Tandem writes as well, and of Node Feature Discovery.
 var GPULabels = []string{"nvidia.com/gpu.present", "feature.node.kubernetes.io/pci-10de.present"}

@@ -50,6 +50,9 @@ func (q *Queue) Requests(pod *corev1.Pod) (texts []string) {
 	for _, claim := range pod.Spec.ResourceClaims {
 		texts = append(texts, "claim "+claim.Name)
 	}
+	if more := len(texts) - mostQueued; more > 0 {
+		texts = append(texts[:mostQueued], fmt.Sprintf("and %d more", more))
+	}
 	return texts
 }
 
@@ -69,8 +72,14 @@ func (q *Queue) limits(pod *corev1.Pod) (found []Request) {
 	return found
 }
 
-// mostReason bounds a reason, in runes.
-const mostReason = 240
+const (
+	// mostReason bounds a reason, in runes.
+	mostReason = 240
+	// mostReasons bounds the requests for which the nodes are counted. Tenants can make each pod request another number.
+	mostReasons = 64
+	// mostQueued bounds the requests of one pod in a list.
+	mostQueued = 8
+)
 
 // Reason returns why a pod waits, in one line without a full stop. It names no holder.
 func (q *Queue) Reason(pod *corev1.Pod) string {
@@ -86,7 +95,7 @@ func (q *Queue) Reason(pod *corev1.Pod) string {
 	}
 	if asked := q.limits(pod); len(asked) == 1 && len(pod.Spec.ResourceClaims) == 0 {
 		reason, known := q.reasons[asked[0]]
-		if !known {
+		if !known && len(q.reasons) < mostReasons {
 			reason = Explain(q.nodes, asked[0])
 			q.reasons[asked[0]] = reason
 		}

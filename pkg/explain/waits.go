@@ -4,6 +4,7 @@ package explain
 
 import (
 	"cmp"
+	"context"
 	"fmt"
 	"slices"
 	"strings"
@@ -15,13 +16,17 @@ import (
 )
 
 // waits explains a pod that the scheduler has not placed.
-func (f Facts) waits(a *Answer, claims []claimOf, needs []need) {
+func (f Facts) waits(ctx context.Context, a *Answer, claims []claimOf, needs []need, cost int64) {
 	if len(f.Pod.Spec.SchedulingGates) > 0 {
 		a.Cause, a.Summary = CauseGated, gated(f.Pod)
 		return
 	}
-	match := newMatcher(f.Driver)
-	if f.lacks(a, claims, needs, match) {
+	if err := f.tooMany(needs); err != nil {
+		a.Cause, a.Summary = CauseNotEvaluated, "waits: not evaluated: "+err.Error()
+		return
+	}
+	match := newMatcher(f.Driver, cost)
+	if f.lacks(ctx, a, claims, needs, match) {
 		return
 	}
 	ofClaim := func(n need) bool { return n.resource == "" }
@@ -29,14 +34,16 @@ func (f Facts) waits(a *Answer, claims []claimOf, needs []need) {
 		a.Cause, a.Summary = CauseUnreadable, "waits for GPUs: which nodes have them cannot be told without the rights below"
 		return
 	}
-	answers := f.nodeAnswers(match, claims, needs)
+	answers := f.nodeAnswers(ctx, match, claims, needs)
 	f.show(a, answers)
 	has := func(is func(NodeAnswer) bool) bool { return slices.ContainsFunc(answers, is) }
-	in := strings.Join(requestsOf(needs), " and ")
+	in := Bounded(strings.Join(requestsOf(needs), " and "), mostText)
 	switch {
 	case has(func(n NodeAnswer) bool { return n.Fit == FitRoom }):
 		a.Cause = CauseRoom
 		a.Summary = "waits, although a node has its GPUs free: the scheduler waits for something else, or has not tried again yet"
+	case match.ended != nil:
+		a.Cause, a.Summary = CauseNotEvaluated, "waits: not evaluated: "+match.ended.Error()
 	case has(func(n NodeAnswer) bool { return n.Fit == FitFull }):
 		a.Cause = CauseFull
 		if !has(func(n NodeAnswer) bool { return n.Fit == FitFull && n.held() }) {
@@ -100,7 +107,7 @@ func (f Facts) counted(needs []need) string {
 }
 
 // lacks explains a pod whose request cannot be satisfied whatever the nodes have. It reports whether there is such a reason.
-func (f Facts) lacks(a *Answer, claims []claimOf, needs []need, match matcher) bool {
+func (f Facts) lacks(ctx context.Context, a *Answer, claims []claimOf, needs []need, match *matcher) bool {
 	for _, of := range claims {
 		switch {
 		case of.name == "" && f.Templates[of.template] == nil && !f.missing(KindTemplates):
@@ -128,9 +135,9 @@ func (f Facts) lacks(a *Answer, claims []claimOf, needs []need, match matcher) b
 				a.Frees = append(a.Frees, "a claim with another class, or the class: "+f.classNames())
 				return true
 			}
-			if expression, err := match.broken(alternative.selectors); err != nil {
+			if expression, err := match.broken(ctx, alternative.selectors); err != nil {
 				a.Cause, a.Summary = CauseSelector, fmt.Sprintf("waits: a selector of class %s or of %s has a mistake: %s: %s",
-					alternative.class, cmp.Or(alternative.claim, "the class"), OneLine(expression), OneLine(err.Error()))
+					alternative.class, cmp.Or(alternative.claim, "the class"), Bounded(OneLine(expression), mostExpression), Bounded(OneLine(err.Error()), mostText))
 				return true
 			}
 		}

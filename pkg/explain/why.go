@@ -4,6 +4,7 @@ package explain
 
 import (
 	"cmp"
+	"context"
 	"fmt"
 	"slices"
 	"strings"
@@ -34,7 +35,8 @@ type Facts struct {
 	Quotas    []corev1.ResourceQuota
 	// Events of the pod and of its claims.
 	Events []corev1.Event
-	// MayName reports whether the viewer may list the pods of a namespace. Holders of other namespaces are not named.
+	// MayName reports whether the viewer may list the pods of a namespace. Holders of other namespaces are not named. Why calls it for the
+	// holders of the answer only.
 	MayName func(namespace string) bool
 	NotRead []NotRead
 }
@@ -65,24 +67,25 @@ type Cause string
 
 // The causes.
 const (
-	CauseFinished   Cause = "Finished"   // all containers have ended
-	CauseFailed     Cause = "Failed"     // the pod failed, or kubelet did not admit it
-	CauseRunning    Cause = "Running"    // a container runs
-	CauseConflict   Cause = "Conflict"   // another holder has the device that its claim was allocated
-	CauseStarting   Cause = "Starting"   // the scheduler has placed the pod
-	CauseNoGPU      Cause = "NoGPU"      // the pod requests no GPU
-	CauseGated      Cause = "Gated"      // the pod has scheduling gates
-	CauseQuota      Cause = "Quota"      // a quota refuses its claim
-	CauseNoClaim    Cause = "NoClaim"    // its claim or its template does not exist
-	CauseNoClass    Cause = "NoClass"    // a DeviceClass does not exist
-	CauseSelector   Cause = "Selector"   // a selector has a mistake
-	CauseRoom       Cause = "Room"       // a node has what it requests: it waits for something else
-	CauseFull       Cause = "Full"       // nodes have what it requests, and other holders have that
-	CauseUnhealthy  Cause = "Unhealthy"  // the same, and the devices are unhealthy or under maintenance
-	CauseAgent      Cause = "Agent"      // the agents of the nodes that may have what it requests do not serve GPUs
-	CauseExcluded   Cause = "Excluded"   // nodes have what it requests, and it may not run there
-	CauseNever      Cause = "Never"      // no node has what it requests
-	CauseUnreadable Cause = "Unreadable" // the viewer may not read enough
+	CauseFinished     Cause = "Finished"     // all containers have ended
+	CauseFailed       Cause = "Failed"       // the pod failed, or kubelet did not admit it
+	CauseRunning      Cause = "Running"      // a container runs
+	CauseConflict     Cause = "Conflict"     // another holder has the device that its claim was allocated
+	CauseStarting     Cause = "Starting"     // the scheduler has placed the pod
+	CauseNoGPU        Cause = "NoGPU"        // the pod requests no GPU
+	CauseGated        Cause = "Gated"        // the pod has scheduling gates
+	CauseQuota        Cause = "Quota"        // a quota refuses its claim
+	CauseNoClaim      Cause = "NoClaim"      // its claim or its template does not exist
+	CauseNoClass      Cause = "NoClass"      // a DeviceClass does not exist
+	CauseSelector     Cause = "Selector"     // a selector has a mistake
+	CauseRoom         Cause = "Room"         // a node has what it requests: it waits for something else
+	CauseFull         Cause = "Full"         // nodes have what it requests, and other holders have that
+	CauseUnhealthy    Cause = "Unhealthy"    // the same, and the devices are unhealthy or under maintenance
+	CauseAgent        Cause = "Agent"        // the agents of the nodes that may have what it requests do not serve GPUs
+	CauseExcluded     Cause = "Excluded"     // nodes have what it requests, and it may not run there
+	CauseNever        Cause = "Never"        // no node has what it requests
+	CauseUnreadable   Cause = "Unreadable"   // the viewer may not read enough
+	CauseNotEvaluated Cause = "NotEvaluated" // its requests are too many or cost too much, and no node with room was found before
 )
 
 // Answer is why a pod is as it is. Texts are single lines without a full stop.
@@ -119,14 +122,22 @@ func (a Answer) FreesTitle() string {
 
 // Bounds of an answer.
 const (
-	mostNodes   = 6
-	mostHolders = 16
-	mostEvents  = 6
-	mostFrees   = 6
+	mostNodes    = 6
+	mostHolders  = 16
+	mostEvents   = 6
+	mostFrees    = 6
+	mostRequests = 32
+	// mostText bounds a line that consists of what the pod requests.
+	mostText = 1000
 )
 
-// Why explains a pod. It is a pure function. kubectl gpu why calls it.
-func Why(f Facts) Answer {
+// Why explains a pod. It evaluates selectors for as long as ctx lasts, and no longer than some seconds. It is a pure function apart from that
+// and from MayName. kubectl gpu why calls it.
+func Why(ctx context.Context, f Facts) Answer { return f.why(ctx, usual) }
+
+func (f Facts) why(ctx context.Context, b bounds) Answer {
+	ctx, cancel := context.WithTimeoutCause(ctx, b.time, errTime(b.time))
+	defer cancel()
 	a := Answer{Namespace: f.Pod.Namespace, Name: f.Pod.Name, NotRead: f.NotRead}
 	claims := f.claims()
 	limits := f.limitNeeds()
@@ -146,6 +157,12 @@ func Why(f Facts) Answer {
 			needs = append(needs, some...)
 		}
 	}
+	if more := len(f.Pod.Spec.ResourceClaims) - MostClaims; more > 0 {
+		a.Requests = append(a.Requests, fmt.Sprintf("%s more, not evaluated", Number(more, "claim")))
+	}
+	if more := len(a.Requests) - mostRequests; more > 0 {
+		a.Requests = append(a.Requests[:mostRequests], fmt.Sprintf("and %d more", more))
+	}
 	a.Events = f.events()
 	switch pod := f.Pod; {
 	case podstatus.Ended(pod):
@@ -157,7 +174,7 @@ func Why(f Facts) Answer {
 		a.Scheduler = f.scheduler()
 	default:
 		a.Scheduler, a.Quotas = f.scheduler(), f.quotas(needs)
-		f.waits(&a, claims, needs)
+		f.waits(ctx, &a, claims, needs, b.cost)
 	}
 	if f.Pod.DeletionTimestamp != nil {
 		a.Summary += "; it is being deleted"

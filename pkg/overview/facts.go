@@ -6,8 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
-	"slices"
 
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
@@ -65,31 +63,23 @@ func (c Cluster) Why(ctx context.Context, namespace, name string) (explain.Answe
 		unread(explain.KindNodes, c.eachNode(ctx, "", func(n *corev1.Node) { f.Nodes = append(f.Nodes, *n) }))
 		unread(explain.KindSlices, c.EachSlice(ctx, func(s resourceapi.ResourceSlice) { f.Slices = append(f.Slices, s) }))
 	}
-	return c.answer(ctx, f), nil
+	rights := NewRights(c, namespace)
+	f.MayName = func(of string) bool { return rights.MayName(ctx, []string{of})(of) }
+	answer := explain.Why(ctx, f)
+	if ctx.Err() != nil {
+		return explain.Answer{}, fmt.Errorf("explain pod %s/%s: %w", namespace, name, context.Cause(ctx))
+	}
+	return answer, nil
 }
 
 // mostEvents bounds the events of one object that are read.
 const mostEvents = 500
 
-// answer asks pkg/explain twice: first to learn of which namespaces it would name holders.
-func (c Cluster) answer(ctx context.Context, f explain.Facts) explain.Answer {
-	asked := map[string]bool{}
-	f.MayName = func(namespace string) bool {
-		asked[namespace] = false
-		return false
-	}
-	answer := explain.Why(f)
-	if len(asked) == 0 {
-		return answer
-	}
-	f.MayName = NewRights(c, f.Pod.Namespace).MayName(ctx, slices.Sorted(maps.Keys(asked)))
-	return explain.Why(f)
-}
-
-// readClaims reads the claims of the pod, and the templates of those that do not exist yet. One that is missing is no error.
+// readClaims reads the claims of the pod that Why evaluates, and the templates of those that do not exist yet. One that is missing is no
+// error.
 func (c Cluster) readClaims(ctx context.Context, f *explain.Facts, unread func(explain.Kind, error)) {
 	api, namespace := c.Client.ResourceV1(), f.Pod.Namespace
-	for i := range f.Pod.Spec.ResourceClaims {
+	for i := range f.Pod.Spec.ResourceClaims[:min(explain.MostClaims, len(f.Pod.Spec.ResourceClaims))] {
 		ref := &f.Pod.Spec.ResourceClaims[i]
 		name, _, err := resourceclaim.Name(f.Pod, ref)
 		if err == nil && name != nil {

@@ -12,7 +12,7 @@ import (
 
 // fits have the colours of states.
 var fits = map[explain.Fit]State{
-	explain.FitRoom: Free, explain.FitFull: Claim, explain.FitAgent: Unhealthy, explain.FitNever: Excluded,
+	explain.FitRoom: Free, explain.FitFull: Claim, explain.FitUnknown: Excluded, explain.FitAgent: Unhealthy, explain.FitNever: Excluded,
 }
 
 // Why returns why a pod waits or failed as text.

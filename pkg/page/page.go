@@ -57,7 +57,9 @@ const (
 	// A request comes from a browser on the same machine. An answer of why may read a large cluster.
 	readsWithin  = 10 * time.Second
 	writesWithin = 5 * time.Minute
-	mostHeader   = 16 << 10
+	// answersWithin bounds an answer of why, for which other requests wait. It leaves time to write an error.
+	answersWithin = writesWithin - readsWithin
+	mostHeader    = 16 << 10
 )
 
 // Run serves the page until ctx is done, or until the viewer may not read GPUNodes, and closes the listener. The listener must be one of the

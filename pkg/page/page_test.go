@@ -5,6 +5,7 @@ package page
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -17,6 +18,7 @@ import (
 	"golang.org/x/sync/errgroup"
 	authorizationv1 "k8s.io/api/authorization/v1"
 	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -25,6 +27,7 @@ import (
 	dynamicfake "k8s.io/client-go/dynamic/fake"
 	"k8s.io/client-go/kubernetes/fake"
 	clienttesting "k8s.io/client-go/testing"
+	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/overview"
@@ -268,6 +271,60 @@ func TestPodsLater(t *testing.T) {
 		cancel()
 		if err := <-done; err != nil {
 			t.Error(err)
+		}
+	})
+}
+
+// whyOf asks why a pod waits that has a claim. lists is called when the last objects for the answer are listed.
+func whyOf(t *testing.T, ctx context.Context, lists func(), selectors ...string) *httptest.ResponseRecorder {
+	t.Helper()
+	p := newPage()
+	client := p.fleet.cluster.Client.(*fake.Clientset)
+	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "ml", Name: "late"}, Spec: corev1.PodSpec{
+		ResourceClaims: []corev1.PodResourceClaim{{Name: "gpu", ResourceClaimName: ptr.To("gpu")}}}}
+	claim := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Namespace: "ml", Name: "gpu"}, Spec: resourceapi.ResourceClaimSpec{
+		Devices: resourceapi.DeviceClaim{Requests: []resourceapi.DeviceRequest{{Name: "r", Exactly: &resourceapi.ExactDeviceRequest{DeviceClassName: "gpu"}}}}}}
+	for i, expression := range selectors {
+		claim.Spec.Devices.Requests = append(claim.Spec.Devices.Requests, resourceapi.DeviceRequest{
+			Name: fmt.Sprint(i), Exactly: &resourceapi.ExactDeviceRequest{DeviceClassName: "gpu", Selectors: []resourceapi.DeviceSelector{
+				{CEL: &resourceapi.CELDeviceSelector{Expression: expression}}}}})
+	}
+	class := &resourceapi.DeviceClass{ObjectMeta: metav1.ObjectMeta{Name: "gpu"}}
+	for _, o := range []runtime.Object{pod, claim, class} {
+		if err := client.Tracker().Add(o); err != nil {
+			t.Fatal(err)
+		}
+	}
+	client.PrependReactor("list", "resourceslices", func(clienttesting.Action) (bool, runtime.Object, error) {
+		lists()
+		return false, nil, nil
+	})
+	answer := ask(p, "GET", p.Path()+"why?namespace=ml&pod=late", "localhost", func(r *http.Request) { *r = *r.WithContext(ctx) })
+	if len(p.why) != 0 {
+		t.Error("the next question has to wait")
+	}
+	return answer
+}
+
+// TestWhyEnds: an answer ends with its request, when the tab is closed, and before the page gives up to write it.
+func TestWhyEnds(t *testing.T) {
+	if answer := whyOf(t, t.Context(), func() {}); answer.Code != 200 || !strings.Contains(answer.Body.String(), "no node has") {
+		t.Errorf("%d: %s", answer.Code, answer.Body)
+	}
+	ctx, closeTab := context.WithCancel(t.Context())
+	var costly []string // They take seconds to compile.
+	for i := range 250 {
+		costly = append(costly, fmt.Sprintf("[%s%d].all(a, a > 0)", strings.Repeat("1,", 4000), i))
+	}
+	var closed time.Time
+	answer := whyOf(t, ctx, func() { closeTab(); closed = time.Now() }, costly...)
+	if took := time.Since(closed); answer.Code != http.StatusBadGateway || !strings.Contains(answer.Body.String(), "context canceled") || took > time.Second {
+		t.Errorf("a closed tab, after %s: %d: %s", took, answer.Code, answer.Body)
+	}
+	synctest.Test(t, func(t *testing.T) {
+		answer := whyOf(t, t.Context(), func() { time.Sleep(5 * time.Minute) }) // what the server allows for all of a request
+		if answer.Code != http.StatusBadGateway || !strings.Contains(answer.Body.String(), "context deadline exceeded") {
+			t.Errorf("a slow API server: %d: %s", answer.Code, answer.Body)
 		}
 	})
 }

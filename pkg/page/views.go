@@ -5,6 +5,7 @@ package page
 import (
 	"bytes"
 	"cmp"
+	"context"
 	"crypto/sha256"
 	"encoding/hex"
 	"fmt"
@@ -311,7 +312,9 @@ func (p *Page) showWhy(w http.ResponseWriter, r *http.Request) {
 	case <-r.Context().Done():
 		return
 	}
-	answer, err := p.fleet.cluster.Why(r.Context(), r.URL.Query().Get("namespace"), r.URL.Query().Get("pod"))
+	ctx, cancel := context.WithTimeout(r.Context(), answersWithin)
+	defer cancel()
+	answer, err := p.fleet.cluster.Why(ctx, r.URL.Query().Get("namespace"), r.URL.Query().Get("pod"))
 	if err != nil {
 		status := http.StatusBadGateway
 		if apierrors.IsNotFound(err) || apierrors.IsForbidden(err) {

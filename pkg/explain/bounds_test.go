@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package explain
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/apimachinery/pkg/api/resource"
+	"k8s.io/dynamic-resource-allocation/cel"
+	"k8s.io/utils/ptr"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+)
+
+// costly is a selector that the API server accepts. It matches every device and takes some 0.2 s.
+func costly(t *testing.T) string {
+	t.Helper()
+	numbers := strings.TrimSuffix(strings.Repeat("1,", 100), ",")
+	expression := fmt.Sprintf("[%s].all(a, [%[1]s].all(b, [%s].all(c, a + b + c > 0)))", numbers, numbers[:17])
+	if compiled := cel.GetCompiler(cel.Features{}).CompileCELExpression(expression, cel.Options{}); compiled.Error != nil ||
+		compiled.MaxCost > resourceapi.CELSelectorExpressionMaxCost || len(expression) > resourceapi.CELSelectorExpressionMaxLength {
+		t.Fatalf("cost %d, %v", compiled.MaxCost, compiled.Error)
+	}
+	return expression
+}
+
+// most is the largest claim that the API server accepts: 32 requests with 32 selectors each.
+func most(t *testing.T) (requests []resourceapi.DeviceRequest) {
+	t.Helper()
+	expression := costly(t)
+	for i := range 32 {
+		var selectors []string
+		for j := range 32 {
+			selectors = append(selectors, fmt.Sprintf("%s && %d > 0", expression, 32*i+j+1))
+		}
+		r := exactly(1, selectors...)[0]
+		r.Name = fmt.Sprint("r", i)
+		requests = append(requests, r)
+	}
+	return requests
+}
+
+// TestCostlySelectors: a tenant's selectors do not keep the viewer waiting, and what is not evaluated is not answered as if it were.
+func TestCostlySelectors(t *testing.T) {
+	requests := most(t)
+	cancelled, cancel := context.WithCancelCause(t.Context())
+	cancel(errors.New("the viewer has gone"))
+	for name, c := range map[string]struct {
+		ctx   context.Context
+		b     bounds
+		nodes []string
+		want  string
+	}{
+		"cost":           {t.Context(), bounds{2_000_000, 30 * time.Second}, []string{"--------", "--------"}, "the selectors of the pod's requests cost too much"},
+		"cost, all held": {t.Context(), bounds{2_000_000, 30 * time.Second}, []string{"xxxxxxxx"}, "the selectors of the pod's requests cost too much"},
+		"time":           {t.Context(), bounds{1 << 60, 500 * time.Millisecond}, []string{"--------"}, "the pod's requests take longer than 500ms"},
+		"viewer":         {cancelled, bounds{1 << 60, time.Hour}, []string{"--------"}, "the viewer has gone"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f, begin := facts(requests, c.nodes...), time.Now()
+			got := f.why(c.ctx, c.b)
+			if got.Cause != CauseNotEvaluated || got.Summary != "waits: not evaluated: "+c.want {
+				t.Errorf("%s: %s", got.Cause, got.Summary)
+			}
+			for _, n := range got.Nodes {
+				if n.Fit != FitUnknown || n.Fit.Words() != "not evaluated" || n.Reason != c.want || len(n.Holders) > 0 {
+					t.Errorf("node %+v", n)
+				}
+			}
+			if len(got.Nodes) != 1 || got.Nodes[0].Count != len(c.nodes) || len(got.Frees) > 0 {
+				t.Errorf("nodes %+v, frees %q", got.Nodes, got.Frees)
+			}
+			// All of them would take an hour.
+			if took := time.Since(begin); took > time.Minute {
+				t.Errorf("it took %s", took)
+			}
+		})
+	}
+}
+
+// TestUsualBounds: one costly selector is evaluated, and all that is evaluated takes seconds. A unit takes some 0.2 microseconds.
+func TestUsualBounds(t *testing.T) {
+	if usual.cost < 5_000_000 || usual.cost > 50_000_000 || usual.time < time.Second || usual.time > 10*time.Second {
+		t.Errorf("%+v", usual)
+	}
+	f := facts(exactly(1, costly(t)), "-")
+	if got := Why(t.Context(), f); got.Cause != CauseRoom {
+		t.Errorf("one selector: %+v", got)
+	}
+	// One of 200,000 devices may cost 100. A device is tried for a need four times and evaluated once.
+	m, left := newMatcher(testDriver, usual.cost), int64(0)
+	for range 2 { // the second node without the compilation
+		left = m.left
+		newStock(m, f.GPUNodes[0], f.Slices, nil).shortages(t.Context(), []need{{count: 2, selectors: []string{
+			gpuClass().Spec.Selectors[0].CEL.Expression, `device.attributes["gpu.nvidia.com"].productName == "H100"`, "true"}}})
+	}
+	if cost := left - m.left; cost < 3*10 || cost > 100 {
+		t.Errorf("one device costs %d", cost)
+	}
+}
+
+// endsLater is done after its first Err.
+type endsLater struct {
+	context.Context
+	asked bool
+}
+
+func (c *endsLater) Err() error {
+	if !c.asked {
+		c.asked = true
+		return nil
+	}
+	return c.Context.Err()
+}
+
+// TestEndsWithinASelector: an evaluation ends when its context does, and then is no result.
+func TestEndsWithinASelector(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	m := newMatcher(testDriver, 1<<60)
+	_, _ = m.broken(t.Context(), []string{costly(t)})
+	left := m.left
+	m.matches(&endsLater{Context: ctx}, costly(t), candidate{})
+	if cost := left - m.left; cost > 100_000 || m.goesOn(ctx) {
+		t.Errorf("it cost %d, ended: %v", cost, m.ended)
+	}
+}
+
+// TestSelectorsWithoutCost: also the evaluation of a selector that costs nothing counts, and so does its compilation.
+func TestSelectorsWithoutCost(t *testing.T) {
+	m := newMatcher(testDriver, 1000)
+	evaluated := 0
+	for ; m.goesOn(t.Context()) && evaluated < 1000; evaluated++ {
+		m.matches(t.Context(), "true", candidate{})
+	}
+	if evaluated > 100 {
+		t.Errorf("%d evaluations for 1000", evaluated)
+	}
+	m = newMatcher(testDriver, 1_000_000)
+	var selectors []string
+	for i := range 1024 {
+		selectors = append(selectors, fmt.Sprintf("[%s%d].size() > 0", strings.Repeat("1,", 500), i))
+	}
+	if _, err := m.broken(t.Context(), selectors); err != nil || len(m.compiled) == 0 || len(m.compiled) > 100 {
+		t.Errorf("%d compilations, %v", len(m.compiled), err)
+	}
+}
+
+// TestRoomBeforeTheBound: a node with room answers the question, whatever the others have. Nodes of both kinds are in the answer.
+func TestRoomBeforeTheBound(t *testing.T) {
+	f := facts(exactly(1, costly(t)), "-", "x", "-")
+	got := f.why(t.Context(), bounds{1_500_000, time.Hour})
+	if got.Cause != CauseRoom || len(got.Nodes) != 2 || got.Nodes[0].Fit != FitRoom || got.Nodes[1].Fit != FitUnknown || got.Nodes[1].Count != 2 {
+		t.Errorf("%+v", got)
+	}
+	// The second node has no room, and the third, which has, is not evaluated, so that no answer is known.
+	f = facts(exactly(1, costly(t)), "x", "-", "-")
+	got = f.why(t.Context(), bounds{1_500_000, time.Hour})
+	if got.Cause != CauseNotEvaluated || len(got.Nodes) != 2 || got.Nodes[0].Fit != FitFull || got.Nodes[1].Fit != FitUnknown || got.Nodes[1].Count != 2 {
+		t.Errorf("%+v", got)
+	}
+	// A toleration would help if the node had room, which is not known.
+	f = facts(exactly(1, costly(t)), "-")
+	f.Nodes[0].Spec.Taints = []corev1.Taint{{Key: "team", Effect: corev1.TaintEffectNoSchedule}}
+	got = f.why(t.Context(), bounds{500_000, time.Hour})
+	if got.Cause != CauseNotEvaluated || len(got.Frees) > 0 {
+		t.Errorf("%+v", got)
+	}
+}
+
+// TestTooManyRequests: a pod may name thousands of claims, or the same one thousands of times, and a claim may have 32 requests with 8
+// alternatives.
+func TestTooManyRequests(t *testing.T) {
+	long := strings.Repeat("1 + ", 50) + "1 > 0"
+	alternatives := func(n int) (requests []resourceapi.DeviceRequest) {
+		for i := range n {
+			r := resourceapi.DeviceRequest{Name: fmt.Sprint("r", i)}
+			for j := range 8 {
+				r.FirstAvailable = append(r.FirstAvailable, resourceapi.DeviceSubRequest{
+					Name: fmt.Sprint("s", j), DeviceClassName: "gpu.nvidia.com", Count: 1, Selectors: exactly(1, long, long, long)[0].Exactly.Selectors})
+			}
+			requests = append(requests, r)
+		}
+		return requests
+	}
+	for name, c := range map[string]struct {
+		claims   int
+		requests []resourceapi.DeviceRequest
+		cause    Cause
+		summary  string
+		lines    int
+	}{
+		"one large claim":    {1, alternatives(32), CauseNever, "", 32},
+		"two of them":        {2, alternatives(32), CauseNotEvaluated, "the pod makes 512 requests, alternatives included, and at most 256 are evaluated", 33},
+		"many claims":        {64, exactly(1), CauseNever, "", 33},
+		"too many claims":    {65, exactly(1), CauseNotEvaluated, "the pod has 65 claims, and at most 64 are evaluated", 33},
+		"claims of thousand": {5000, alternatives(32), CauseNotEvaluated, "the pod has 5000 claims, and at most 64 are evaluated", 33},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := facts(c.requests, "-")
+			f.Pod.Spec.ResourceClaims = slices.Repeat([]corev1.PodResourceClaim{{Name: "x", ResourceClaimName: ptr.To("c")}}, c.claims)
+			got := Why(t.Context(), f)
+			if got.Cause != c.cause || c.summary != "" && got.Summary != "waits: not evaluated: "+c.summary || len(got.Requests) != c.lines {
+				t.Errorf("%s: %s: %d lines", got.Cause, got.Summary, len(got.Requests))
+			}
+			for _, line := range append(got.Requests, got.Summary) {
+				if len(line) > 2000 {
+					t.Errorf("a line has %d bytes", len(line))
+				}
+			}
+		})
+	}
+	// The claims that are not evaluated may be of Tandem's.
+	f := facts(exactly(1), "-")
+	f.Classes = append(f.Classes, class("nic", `device.driver == "net.example.com"`))
+	f.Claims["c"].Spec.Devices.Requests[0].Exactly.DeviceClassName = "nic"
+	f.Pod.Spec.ResourceClaims = slices.Repeat([]corev1.PodResourceClaim{{Name: "x", ResourceClaimName: ptr.To("c")}}, 65)
+	if got := Why(t.Context(), f); got.Cause != CauseNotEvaluated {
+		t.Errorf("others' claims: %+v", got)
+	}
+}
+
+// TestManyOthersWait: pods that each request another number do not make the list count the nodes for each, and a pod's line has an end.
+func TestManyOthersWait(t *testing.T) {
+	var nodes []v1alpha1.GPUNode
+	for i := range 10 {
+		_, n, _ := reported(fmt.Sprint("n", i), true)
+		n.Status.ExtendedResource, n.Status.Counts = testResource, v1alpha1.DeviceCounts{Total: 1, Pods: 1}
+		nodes = append(nodes, n)
+	}
+	q := NewQueue(nodes)
+	for i := range int64(1000) {
+		q.Reason(newPod("p", func(p *corev1.Pod) {
+			p.Spec.Containers[0].Resources.Limits = corev1.ResourceList{testResource: *resource.NewQuantity(i+1, resource.DecimalSI)}
+		}))
+	}
+	if len(q.reasons) == 0 || len(q.reasons) > 100 {
+		t.Errorf("the nodes were counted for %d requests", len(q.reasons))
+	}
+	many := newPod("p", func(p *corev1.Pod) {
+		for i := range 5000 {
+			p.Spec.ResourceClaims = append(p.Spec.ResourceClaims, corev1.PodResourceClaim{Name: fmt.Sprint("claim-", i)})
+		}
+	})
+	if texts := q.Requests(many); len(texts) != 9 || texts[8] != "and 4992 more" {
+		t.Errorf("%d texts, %q", len(texts), texts[len(texts)-1])
+	}
+}
