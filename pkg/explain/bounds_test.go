@@ -92,7 +92,7 @@ func TestUsualBounds(t *testing.T) {
 		t.Errorf("%+v", usual)
 	}
 	f := facts(exactly(1, costly(t)), "-")
-	if got := Why(t.Context(), f); got.Cause != CauseRoom {
+	if got := answerTo(t, f); got.Cause != CauseRoom {
 		t.Errorf("one selector: %+v", got)
 	}
 	// One of 200,000 devices may cost 100. A device is tried for a need four times and evaluated once.
@@ -207,7 +207,7 @@ func TestTooManyRequests(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			f := facts(c.requests, "-")
 			f.Pod.Spec.ResourceClaims = slices.Repeat([]corev1.PodResourceClaim{{Name: "x", ResourceClaimName: ptr.To("c")}}, c.claims)
-			got := Why(t.Context(), f)
+			got := answerTo(t, f)
 			if got.Cause != c.cause || c.summary != "" && got.Summary != "waits: not evaluated: "+c.summary || len(got.Requests) != c.lines {
 				t.Errorf("%s: %s: %d lines", got.Cause, got.Summary, len(got.Requests))
 			}
@@ -223,7 +223,7 @@ func TestTooManyRequests(t *testing.T) {
 	f.Classes = append(f.Classes, class("nic", `device.driver == "net.example.com"`))
 	f.Claims["c"].Spec.Devices.Requests[0].Exactly.DeviceClassName = "nic"
 	f.Pod.Spec.ResourceClaims = slices.Repeat([]corev1.PodResourceClaim{{Name: "x", ResourceClaimName: ptr.To("c")}}, 65)
-	if got := Why(t.Context(), f); got.Cause != CauseNotEvaluated {
+	if got := answerTo(t, f); got.Cause != CauseNotEvaluated {
 		t.Errorf("others' claims: %+v", got)
 	}
 }

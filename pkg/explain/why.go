@@ -132,8 +132,14 @@ const (
 )
 
 // Why explains a pod. It evaluates selectors for as long as ctx lasts, and no longer than some seconds. It is a pure function apart from that
-// and from MayName. kubectl gpu why calls it.
-func Why(ctx context.Context, f Facts) Answer { return f.why(ctx, usual) }
+// and from MayName. It fails only if ctx is done. kubectl gpu why calls it.
+func Why(ctx context.Context, f Facts) (Answer, error) {
+	a := f.why(ctx, usual)
+	if ctx.Err() != nil {
+		return Answer{}, fmt.Errorf("explain pod %s/%s: %w", f.Pod.Namespace, f.Pod.Name, context.Cause(ctx))
+	}
+	return a, nil
+}
 
 func (f Facts) why(ctx context.Context, b bounds) Answer {
 	ctx, cancel := context.WithTimeoutCause(ctx, b.time, errTime(b.time))

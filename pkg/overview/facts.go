@@ -65,11 +65,7 @@ func (c Cluster) Why(ctx context.Context, namespace, name string) (explain.Answe
 	}
 	rights := NewRights(c, namespace)
 	f.MayName = func(of string) bool { return rights.MayName(ctx, []string{of})(of) }
-	answer := explain.Why(ctx, f)
-	if ctx.Err() != nil {
-		return explain.Answer{}, fmt.Errorf("explain pod %s/%s: %w", namespace, name, context.Cause(ctx))
-	}
-	return answer, nil
+	return explain.Why(ctx, f)
 }
 
 // mostEvents bounds the events of one object that are read.

@@ -5,7 +5,6 @@ package page
 import (
 	"context"
 	"errors"
-	"fmt"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -106,7 +105,9 @@ func TestOnlyTheViewer(t *testing.T) {
 			t.Errorf("%s %s of %s tells the token: %s", c.method, c.path, c.host, body)
 		}
 		for name, want := range map[string]string{
-			"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store",
+			"Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none'; " +
+				"frame-ancestors 'none'",
+			"X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer", "Cache-Control": "no-store",
 			"Access-Control-Allow-Origin": "", "Set-Cookie": "",
 		} {
 			if got := answer.Header().Get(name); got != want {
@@ -276,7 +277,7 @@ func TestPodsLater(t *testing.T) {
 }
 
 // whyOf asks why a pod waits that has a claim. lists is called when the last objects for the answer are listed.
-func whyOf(t *testing.T, ctx context.Context, lists func(), selectors ...string) *httptest.ResponseRecorder {
+func whyOf(t *testing.T, ctx context.Context, lists func()) *httptest.ResponseRecorder {
 	t.Helper()
 	p := newPage()
 	client := p.fleet.cluster.Client.(*fake.Clientset)
@@ -284,11 +285,6 @@ func whyOf(t *testing.T, ctx context.Context, lists func(), selectors ...string)
 		ResourceClaims: []corev1.PodResourceClaim{{Name: "gpu", ResourceClaimName: ptr.To("gpu")}}}}
 	claim := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Namespace: "ml", Name: "gpu"}, Spec: resourceapi.ResourceClaimSpec{
 		Devices: resourceapi.DeviceClaim{Requests: []resourceapi.DeviceRequest{{Name: "r", Exactly: &resourceapi.ExactDeviceRequest{DeviceClassName: "gpu"}}}}}}
-	for i, expression := range selectors {
-		claim.Spec.Devices.Requests = append(claim.Spec.Devices.Requests, resourceapi.DeviceRequest{
-			Name: fmt.Sprint(i), Exactly: &resourceapi.ExactDeviceRequest{DeviceClassName: "gpu", Selectors: []resourceapi.DeviceSelector{
-				{CEL: &resourceapi.CELDeviceSelector{Expression: expression}}}}})
-	}
 	class := &resourceapi.DeviceClass{ObjectMeta: metav1.ObjectMeta{Name: "gpu"}}
 	for _, o := range []runtime.Object{pod, claim, class} {
 		if err := client.Tracker().Add(o); err != nil {
@@ -312,14 +308,8 @@ func TestWhyEnds(t *testing.T) {
 		t.Errorf("%d: %s", answer.Code, answer.Body)
 	}
 	ctx, closeTab := context.WithCancel(t.Context())
-	var costly []string // They take seconds to compile.
-	for i := range 250 {
-		costly = append(costly, fmt.Sprintf("[%s%d].all(a, a > 0)", strings.Repeat("1,", 4000), i))
-	}
-	var closed time.Time
-	answer := whyOf(t, ctx, func() { closeTab(); closed = time.Now() }, costly...)
-	if took := time.Since(closed); answer.Code != http.StatusBadGateway || !strings.Contains(answer.Body.String(), "context canceled") || took > time.Second {
-		t.Errorf("a closed tab, after %s: %d: %s", took, answer.Code, answer.Body)
+	if answer := whyOf(t, ctx, closeTab); answer.Code != http.StatusBadGateway || !strings.Contains(answer.Body.String(), "context canceled") {
+		t.Errorf("a closed tab: %d: %s", answer.Code, answer.Body)
 	}
 	synctest.Test(t, func(t *testing.T) {
 		answer := whyOf(t, t.Context(), func() { time.Sleep(5 * time.Minute) }) // what the server allows for all of a request
