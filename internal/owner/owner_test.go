@@ -15,7 +15,7 @@ import (
 
 func TestReplaces(t *testing.T) {
 	const no = "which may not replace it"
-	safe := map[string]string{owner.SafeToEvict: "true"}
+	safe := map[string]string{"tandem-gpu.dev/safe-to-evict": "true"} // users write it
 	for name, c := range map[string]struct {
 		version, kind string
 		annotations   map[string]string

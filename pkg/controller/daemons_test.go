@@ -291,7 +291,7 @@ func TestWhatDoesNotRunIsTold(t *testing.T) {
 		}, want: "does not run: ErrImagePull: no such image"},
 		"crashed":   {status: crashed, want: "does not run: its container ended with code 1: mps-daemon: find nvidia-cuda-mps-control"},
 		"just made": {status: func(*corev1.PodStatus) {}},
-		"long made": {status: func(*corev1.PodStatus) {}, age: startsIn, want: "is not ready 15s after it was created"},
+		"long made": {status: func(*corev1.PodStatus) {}, age: 15 * time.Second, want: "is not ready 15s after it was created"},
 		"turned away": {status: func(s *corev1.PodStatus) {
 			s.Phase, s.Reason, s.Message = corev1.PodFailed, "OutOfpods", "Node is full"
 		}, want: "has failed: OutOfpods: Node is full"},
@@ -304,7 +304,7 @@ func TestWhatDoesNotRunIsTold(t *testing.T) {
 			result := w.twice(d, "node-1")
 			told := w.gpuNode().Spec.Daemons
 			if c.want == "" {
-				if len(told) > 0 || result.RequeueAfter != startsIn {
+				if len(told) > 0 || result.RequeueAfter != 15*time.Second {
 					t.Errorf("told %+v, again in %s", told, result.RequeueAfter)
 				}
 				w.want(map[string]int{"create Pod": 1})
@@ -566,6 +566,9 @@ func TestDaemonPod(t *testing.T) {
 		if paths[path] != name {
 			t.Errorf("at %s is %q", path, paths[path])
 		}
+	}
+	if of := pod.Annotations["cluster-autoscaler.kubernetes.io/daemonset-pod"]; of != "true" {
+		t.Errorf("the pod keeps a node that the cluster autoscaler would remove: annotation %q", of)
 	}
 	// What the supervisor makes of its environment is what the agent waits for.
 	for _, e := range c.Env {

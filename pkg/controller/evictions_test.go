@@ -64,7 +64,7 @@ func TestEvictionsOfOneOwnerAreBounded(t *testing.T) {
 	if got := play(t, w, h, []round{{"rs", "gpu-1"}, {"other", "gpu-0"}}); !slices.Equal(got, []time.Duration{s, 2 * s}) {
 		t.Errorf("another device, and another owner: at %v", got)
 	}
-	w.clock = w.clock.Add(evictionIntervalMax + evictionForget)
+	w.clock = w.clock.Add(10 * time.Minute)
 	if got := play(t, w, h, []round{{"rs", "gpu-0"}, {"rs", "gpu-0"}}); !slices.Equal(got, []time.Duration{s, 11 * s}) {
 		t.Errorf("after a while without a loss: at %v", got)
 	}
@@ -105,12 +105,12 @@ func TestEvictionsOfOneLoss(t *testing.T) {
 	if n := lose("b"); n != 0 {
 		t.Errorf("%d evicted again after three seconds", n)
 	}
-	w.clock = w.clock.Add(evictionInterval)
+	w.clock = w.clock.Add(10 * time.Second)
 	w.once(h, requestFor("node-1").NamespacedName)
 	if n := w.writes["eviction pod-b0"] + w.writes["eviction pod-b7"]; n != 2 {
 		t.Errorf("%d of 2 evicted after the interval", n)
 	}
-	if v := h.evictions.losses[loss{"uid-rs", "node-1", "gpu-0"}]; v == nil || v.interval != 4*evictionInterval {
+	if v := h.evictions.losses[loss{"uid-rs", "node-1", "gpu-0"}]; v == nil || v.interval != 40*time.Second {
 		t.Errorf("16 pods in two waves: %+v", v)
 	}
 }
@@ -147,13 +147,14 @@ func TestRefusedEvictionsDoNotCount(t *testing.T) {
 func TestEvictionsAreForgotten(t *testing.T) {
 	now := time.Unix(0, 0)
 	e := newEvictions(func() time.Time { return now })
-	for i := range 2 * evictionsMax {
+	const most = 4096 // 2 MiB
+	for i := range 2 * most {
 		now = now.Add(time.Millisecond)
 		e.record(map[loss]time.Time{{types.UID(fmt.Sprint(i)), "node-1", "gpu-0"}: now})
 	}
-	last := map[loss]time.Time{{types.UID(fmt.Sprint(2*evictionsMax - 1)), "node-1", "gpu-0"}: now.Add(time.Second)}
-	first := map[loss]time.Time{{types.UID(fmt.Sprint(evictionsMax - 1)), "node-1", "gpu-0"}: now.Add(time.Second)}
-	if len(e.losses) != evictionsMax || e.wait(last) != evictionInterval || e.wait(first) != 0 {
+	last := map[loss]time.Time{{types.UID(fmt.Sprint(2*most - 1)), "node-1", "gpu-0"}: now.Add(time.Second)}
+	first := map[loss]time.Time{{types.UID(fmt.Sprint(most - 1)), "node-1", "gpu-0"}: now.Add(time.Second)}
+	if len(e.losses) != most || e.wait(last) != 10*time.Second || e.wait(first) != 0 {
 		t.Errorf("%d losses, the last waits %v, one before the others %v", len(e.losses), e.wait(last), e.wait(first))
 	}
 }

@@ -163,7 +163,7 @@ func TestRetrysOfPartitions(t *testing.T) {
 func TestRetrysInVain(t *testing.T) {
 	clock := time.Unix(0, 0)
 	n := &retrier{now: func() time.Time { return clock }, nodes: map[string]schedule{}}
-	for unsure, want := range map[bool]int{true: retriesMax, false: 15} {
+	for unsure, want := range map[bool]int{true: 5, false: 15} {
 		retries := 0
 		for range 20 * 60 {
 			due, _ := n.due("node-1", []Retry{{UID: "a", Unsure: unsure}})
@@ -240,7 +240,7 @@ func (w *world) retry(name string) string {
 func TestRetryAnnotatesOnceInAWhile(t *testing.T) {
 	w := newWorld(t, interceptor.Funcs{}, gpuNode(losing(waiting("a", "gpu-0"))), newClaim("a", "gpu-0"), newPod("a", creating))
 	n := w.retrier()
-	if result := w.twice(n, "node-1"); result.RequeueAfter != retryInterval {
+	if result := w.twice(n, "node-1"); result.RequeueAfter != 5*time.Second {
 		t.Errorf("again after %v", result.RequeueAfter)
 	}
 	w.want(map[string]int{"patch Pod": 1})
@@ -364,11 +364,11 @@ func TestRetrySparesRefusedClaims(t *testing.T) {
 func TestRetryHasPatience(t *testing.T) {
 	w := newWorld(t, interceptor.Funcs{}, gpuNode(claimHolds("a", v1alpha1.HoldRestored, 0)), newClaim("a", "gpu-0"), newPod("a", started))
 	n := w.retrier()
-	if result := w.twice(n, "node-1"); result.RequeueAfter != restoredWait {
+	if result := w.twice(n, "node-1"); result.RequeueAfter != 3*time.Second {
 		t.Errorf("again after %v", result.RequeueAfter)
 	}
 	w.want(map[string]int{})
-	w.clock = w.clock.Add(restoredWait)
+	w.clock = w.clock.Add(3 * time.Second)
 	w.twice(n, "node-1")
 	w.want(map[string]int{"patch Pod": 1})
 }
@@ -379,11 +379,11 @@ func TestRetryOnePodOfAPreparedClaim(t *testing.T) {
 	shared.Status.ReservedFor = append(shared.Status.ReservedFor, resourceapi.ResourceClaimConsumerReference{Resource: "pods", Name: "pod-b", UID: "uid-pod-b"})
 	w := newWorld(t, interceptor.Funcs{}, gpuNode(claimHolds("a", v1alpha1.HoldHeld, 0)), shared, newPod("a", running), newPod("b", creating))
 	n := w.retrier()
-	if result := w.twice(n, "node-1"); result.RequeueAfter != ordinaryWait {
+	if result := w.twice(n, "node-1"); result.RequeueAfter != 5*time.Second {
 		t.Errorf("again after %v", result.RequeueAfter)
 	}
 	w.want(map[string]int{})
-	w.clock = w.clock.Add(ordinaryWait)
+	w.clock = w.clock.Add(5 * time.Second)
 	w.twice(n, "node-1")
 	w.want(map[string]int{"patch Pod": 1})
 	if w.retry("pod-a") != "" || w.retry("pod-b") == "" {
@@ -395,7 +395,7 @@ func TestRetryOnePodOfAPreparedClaim(t *testing.T) {
 		result = w.twice(n, "node-1")
 	}
 	// After 5, 10, 20, 40 and 80 seconds, and then no more.
-	w.want(map[string]int{"patch Pod": retriesMax})
+	w.want(map[string]int{"patch Pod": 5})
 	if result.RequeueAfter != 0 {
 		t.Errorf("again after %v", result.RequeueAfter)
 	}

@@ -253,12 +253,13 @@ func TestUnusableDevice(t *testing.T) {
 				r.driver.recordUnusable(t.Context(), []*preparation{p}, time.Unix(1000, 0).Add(after))
 				return p.err
 			}
-			for _, after := range []time.Duration{0, unusableGrace - time.Second} {
+			for _, after := range []time.Duration{0, 9 * time.Second} {
 				if err := plan(after); err == nil || len(r.ledger.Conflicts()) > 0 {
 					t.Fatalf("after %v: error %v, conflicts %+v", after, err, r.ledger.Conflicts())
 				}
 			}
-			if err := plan(unusableGrace); err == nil || !strings.Contains(err.Error(), "the pod is evicted") {
+			// kubelet's next call comes after 60 to 90 s.
+			if err := plan(90 * time.Second); err == nil || !strings.Contains(err.Error(), "the pod is evicted") {
 				t.Error(err)
 			}
 			conflicts := r.ledger.Conflicts()
@@ -272,18 +273,18 @@ func TestUnusableDevice(t *testing.T) {
 			// Its owner is not known to replace it.
 			r.ledger.ClearConflict("uid-a")
 			r.pods.movable.Store(false)
-			if err := plan(unusableGrace); err == nil || !strings.Contains(err.Error(), "delete it and create it again") {
+			if err := plan(90 * time.Second); err == nil || !strings.Contains(err.Error(), "delete it and create it again") {
 				t.Error(err)
 			}
 
 			// The device was usable meanwhile, or nothing was asked for long.
 			r.inventory.set(machine(2))
-			if err := plan(unusableGrace); err != nil {
+			if err := plan(90 * time.Second); err != nil {
 				t.Error(err)
 			}
 			r.inventory.set(inv)
 			r.ledger.ClearConflict("uid-a")
-			for _, after := range []time.Duration{time.Minute, time.Minute + 2*unusableKept} {
+			for _, after := range []time.Duration{2 * time.Minute, time.Hour} {
 				if err := plan(after); err == nil || len(r.ledger.Conflicts()) > 0 {
 					t.Errorf("after %v: error %v, conflicts %+v", after, err, r.ledger.Conflicts())
 				}
@@ -292,7 +293,7 @@ func TestUnusableDevice(t *testing.T) {
 			// A monitor holds nothing.
 			admin := true
 			c.Status.Allocation.Devices.Results[0].AdminAccess = &admin
-			_, _ = plan(time.Hour), plan(time.Hour+unusableGrace)
+			_, _ = plan(2*time.Hour), plan(2*time.Hour+90*time.Second)
 			if conflicts := r.ledger.Conflicts(); len(conflicts) > 0 {
 				t.Errorf("conflicts of admin access: %+v", conflicts)
 			}

@@ -407,12 +407,17 @@ func TestMaintenanceOfADynamicGPU(t *testing.T) {
 			t.Errorf("memory slice %d: %s, want %c", i, got, want)
 		}
 	}
+	n := 0
 	for _, slice := range pool.Slices {
 		for _, d := range slice.Devices {
-			if len(d.Taints) != 1 || d.Taints[0].Key != TaintMaintenance || d.Taints[0].Effect != resourceapi.DeviceTaintEffectNoSchedule {
+			n++
+			if len(d.Taints) != 1 || d.Taints[0].Key != "tandem-gpu.dev/maintenance" || d.Taints[0].Effect != resourceapi.DeviceTaintEffectNoSchedule {
 				t.Errorf("%s has the taints %v", d.Name, d.Taints)
 			}
 		}
+	}
+	if n != 26 {
+		t.Errorf("%d devices, want the GPU and 25 placements", n)
 	}
 }
 
@@ -430,7 +435,7 @@ func TestMaintenanceOfPartsOfAGPU(t *testing.T) {
 	for _, slice := range pool.Slices {
 		for _, d := range slice.Devices {
 			n++
-			if len(d.Taints) != 1 || d.Taints[0].Key != TaintMaintenance {
+			if len(d.Taints) != 1 || d.Taints[0].Key != "tandem-gpu.dev/maintenance" {
 				t.Errorf("%s has the taints %v", d.Name, d.Taints)
 			}
 		}

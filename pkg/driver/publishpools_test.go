@@ -224,8 +224,8 @@ func TestRepairsOfOnePoolDoNotDelayOthers(t *testing.T) {
 	defer q.ShutDown()
 	for i := range 16 {
 		pool := fmt.Sprintf("%s/gpu-%02d", testNode, i)
-		for n := range repairBurst + 1 {
-			if soon := q.repair(pool); soon != (n < repairBurst) {
+		for n := range 11 {
+			if soon := q.repair(pool); soon != (n < 10) {
 				t.Errorf("repair %d of %s at once: %v", n, pool, soon)
 			}
 		}

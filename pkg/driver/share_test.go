@@ -336,7 +336,7 @@ func TestEqualShares(t *testing.T) {
 	}
 	pools, _ = (&Offer{NodeName: testNode}).Pools(Facts{Inventory: m.inv, Holds: pods, Kept: Capabilities{Taints: true, Shares: true}, Now: time.Now()})
 	full := pools[testNode].Slices[0].Devices[0]
-	if _, published := full.Capacity["shares"]; published || len(full.Taints) != 1 || full.Taints[0].Key != TaintHeldByPod {
+	if _, published := full.Capacity["shares"]; published || len(full.Taints) != 1 || full.Taints[0].Key != "tandem-gpu.dev/held-by-pod" {
 		t.Errorf("a GPU of which pods have all shares has the capacities %v and taints %v", full.Capacity, full.Taints)
 	}
 }

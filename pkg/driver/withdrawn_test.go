@@ -51,8 +51,8 @@ func TestFindWithdrawn(t *testing.T) {
 	got, next := findWithdrawn(inv, []ledger.Hold{
 		hold(0, ledger.KindClaim, ledger.StateHeld, time.Hour, false),
 		hold(1, ledger.KindClaim, ledger.StateRestored, time.Hour, false),
-		hold(2, ledger.KindClaim, ledger.StateDraining, drainGrace-time.Second, false),
-		hold(3, ledger.KindClaim, ledger.StateDraining, drainGrace, false),
+		hold(2, ledger.KindClaim, ledger.StateDraining, time.Second, false),
+		hold(3, ledger.KindClaim, ledger.StateDraining, 2*time.Second, false),
 		hold(4, ledger.KindClaim, ledger.StateHeld, 0, true),
 		hold(5, ledger.KindPod, ledger.StateRestored, 0, false),
 		hold(6, ledger.KindPod, ledger.StateHeld, 0, false),

@@ -52,7 +52,7 @@ func TestQueue(t *testing.T) {
 		"a class":       {newPod("p", limits("deviceclass.resource.kubernetes.io/gpu", 3)), "3 deviceclass.resource.kubernetes.io/gpu", "the scheduler has not reported a reason"},
 		"a claim":       {newPod("p", claim, says("two\nlines")), "claim gpu", "two lines"},
 		"both":          {newPod("p", claim, limits("example.com/gpu", 1), says("scheduler")), "1 example.com/gpu, claim gpu", "scheduler"},
-		"a long reason": {newPod("p", claim, says(strings.Repeat("x", 300))), "claim gpu", strings.Repeat("x", mostReason) + "..."},
+		"a long reason": {newPod("p", claim, says(strings.Repeat("x", 300))), "claim gpu", strings.Repeat("x", 240) + "..."},
 		"gated":         {newPod("p", limits("example.com/gpu", 1), gate), "1 example.com/gpu", "waits until its scheduling gates are removed: queue"},
 		"placed":        {newPod("p", limits("example.com/gpu", 1), on), "1 example.com/gpu", "starts on n1: container c is waiting: ImagePullBackOff"},
 	} {

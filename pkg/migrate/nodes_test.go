@@ -625,9 +625,9 @@ func TestForbidden(t *testing.T) {
 
 func TestMPSClients(t *testing.T) {
 	w := newWorld(t, plugin)
-	w.label("a", mpsLabel, "true")
+	w.label("a", "nvidia.com/mps.capable", "true")
 	w.wantError(w.migrate(w.nodes(false)), "node a: pods use NVIDIA's MPS daemon", "default/train-0-a")
-	w.label("a", mpsLabel, "false")
+	w.label("a", "nvidia.com/mps.capable", "false")
 	if err := w.migrate(w.nodes(false)); err != nil {
 		t.Fatal(err)
 	}

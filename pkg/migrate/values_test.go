@@ -120,7 +120,7 @@ func release(t *testing.T, namespace, name string, content map[string]any) *core
 	}
 	return &corev1.Secret{
 		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "sh.helm.release.v1." + name + ".v1", Labels: map[string]string{"owner": "helm", "status": "deployed"}},
-		Type:       releaseType, Data: map[string][]byte{"release": []byte(base64.StdEncoding.EncodeToString(compressed.Bytes()))},
+		Type:       "helm.sh/release.v1", Data: map[string][]byte{"release": []byte(base64.StdEncoding.EncodeToString(compressed.Bytes()))},
 	}
 }
 

@@ -234,7 +234,7 @@ func TestOtherOwner(t *testing.T) {
 		"another value":       {labels: map[string]any{product: "other"}, want: "field manager gfd owns the label " + product},
 		"the same value":      {labels: map[string]any{count: "4"}, want: "field manager gfd owns the label " + count},
 		"the timestamp":       {labels: map[string]any{"nvidia.com/gfd.timestamp": "1"}, want: "field manager gfd owns the label nvidia.com/gfd.timestamp"},
-		"listed by NFD":       {annotations: map[string]any{nfdLabels: "cpu-cpuid.AVX,nvidia.com/gpu.count"}, want: "Node Feature Discovery lists the label " + count},
+		"listed by NFD":       {annotations: map[string]any{"nfd.node.kubernetes.io/feature-labels": "cpu-cpuid.AVX,nvidia.com/gpu.count"}, want: "Node Feature Discovery lists the label " + count},
 		"a label of no GFD":   {labels: map[string]any{"nvidia.com/gpu.workload.config": "container"}},
 		"another list of NFD": {annotations: map[string]any{nfdLabels: "cpu-cpuid.AVX,nvidia.com/gpu.present"}},
 	} {

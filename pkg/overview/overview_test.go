@@ -165,7 +165,7 @@ func TestParts(t *testing.T) {
 func TestWrap(t *testing.T) {
 	long := strings.Repeat("word ", 60)
 	for line := range strings.Lines(wrap("  ", strings.TrimSpace(long))) {
-		if len(line) > textWidth+1 || !strings.HasPrefix(line, "  ") {
+		if len(line) > 101 || !strings.HasPrefix(line, "  ") {
 			t.Errorf("%q", line)
 		}
 	}

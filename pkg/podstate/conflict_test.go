@@ -80,13 +80,13 @@ func TestMovableWaitsForThePod(t *testing.T) {
 		answer := make(chan bool)
 		ask := func() { answer <- p.Movable(t.Context(), requestFor(podA)) }
 		go ask()
-		if <-answer || time.Since(start) != watchDelay {
+		if <-answer || time.Since(start) != time.Second {
 			t.Errorf("gave up after %v", time.Since(start))
 		}
 		go ask()
 		synctest.Wait()
 		p.add(t, pod(podA, "a", pending, ownedBy("ReplicaSet", true)))
-		if !<-answer || time.Since(start) != watchDelay {
+		if !<-answer || time.Since(start) != time.Second {
 			t.Errorf("after %v", time.Since(start))
 		}
 	})

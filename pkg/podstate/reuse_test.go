@@ -99,10 +99,10 @@ func TestReuseAwaitsTheWatch(t *testing.T) {
 		took          time.Duration
 	}{
 		"a pod that comes":       {nil, pod(podA, "a", pending, asksFirst("1"), asks("1"), named), true, 100 * time.Millisecond},
-		"a pod that ends":        {pod(podA, "a", asks("1"), named), pod(podA, "a", asks("1"), named, phase(corev1.PodSucceeded)), false, Settling},
-		"nothing":                {nil, nil, false, reusePatience},
-		"one that has one call":  {nil, pod(podA, "a", pending, asks("1"), named), false, reusePatience},
-		"one that still goes on": {pod(podA, "a", asks("1"), named), pod(podA, "a", asks("1"), named, beingDeleted), false, reusePatience},
+		"a pod that ends":        {pod(podA, "a", asks("1"), named), pod(podA, "a", asks("1"), named, phase(corev1.PodSucceeded)), false, 2 * time.Second},
+		"nothing":                {nil, nil, false, time.Second},
+		"one that has one call":  {nil, pod(podA, "a", pending, asks("1"), named), false, time.Second},
+		"one that still goes on": {pod(podA, "a", asks("1"), named), pod(podA, "a", asks("1"), named, beingDeleted), false, time.Second},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {

@@ -163,7 +163,7 @@ func TestPodsOfALongSharedClaim(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1", "GPU-2")
 	var pods, others []string
-	for i := range manyPods + 2 {
+	for i := range 10 {
 		pods, others = append(pods, fmt.Sprintf("p%02d", i)), append(others, fmt.Sprintf("q%02d", i))
 		g.addPod(g.pod(pods[i], "one"))
 		g.addPod(g.pod(others[i], "two"))
@@ -172,7 +172,7 @@ func TestPodsOfALongSharedClaim(t *testing.T) {
 	g.watchPods()
 	g.prepare("c1", "one", "GPU-1", pods...)
 	g.prepare("c2", "two", "GPU-2", others...)
-	gone := append(pods[:manyPods:manyPods], others...)
+	gone := append(pods[:8:8], others...)
 	for _, uid := range gone {
 		g.deletePod(uid)
 	}

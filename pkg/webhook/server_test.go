@@ -27,7 +27,7 @@ func TestTooLarge(t *testing.T) {
 	r, dial := w.listen()
 	w.reconcile(r)
 	bundle := w.bundle()
-	large := placed(t, kindClaim, testDriver, `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","x":"`+strings.Repeat("x", bodyMax)+`"}`)
+	large := placed(t, kindClaim, testDriver, `{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig","x":"`+strings.Repeat("x", 1<<20)+`"}`)
 	if body, err := w.ask(bundle, dial, reviewOf(t, kindClaim, large)); err == nil {
 		t.Errorf("answered %d bytes: %.200s", len(large), body)
 	}
@@ -39,8 +39,9 @@ func TestTooLarge(t *testing.T) {
 // body is one of unknown length, which has no Content-Length to be refused by.
 func body(n int) io.Reader { return io.MultiReader(strings.NewReader(strings.Repeat("x", n))) }
 
-// At most reviewsMax bodies are read at a time, and none that is larger than bodyMax.
+// At most two bodies are read at a time, and none that is larger than 1 MiB: they are what the memory limit of the controller has room for.
 func TestBoundsOfBodies(t *testing.T) {
+	const bodyMax, reviewsMax = 1 << 20, 2
 	synctest.Test(t, func(t *testing.T) {
 		counter := prometheus.NewCounter(prometheus.CounterOpts{Name: "x"})
 		release := make(chan struct{})
@@ -67,7 +68,7 @@ func TestBoundsOfBodies(t *testing.T) {
 		for i := range flood {
 			send(i, body(bodyMax))
 		}
-		time.Sleep(turnMax + time.Millisecond)
+		time.Sleep(time.Second + time.Millisecond) // a third of what the API server waits
 		synctest.Wait()
 		if most.Load() != reviewsMax {
 			t.Errorf("%d at a time", most.Load())
