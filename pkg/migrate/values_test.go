@@ -17,6 +17,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes/fake"
+	clienttesting "k8s.io/client-go/testing"
 
 	"github.com/tandem-gpu/tandem/internal/golden"
 )
@@ -147,6 +148,10 @@ func TestReleases(t *testing.T) {
 		&corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "nvidia", Name: "configs"}, Data: map[string]string{"a": "version: v1\nflags: {migStrategy: mixed}"}},
 	)
 	sources, err := ReadReleases(t.Context(), client)
+	// The fake client does not select by fields.
+	if of := client.Actions()[0].(clienttesting.ListAction).GetListRestrictions(); of.Fields.String() != "type=helm.sh/release.v1" {
+		t.Errorf("Secrets are selected by %s", of.Fields)
+	}
 	if err == nil || !strings.Contains(err.Error(), "read Secret other/sh.helm.release.v1.broken.v1: decompress release") {
 		t.Errorf("error %v", err)
 	}
