@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/dynamic"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/kubernetes/scheme"
@@ -400,13 +401,26 @@ func (a *agent) resettable(c components, uuid string) error {
 func (a *agent) newCleaner(c components) *handover.Cleaner {
 	return handover.New(handover.Options{
 		Pods: c.pods, Hardware: c.node, Inventory: c.devices, Ledger: c.book, Records: c.before, Managed: c.managed,
-		Reset:    func(uuid string) bool { return a.config.ResetGPUs && a.resettable(c, uuid) == nil },
-		Outsider: func(pid int) (string, bool) { return c.pods.Outsider(a.config.ProcRoot, pid) },
+		Reset: func(uuid string) bool { return a.config.ResetGPUs && a.resettable(c, uuid) == nil },
+		Outsider: func(uuid string, pid int) (string, bool) {
+			return c.pods.Outsider(a.config.ProcRoot, pid, uuid, podstate.Users{
+				Holds: c.book.Holds(), Driver: a.config.DriverName, Namespaces: a.monitorNamespaces(),
+			})
+		},
 		Report: func(uuid string, err error) {
 			a.event(corev1.EventTypeWarning, "GPUNotClean", fmt.Sprintf("GPU %s is withdrawn from claims and limits until it is clean: %v. "+
 				"The agent tries again each second. If the GPU does not become clean, drain the node and reboot it", uuid, err))
 		},
 	})
+}
+
+// monitorNamespaces are those whose pods may have processes on GPUs that they do not hold. MPS daemons run in the agent's.
+func (a *agent) monitorNamespaces() []string {
+	trusted := append([]string{metav1.NamespaceSystem}, a.config.MonitorNamespaces...)
+	if a.config.PodUID != "" {
+		trusted = append(trusted, a.config.Namespace)
+	}
+	return trusted
 }
 
 // with returns the agent with another configuration.

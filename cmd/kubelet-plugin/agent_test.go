@@ -13,6 +13,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -427,5 +428,19 @@ func TestProcess(t *testing.T) {
 	}
 	if err := cmd.Wait(); err != nil || !waiting {
 		t.Errorf("waited: %v, then ended by SIGTERM: %v", waiting, err)
+	}
+}
+
+// A namespace whose pods may stay on a GPU is none that the agent only assumes.
+func TestMonitorNamespaces(t *testing.T) {
+	c := config.Defaults()
+	c.MonitorNamespaces = []string{"monitoring"}
+	a := &agent{config: c}
+	if got, want := a.monitorNamespaces(), []string{"kube-system", "monitoring"}; !slices.Equal(got, want) {
+		t.Errorf("outside a pod: %q, want %q", got, want)
+	}
+	a.config.PodUID, a.config.Namespace = "own", "tandem-system"
+	if got, want := a.monitorNamespaces(), []string{"kube-system", "monitoring", "tandem-system"}; !slices.Equal(got, want) {
+		t.Errorf("in a pod: %q, want %q", got, want)
 	}
 }

@@ -51,6 +51,8 @@ type Config struct {
 	HealthChecks HealthChecks
 	// ResetGPUs makes the agent reset a GPU between two holders.
 	ResetGPUs bool
+	// MonitorNamespaces are those of pods whose processes may stay on a GPU between two holders.
+	MonitorNamespaces []string
 
 	DriverName   string
 	ResourceName string

@@ -130,9 +130,9 @@ flags:
 resources: {gpus: [], mig: null}
 sharing: {timeSlicing: {}, mps: null}
 imex: {}
-tandem: {mode: Dual, handover: {reset: true}}
+tandem: {mode: Dual, handover: {reset: true, monitorNamespaces: [gpu-operator]}}
 `, func(c *Config) {
-			c.ResetGPUs = true
+			c.ResetGPUs, c.MonitorNamespaces = true, []string{"gpu-operator"}
 			c.Unused = []string{
 				"flags.failOnInitError: the agent waits for the driver and its GPUs",
 				"flags.gfd.oneshot: the agent keeps the node's labels up to date", "flags.gfd.outputFile: the agent writes the labels to the API server",

@@ -157,6 +157,9 @@ type fileTandem struct {
 	Handover struct {
 		// Reset resets a GPU between two holders, unless it has static partitions or is shared.
 		Reset bool `json:"reset"`
+		// MonitorNamespaces are those of pods whose processes may use GPUs that they do not hold, beside kube-system and the agents'. Name none
+		// in which tenants may create pods.
+		MonitorNamespaces []string `json:"monitorNamespaces"`
 	} `json:"handover"`
 }
 
@@ -229,6 +232,7 @@ func (c *Config) parseFile(data []byte) error {
 		c.Mode = *f.Tandem.Mode
 	}
 	c.Devices, c.Strict, c.ResetGPUs = f.Tandem.Devices, f.Tandem.Strict, f.Tandem.Handover.Reset
+	c.MonitorNamespaces = f.Tandem.Handover.MonitorNamespaces
 	c.Health = f.Tandem.Health
 	if interval := flags.GFD.SleepInterval; interval != "" {
 		if err := c.setLabelInterval(string(interval)); err != nil {

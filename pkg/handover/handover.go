@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package handover makes a GPU clean between two holders: no process outside the running pods uses it, and its settings are what they
+// Package handover makes a GPU clean between two holders: no process of another pod uses it, and its settings are what they
 // were before the last holder. Where the node configuration asks for it, the GPU is reset as well. A GPU that cannot be cleaned is
 // withdrawn until it can be. The ledger decides who may have a GPU, and ends a hold without waiting for the Cleaner.
 //
@@ -60,9 +60,9 @@ type Options struct {
 	Ledger    Ledger
 	// Records must be loaded.
 	Records *Records
-	// Outsider reports whether a process exists and runs in no pod that lives on this node, and describes it. Before the pods are known,
-	// only ResetIdle calls it.
-	Outsider func(pid int) (description string, outside bool)
+	// Outsider reports whether a process exists and runs in no living pod of this node that may use the GPU, and describes it. Before the
+	// pods are known, only ResetIdle calls it.
+	Outsider func(uuid string, pid int) (description string, outside bool)
 	// Managed reports whether Tandem itself sets the compute mode of a GPU, for clients of MPS.
 	Managed func(uuid string) bool
 	// Reset reports whether each handover resets the GPU.
@@ -353,7 +353,7 @@ func (c *Cleaner) failed(ctx context.Context, uuid string, err error) error {
 	return fmt.Errorf("hand over GPU %s: %w", uuid, err)
 }
 
-// clean fails while a process outside the running pods uses the GPU, and before the pods are known. It resets the GPU, if configured, and
+// clean fails while a process that may not uses the GPU, and before the pods are known. It resets the GPU, if configured, and
 // restores its settings.
 func (c *Cleaner) clean(ctx context.Context, uuid string) error {
 	if !c.options.Pods.Synced() {
@@ -380,7 +380,7 @@ func (c *Cleaner) clean(ctx context.Context, uuid string) error {
 	return c.options.Records.Drop(uuid)
 }
 
-// free returns an *InUseError while a process outside the running pods uses the GPU.
+// free returns an *InUseError while a process uses the GPU that is neither its holder's nor a monitor's.
 func (c *Cleaner) free(ctx context.Context, uuid string) error {
 	pids, err := c.options.Hardware.Processes(ctx, uuid)
 	if err != nil {
@@ -388,7 +388,7 @@ func (c *Cleaner) free(ctx context.Context, uuid string) error {
 	}
 	var outsiders []string
 	for _, pid := range pids {
-		if description, outside := c.options.Outsider(pid); outside {
+		if description, outside := c.options.Outsider(uuid, pid); outside {
 			outsiders = append(outsiders, description)
 		}
 	}
@@ -398,7 +398,7 @@ func (c *Cleaner) free(ctx context.Context, uuid string) error {
 	return nil
 }
 
-// ResetIdle resets a GPU that has no holder and is used by no process outside the running pods. It does nothing if the GPU has a holder.
+// ResetIdle resets a GPU that has no holder and is used by no process but monitors. It does nothing if the GPU has a holder.
 // pkg/health calls it for a GPU with a fault, which no new holder gets. Idempotent. An error says why the GPU was not reset.
 func (c *Cleaner) ResetIdle(ctx context.Context, uuid string) (done bool, err error) {
 	if len(c.holders()[uuid]) > 0 {
@@ -464,7 +464,7 @@ func (c *Cleaner) recordUnclean(ctx context.Context, uuid string) {
 	}
 }
 
-// InUseError means that processes outside the running pods use a GPU without a holder.
+// InUseError means that processes use a GPU whose pods do not hold it, or that are in no running pod.
 type InUseError struct {
 	// Processes are descriptions.
 	Processes []string
@@ -479,5 +479,5 @@ func (e *InUseError) Error() string {
 	if more := len(e.Processes) - len(named); more > 0 {
 		text += fmt.Sprintf(" and %d more", more)
 	}
-	return text + ", outside the running pods: end the process"
+	return text + ": end the process"
 }

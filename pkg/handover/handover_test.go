@@ -166,7 +166,7 @@ func start(t *testing.T, f *fixture, reset bool) *fixture {
 	f.hardware = &inventory{}
 	f.Cleaner = New(Options{
 		Pods: &f.node, Hardware: f.driver, Inventory: f.hardware, Ledger: f.book, Records: records, Reset: func(string) bool { return reset },
-		Outsider: func(pid int) (string, bool) {
+		Outsider: func(_ string, pid int) (string, bool) {
 			f.mu.Lock()
 			defer f.mu.Unlock()
 			name := fmt.Sprintf("process %d", pid)

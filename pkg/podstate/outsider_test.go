@@ -4,12 +4,17 @@ package podstate
 
 import (
 	"fmt"
+	"hash/crc32"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
 func TestPodOfProcess(t *testing.T) {
@@ -38,7 +43,15 @@ func TestPodOfProcess(t *testing.T) {
 }
 
 func TestOutsider(t *testing.T) {
-	f := known(t, newTree(t), pod(podA, "a"), pod(podB, "b", phase(corev1.PodFailed)))
+	const (
+		gpu, other = "GPU-1", "GPU-2"
+		podC       = "0a1b2c3d-1111-2222-3333-444455556669"
+		podD       = "0a1b2c3d-1111-2222-3333-44445555666a"
+		monitor    = "0a1b2c3d-1111-2222-3333-44445555666b"
+		prepared   = "0a1b2c3d-1111-2222-3333-44445555666c"
+	)
+	f := known(t, newTree(t), pod(podA, "a", names("shared")), pod(podB, "b", phase(corev1.PodFailed)), pod(podC, "c", asks("1")), pod(podD, "d", asks("1")),
+		pod(monitor, "dcgm", in("monitoring")), pod(prepared, "admin"))
 	proc := t.TempDir()
 	process := func(pid int, cgroups, command string) {
 		dir := filepath.Join(proc, strconv.Itoa(pid))
@@ -51,16 +64,54 @@ func TestOutsider(t *testing.T) {
 			}
 		}
 	}
-	process(1, "0::/kubepods/pod"+podA+"/c\n", "python3")
-	process(2, "0::/kubepods/pod"+podB+"/c\n", "python3")
+	for pid, uid := range []string{"", podA, podB, static, "", podC, podD, monitor, prepared} {
+		if uid != "" {
+			process(pid, "0::/kubepods/pod"+uid+"/c\n", "python3")
+		}
+	}
 	process(3, "0::/kubepods/pod"+static+"/c\n", "train\xff")
 	process(4, "0::/user.slice/session-1.scope\n", "vectorAdd")
-	for pid, want := range map[int]string{
-		1: "", 2: "process 2 (python3, state R) of pod " + podB + ", which has ended",
-		3: "process 3 (train?, state R) of pod " + static + ", which has ended", 4: "process 4 (vectorAdd, state R)", 5: "",
+	holdOf := func(h ledger.Hold, gpu string) ledger.Hold { h.Device.GPU = gpu; return h }
+	sharedClaim := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "shared-uid"}, Namespace: "apps", Name: "shared", Device: device.Ref{GPU: gpu}}
+	stateOf := func(devices string) {
+		inner := fmt.Sprintf(`{"ClaimInfoStateList":[{"DriverState":{"gpu.nvidia.com":{"Devices":[%s]}},"ClaimUID":"admin-uid","ClaimName":"all","Namespace":"apps","PodUIDs":{%q:{}}}]}`, devices, prepared)
+		text := fmt.Sprintf(`{"Data":%q,"Checksum":%d}`, inner, crc32.ChecksumIEEE([]byte(inner)))
+		must(t, os.WriteFile(ClaimStatePath(f.kubeletDir), []byte(text), 0o600))
+	}
+	const noHolder = "process %d (python3, state R) of pod apps/%s, which does not hold the GPU"
+	without := map[int]string{
+		1: fmt.Sprintf(noHolder, 1, "a"), 2: "process 2 (python3, state R) of pod " + podB + ", which has ended",
+		3: "process 3 (train?, state R) of pod " + static + ", which has ended", 4: "process 4 (vectorAdd, state R)",
+		5: fmt.Sprintf(noHolder, 5, "c"), 6: fmt.Sprintf(noHolder, 6, "d"), 7: "process 7 (python3, state R) of pod monitoring/dcgm, which does not hold the GPU",
+		8: fmt.Sprintf(noHolder, 8, "admin"), 9: "",
+	}
+	for name, c := range map[string]struct {
+		devices    string
+		holds      []ledger.Hold
+		namespaces []string
+		may        []int
+	}{
+		"no holder":                     {},
+		"by a claim":                    {holds: []ledger.Hold{sharedClaim}, may: []int{1}},
+		"by a limit":                    {holds: []ledger.Hold{holdOf(limit(ledger.StateHeld, 0, podC), gpu)}, may: []int{5}},
+		"another GPU":                   {holds: []ledger.Hold{holdOf(limit(ledger.StateHeld, 0, podC), other)}},
+		"a pod not known yet, of two":   {holds: []ledger.Hold{holdOf(limit(ledger.StateHeld, 0), gpu), holdOf(limit(ledger.StateHeld, 0, podC), other)}, may: []int{6}},
+		"a pod not known yet":           {holds: []ledger.Hold{holdOf(limit(ledger.StateHeld, 0), gpu)}, may: []int{5, 6}},
+		"a monitor":                     {namespaces: []string{"kube-system", "monitoring"}, may: []int{7}},
+		"admin access":                  {devices: `{"PoolName":"p","DeviceName":"gpu-0"}`, may: []int{8}},
+		"a claim that waits":            {},
+		"a claim with devices and hold": {devices: `{"PoolName":"p","DeviceName":"gpu-0"}`, holds: []ledger.Hold{{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "admin-uid"}, Device: device.Ref{GPU: other}}}},
+		"a namespace without a name":    {namespaces: []string{""}},
 	} {
-		if got, outside := f.Outsider(proc, pid); got != want || outside != (want != "") {
-			t.Errorf("process %d: %q, %t, want %q", pid, got, outside, want)
+		stateOf(c.devices)
+		for pid, want := range without {
+			if slices.Contains(c.may, pid) {
+				want = ""
+			}
+			got, outside := f.Outsider(proc, pid, gpu, Users{Holds: c.holds, Driver: "gpu.nvidia.com", Namespaces: c.namespaces})
+			if got != want || outside != (want != "") {
+				t.Errorf("%s: process %d: %q, %t, want %q", name, pid, got, outside, want)
+			}
 		}
 	}
 }

@@ -16,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/tandem-gpu/tandem/internal/podstatus"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
 // Process is a process of the host.
@@ -62,25 +63,69 @@ func Processes(proc, uid string) ([]Process, error) {
 	return found, nil
 }
 
-// Outsider reports whether a process exists and is in no pod that the watch reports as living, and describes it. proc is the host's, which
-// counts processes as the driver does. It is safe for concurrent use.
-func (p *Pods) Outsider(proc string, pid int) (description string, outside bool) {
+// Users says which living pods may have processes on a GPU that they do not hold.
+type Users struct {
+	// Holds are those of the node.
+	Holds []ledger.Hold
+	// Driver is the name of the DRA driver.
+	Driver string
+	// Namespaces are those of MPS daemons and monitors.
+	Namespaces []string
+}
+
+// Outsider reports whether a process exists and its pod may not use the GPU: the process is in no pod, or the watch does not report its pod
+// as living, or the pod neither holds the GPU nor is one of users. A process of a living pod that no user may not stay either: a tenant can
+// hand an open device to a second pod of its own, whose process would keep its memory on the next tenant's GPU. Outsider describes the
+// process. proc is the host's, which counts processes as the driver does. It is safe for concurrent use.
+func (p *Pods) Outsider(proc string, pid int, gpu string, users Users) (description string, outside bool) {
 	cgroups, err := os.ReadFile(filepath.Join(proc, strconv.Itoa(pid), "cgroup"))
 	if err != nil {
 		return "", false // it has ended, or proc is that of other processes
 	}
 	uid := podOfProcess(cgroups)
-	if uid != "" && (!p.Synced() || p.lives(uid)) {
+	lives := uid != "" && p.lives(uid)
+	if uid != "" && !p.Synced() || lives && p.mayUse(uid, gpu, users) {
 		return "", false
 	}
 	found, ok := readProcess(proc, pid)
-	if !ok {
+	switch {
+	case !ok:
 		return "", false
-	}
-	if uid == "" {
+	case uid == "":
 		return found.String(), true
+	case lives:
+		pod := p.Name(uid)
+		return fmt.Sprintf("%s of pod %s/%s, which does not hold the GPU", found, pod.Namespace, pod.Name), true
 	}
 	return fmt.Sprintf("%s of pod %s, which has ended", found, uid), true
+}
+
+// mayUse reports whether a living pod may have a process on a GPU.
+func (p *Pods) mayUse(uid, gpu string, users Users) bool {
+	holds := func(h ledger.Hold) bool { return h.Device.GPU == gpu && p.mayHold(uid, h, users.Holds) }
+	return slices.Contains(users.Namespaces, p.Name(uid).Namespace) || slices.ContainsFunc(users.Holds, holds) || p.hasAdminAccess(uid, users)
+}
+
+// mayHold reports whether a hold is a pod's. A hold that names no pod yet may be that of each pod that has fewer devices than it asks for.
+func (p *Pods) mayHold(uid string, h ledger.Hold, all []ledger.Hold) bool {
+	switch {
+	case h.Holder.Kind == ledger.KindClaim:
+		return p.podsOf(h.Namespace, h.Name, h.Pods)[types.UID(uid)]
+	case len(h.Pods) > 0:
+		return slices.ContainsFunc(h.Pods, func(pod ledger.Pod) bool { return pod.UID == uid })
+	}
+	wanting := p.wanting(func(resource string) bool { return resource == h.Resource }, all, func(seenPod) bool { return true })
+	return slices.Contains(wanting, uid)
+}
+
+// hasAdminAccess reports whether kubelet has prepared a claim for a pod that has devices and no hold: that is one with admin access, which
+// only users of labelled namespaces can create (KEP-5018).
+func (p *Pods) hasAdminAccess(uid string, users Users) bool {
+	claims, err := ReadClaimState(p.kubeletDir, users.Driver)
+	return err == nil && slices.ContainsFunc(claims, func(c KubeletClaim) bool {
+		held := func(h ledger.Hold) bool { return h.Holder.Kind == ledger.KindClaim && h.Holder.ID == c.UID }
+		return len(c.Devices) > 0 && slices.Contains(c.PodUIDs, uid) && !slices.ContainsFunc(users.Holds, held)
+	})
 }
 
 // lives reports whether the watch has reported the pod, and no end of it.
