@@ -74,10 +74,13 @@ type times struct {
 	specsWait time.Duration
 	// maintenanceWait is how long a start waits for the node's GPUNode, which says which GPUs are under maintenance.
 	maintenanceWait time.Duration
+	// cgroups is how often the agent looks for the cgroups of pods while there are none.
+	cgroups time.Duration
 }
 
 var defaultTimes = times{
 	answerWait: 3 * time.Second, goneFor: 30 * time.Second, ownPod: 5 * time.Second, specsWait: 5 * time.Second, maintenanceWait: 5 * time.Second,
+	cgroups: 10 * time.Second,
 }
 
 // nodeEvents is how many events about one object the agent reports at once.
@@ -191,7 +194,7 @@ type components struct {
 // newComponents makes the components that need no lock. It has no visible effect.
 func (a *agent) newComponents() (components, error) {
 	c := components{
-		cgroups:    podstate.NewCgroups(a.config.CgroupRoot),
+		cgroups:    podstate.NewCgroups(a.config.CgroupRoot, a.config.PodUID),
 		self:       podstate.NewNode(a.client, a.config.NodeName),
 		partitions: partition.NewRecords(filepath.Join(a.config.RunDir, "partitions"), a.bootID),
 		settings:   sharing.NewRecords(filepath.Join(a.config.RunDir, "sharing"), a.bootID),
@@ -360,6 +363,7 @@ func (a *agent) serveDevices(ctx context.Context, c components) error {
 	for _, run := range []func(context.Context) error{
 		reconciler.Run, c.specs.Run, c.shared.Run, c.policy.Run, c.cleaner.Run,
 		func(ctx context.Context) error { return a.checkRuntime(ctx, c.self) },
+		func(ctx context.Context) error { return a.checkCgroups(ctx, c.cgroups) },
 		func(ctx context.Context) error {
 			if err := a.awaitAPIServer(ctx, c); err != nil || ctx.Err() != nil {
 				return err

@@ -65,7 +65,7 @@ func TestAgentEndsWithItsPod(t *testing.T) {
 						t.Fatal(err)
 					}
 				}
-				pods, err := podstate.NewPods(client, "node-1", podstate.NewCgroups(t.TempDir()), t.TempDir())
+				pods, err := podstate.NewPods(client, "node-1", podstate.NewCgroups(t.TempDir(), ""), t.TempDir())
 				if err != nil {
 					t.Fatal(err)
 				}

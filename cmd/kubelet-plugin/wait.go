@@ -211,14 +211,33 @@ func newMetrics() metrics {
 	return metrics{Registry: registry, modes: modes, rejected: rejected}
 }
 
-// checkRuntime writes an event on the node if its container runtime does not inject CDI devices, or may not: containers would
-// start without their GPU and without an error. It checks once: another runtime version comes with a reboot or a restart of
-// kubelet.
+// checkRuntime writes an event on the node if its container runtime does not inject CDI devices, or may not: containers would start without
+// their GPU and without an error. It also writes one if an image can choose GPUs. It checks once: another runtime version comes with a
+// reboot or a restart of kubelet.
 func (a *agent) checkRuntime(ctx context.Context, self *podstate.Node) error {
 	if broadcast.Await(ctx, self.Changed, func() bool { return self.RuntimeVersion() != "" }) {
 		a.reportRuntime(ctx, self.RuntimeVersion())
 	}
 	return nil
+}
+
+// checkCgroups reports that kubelet makes no cgroups for pods, until it does.
+func (a *agent) checkCgroups(ctx context.Context, cgroups *podstate.Cgroups) error {
+	for reported := false; ; reported = true {
+		_, err := cgroups.UIDs()
+		if !errors.Is(err, podstate.ErrNoPodCgroups) {
+			a.status.Waiting("cgroups", nil)
+			return nil
+		}
+		if !reported {
+			a.wait(ctx, "cgroups", "NoPodCgroups", fmt.Errorf("GPUs of pods that have ended stay taken until the node reboots: %w", err))
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-time.After(a.times.cgroups):
+		}
+	}
 }
 
 func withoutCDI(strategy string) bool { return strategy == "envvar" || strategy == "volume-mounts" }
@@ -231,6 +250,11 @@ func (a *agent) reportRuntime(ctx context.Context, version string) {
 		reason, consequence = "RuntimeWithoutCDI", "Containers will start without the GPUs of their claims"
 	case cdi.RuntimeNeedsSetting:
 		reason, consequence = "RuntimeMayLackCDI", "Containers may start without the GPUs of their claims"
+	case cdi.RuntimeTrustsImages:
+		klog.FromContext(ctx).Info("Container runtime trusts images", "runtime", version, "reason", why)
+		a.event(corev1.EventTypeWarning, "RuntimeTrustsImages",
+			"If CRIU is installed on the node, everyone who may create pods can get the GPUs of others: "+why)
+		return
 	default:
 		return
 	}

@@ -10,6 +10,8 @@ import (
 	"strings"
 
 	"k8s.io/apimachinery/pkg/util/version"
+
+	"github.com/tandem-gpu/tandem/internal/runtimes"
 )
 
 // RuntimeSupport is how well a container runtime supports CDI, as far as its version and configuration show.
@@ -23,6 +25,8 @@ const (
 	RuntimeNeedsSetting
 	// RuntimeLacks ignores CDI devices without an error: containers start and have no GPU.
 	RuntimeLacks
+	// RuntimeTrustsImages injects CDI devices, and gives a container devices or privileges that its image names (runtimes.TrustsImages).
+	RuntimeTrustsImages
 )
 
 // containerdConfigs are the paths of containerd's configuration on a host: packages, K3s, RKE2, MicroK8s.
@@ -41,6 +45,14 @@ var enableCDI = regexp.MustCompile(`(?m)^\s*enable_cdi\s*=\s*(true|false)\s*(?:#
 // enables it; CRI-O 1.28 supports the CRI field of Kubernetes 1.28 (KEP-4009); cri-dockerd passes CDI devices since pull
 // request 522 of November 2025, to a Docker whose feature "cdi" must be enabled.
 func JudgeRuntime(reported, hostRoot string) (support RuntimeSupport, why string) {
+	support, why = judgeSupport(reported, hostRoot)
+	if trusts := runtimes.TrustsImages(reported); support == RuntimeSupports && trusts != "" {
+		return RuntimeTrustsImages, trusts
+	}
+	return support, why
+}
+
+func judgeSupport(reported, hostRoot string) (support RuntimeSupport, why string) {
 	name, text, _ := strings.Cut(reported, "://")
 	v, err := version.ParseGeneric(text)
 	switch {

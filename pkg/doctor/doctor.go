@@ -18,6 +18,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/version"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/runtimes"
 	"github.com/tandem-gpu/tandem/pkg/explain"
 )
 
@@ -132,7 +133,7 @@ func Examine(f Facts) []Finding {
 	e := &examination{Facts: f}
 	if e.installed() {
 		for _, check := range []func(){
-			e.versions, e.agents, e.nodes, e.devices, e.controller, e.webhook, e.policies,
+			e.versions, e.agents, e.nodes, e.runtimes, e.devices, e.controller, e.webhook, e.policies,
 		} {
 			check()
 		}
@@ -267,6 +268,26 @@ func (e *examination) nodes() {
 	}
 }
 
+// runtimes reports container runtimes that give containers what their images ask for, once for each version.
+func (e *examination) runtimes() {
+	nodes := map[string][]string{}
+	for _, n := range e.Nodes {
+		of := n.Status.NodeInfo.ContainerRuntimeVersion
+		nodes[of] = append(nodes[of], n.Name)
+	}
+	for _, of := range slices.Sorted(maps.Keys(nodes)) {
+		if why := runtimes.TrustsImages(of); why != "" {
+			slices.Sort(nodes[of])
+			others := ""
+			if len(nodes[of]) > 1 {
+				others = fmt.Sprintf(" (also of %s)", explain.Number(len(nodes[of])-1, "other node"))
+			}
+			e.add(Warning, "node "+nodes[of][0], pageVersions, "upgrade the container runtime, or remove CRIU from the node",
+				"its container runtime%s lets images choose GPUs: %s", others, why)
+		}
+	}
+}
+
 // devices checks what the agents report of devices and claims.
 func (e *examination) devices() {
 	for _, n := range e.GPUNodes {
@@ -349,7 +370,7 @@ func (e *examination) policies() {
 
 // telling are the events of agents on nodes that say what is wrong with an installation. GPUNodes say what is wrong with devices.
 var telling = []string{"ConfigPostponed", "ConfigRejected", "ConflictingDriver", "DeviceOfUnknownGPU", "DriverPaused", "HoldersUnknown", "LedgerLocked", "NoClaimsAPI", "NoDriver",
-	"NoGPU", "NoPartitionsOnDemand", "NodeLabelsNotWritten", "OtherDevicePlugin", "RuntimeWithoutCDI"}
+	"NoGPU", "NoPartitionsOnDemand", "NoPodCgroups", "NodeLabelsNotWritten", "OtherDevicePlugin", "RuntimeWithoutCDI"}
 
 var anyType = []string{corev1.EventTypeNormal, corev1.EventTypeWarning}
 

@@ -123,6 +123,10 @@ var faults = map[string]struct {
 		f.Agents[1] = agent("node-2", corev1.ConditionFalse, time.Hour)
 		f.Events = []corev1.Event{event("node-2", "NoDriver", "no NVIDIA driver", time.Hour), event("node-2", "LedgerLocked", "another agent", 2*time.Hour)}
 	}, []string{"error node node-2"}},
+	"a kubelet without cgroups": {func(f *Facts) {
+		f.Agents[1] = agent("node-2", corev1.ConditionFalse, time.Hour)
+		f.Events = []corev1.Event{event("node-2", "NoPodCgroups", "GPUs of pods that have ended stay taken until the node reboots", time.Hour)}
+	}, []string{"error node node-2"}},
 	"an agent pulls its image": {func(f *Facts) {
 		f.Agents[1] = agent("node-2", corev1.ConditionFalse, time.Hour)
 		f.Agents[1].Status.ContainerStatuses = []corev1.ContainerStatus{{State: corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "ImagePullBackOff"}}}}
@@ -138,6 +142,13 @@ var faults = map[string]struct {
 	"a rejected config": {func(f *Facts) {
 		f.Events = []corev1.Event{event("node-1", "ConfigRejected", "sharing.replicas: -1", time.Minute)}
 	}, []string{"warning node node-1"}},
+	"runtimes that trust images": {func(f *Facts) {
+		f.Nodes = append(f.Nodes, corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node-3"}})
+		for i, of := range []string{"containerd://2.2.4", "cri-o://1.34.3", "containerd://2.2.4"} {
+			f.Nodes[i].Status.NodeInfo.ContainerRuntimeVersion = of
+		}
+	}, []string{"warning node node-1", "warning node node-2"}},
+	"a runtime without the flaw": {func(f *Facts) { f.Nodes[0].Status.NodeInfo.ContainerRuntimeVersion = "containerd://2.4.2" }, nil},
 	"a pause on request": {func(f *Facts) {
 		paused := event("node-1", "DriverPaused", "No GPU is given to new pods and claims", time.Minute)
 		paused.Type = corev1.EventTypeNormal

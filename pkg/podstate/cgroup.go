@@ -25,16 +25,22 @@ type Cgroups struct {
 	root string
 	// trust is how long the result of a search for the kubepods directories is used.
 	trust time.Duration
+	// own is the UID of the agent's pod; empty outside a pod.
+	own string
 
 	mu       sync.Mutex
 	roots    []string // kubepods directories that the last search found
 	searched time.Time
 }
 
-// NewCgroups searches below root, usually the host's /sys/fs/cgroup.
-func NewCgroups(root string) *Cgroups {
-	return &Cgroups{root: filepath.Clean(root), trust: time.Second}
+// NewCgroups searches below root, usually the host's /sys/fs/cgroup. own is the UID of the agent's pod, empty outside a pod: while it has no
+// cgroup there, neither method answers.
+func NewCgroups(root, own string) *Cgroups {
+	return &Cgroups{root: filepath.Clean(root), trust: time.Second, own: own}
 }
+
+// ErrNoPodCgroups means that kubelet seems to give pods no cgroups of their own, so that no hold of an ended pod ends.
+var ErrNoPodCgroups = errors.New("does kubelet run with --cgroups-per-qos=false, or is the host's cgroup file system mounted elsewhere?")
 
 // PodCgroup is the state of a pod's cgroup.
 type PodCgroup int
@@ -142,7 +148,11 @@ func (c *Cgroups) podRoots() ([]string, error) {
 		return nil, fmt.Errorf("look for kubelet's pod cgroups: %w", err)
 	}
 	if len(roots) == 0 {
-		return nil, fmt.Errorf("no kubepods cgroup below %s: is the host's cgroup file system mounted there?", c.root)
+		return nil, fmt.Errorf("no kubepods cgroup below %s: %w", c.root, ErrNoPodCgroups)
+	}
+	// What an earlier kubelet made stays.
+	if own, err := podState(roots, c.own); c.own != "" && err == nil && own == CgroupAbsent {
+		return nil, fmt.Errorf("no cgroup of the agent's pod %s in %s: %w", c.own, strings.Join(roots, ", "), ErrNoPodCgroups)
 	}
 	c.roots, c.searched = roots, started
 	return roots, nil

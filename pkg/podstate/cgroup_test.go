@@ -3,6 +3,7 @@
 package podstate
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -96,7 +97,7 @@ func underscored(uid string) string { return strings.ReplaceAll(uid, "-", "_") }
 
 // fresh has every answer searched for anew.
 func (f tree) fresh() *Cgroups {
-	c := NewCgroups(f.root)
+	c := NewCgroups(f.root, "")
 	c.trust = 0
 	return c
 }
@@ -160,7 +161,7 @@ func TestPodCgroup(t *testing.T) {
 			f := newTree(t)
 			f.v1("devices/system.slice/some.service", 1)
 			test.make(f)
-			c := NewCgroups(f.root + "/")
+			c := NewCgroups(f.root+"/", "")
 			for range 2 { // found, and found again
 				got, err := c.Pod(test.uid)
 				if err != nil || got != test.want {
@@ -198,6 +199,31 @@ func TestCgroupErrorsAreNoAnswer(t *testing.T) {
 	}
 }
 
+// A kubelet that makes no cgroups for pods leaves those of the kubelet before: no pod counts as gone then.
+func TestOwnPodWithoutCgroup(t *testing.T) {
+	for name, make := range map[string]func(tree){
+		"none at all":                   func(f tree) { f.v2("system.slice/kubelet.service", true) },
+		"those of the kubelet before":   func(f tree) { f.v2("kubepods/burstable", false) },
+		"and of a pod that it has left": func(f tree) { f.v2("kubepods/burstable/pod"+podB, false) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newTree(t)
+			make(f)
+			c := NewCgroups(f.root, podA)
+			if got, err := c.Pod(formerPod); !errors.Is(err, ErrNoPodCgroups) || got != CgroupBusy {
+				t.Errorf("a pod that is gone: %v, %v", got, err)
+			}
+			if got, err := c.UIDs(); !errors.Is(err, ErrNoPodCgroups) {
+				t.Errorf("all: %v, %v", got, err)
+			}
+			f.v2("kubepods/burstable/pod"+podA, true)
+			if got, err := c.Pod(formerPod); err != nil || got != CgroupAbsent {
+				t.Errorf("once kubelet makes them: %v, %v", got, err)
+			}
+		})
+	}
+}
+
 // A kubelet that comes back with another cgroup driver must not make its pods look gone.
 func TestRootsThatComeAndGo(t *testing.T) {
 	f := newTree(t)
@@ -227,7 +253,7 @@ func TestRootsThatComeAndGo(t *testing.T) {
 func TestVanishedRootIsNoticedAtOnce(t *testing.T) {
 	f := newTree(t)
 	f.v2("kubepods/pod"+podB, true)
-	c := NewCgroups(f.root)
+	c := NewCgroups(f.root, "")
 	c.trust = 1 << 62
 	if _, err := c.Pod(podA); err != nil {
 		t.Fatal(err)
@@ -324,7 +350,7 @@ func BenchmarkPodOf200(b *testing.B) {
 					f.v1(filepath.Join(controller, pod), i+1)
 				}
 			}
-			c := NewCgroups(f.root)
+			c := NewCgroups(f.root, "")
 			for _, uid := range []string{fmt.Sprintf("%036d", 100), podA} {
 				b.Run(map[bool]string{true: "absent", false: "busy"}[uid == podA], func(b *testing.B) {
 					for b.Loop() {

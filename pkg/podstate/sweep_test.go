@@ -21,7 +21,7 @@ func TestSweepKeepsThePodOfAnUnidentifiedLimit(t *testing.T) {
 	if err := os.Mkdir(filepath.Join(root, "kubepods"), 0o755); err != nil {
 		t.Fatal(err)
 	}
-	pods, err := NewPods(fake.NewClientset(), "node-1", NewCgroups(root), t.TempDir())
+	pods, err := NewPods(fake.NewClientset(), "node-1", NewCgroups(root, ""), t.TempDir())
 	if err != nil {
 		t.Fatal(err)
 	}

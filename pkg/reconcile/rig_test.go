@@ -70,7 +70,7 @@ func newRig(t *testing.T, gpus ...string) *rig {
 	g.group("anchor", true)
 	g.client = fake.NewClientset(g.pod("anchor"))
 	g.counts = prometheus.NewRegistry()
-	cgroups := podstate.NewCgroups(g.groups)
+	cgroups := podstate.NewCgroups(g.groups, "")
 	var err error
 	g.pods, err = podstate.NewPods(g.client, node, cgroups, g.dir)
 	must(t, err)

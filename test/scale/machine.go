@@ -79,7 +79,7 @@ func newMachine(ctx context.Context, name, dir string, gpus device.Inventory, ap
 		return nil, fmt.Errorf("make client of %s: %w", name, err)
 	}
 	m.self = podstate.NewNode(m.client, name)
-	if m.pods, err = podstate.NewPods(m.client, name, podstate.NewCgroups(cgroups), kubeletDir); err != nil {
+	if m.pods, err = podstate.NewPods(m.client, name, podstate.NewCgroups(cgroups, ""), kubeletDir); err != nil {
 		return nil, err
 	}
 	m.book, err = ledger.Open(ctx, ledger.Options{Dir: runDir, BootID: bootID, PodStates: m.pods, Queue: m.pods.Queue(limits.Has)})

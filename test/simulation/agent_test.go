@@ -126,7 +126,7 @@ func (a *agent) open() (err error) {
 	if a.faults.noRestore {
 		a.host.check(os.RemoveAll(a.host.run()))
 	}
-	cgroups := podstate.NewCgroups(a.host.cgroups())
+	cgroups := podstate.NewCgroups(a.host.cgroups(), "")
 	if a.pods, err = podstate.NewPods(noClient{}, nodeName, cgroups, a.host.kubeletDir()); err != nil {
 		return err
 	}
