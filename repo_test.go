@@ -22,8 +22,8 @@ const module = "github.com/tandem-gpu/tandem"
 // layers are the product's packages from the bottom up. A package imports only packages of lower layers. The two front-ends
 // share a layer, so they do not import each other.
 var layers = [][]string{
-	{"pkg/device", "internal/version", "internal/records", "internal/driverroot", "internal/broadcast", "internal/keylock", "internal/regarding", "internal/fileclock", "internal/filewatch", "internal/owner", "internal/podstatus", "internal/stacks", "internal/terminal", "internal/workloads", "internal/runtimes", "api", "deployments/helm"},
-	{"pkg/availability", "pkg/mig", "pkg/mps", "pkg/nodelabels", "internal/capacity", "internal/config", "internal/status"},
+	{"pkg/device", "internal/version", "internal/records", "internal/driverroot", "internal/broadcast", "internal/keylock", "internal/regarding", "internal/fileclock", "internal/filewatch", "internal/owner", "internal/podstatus", "internal/stacks", "internal/terminal", "internal/workloads", "api", "deployments/helm"},
+	{"pkg/availability", "pkg/mig", "pkg/mps", "pkg/nodelabels", "internal/capacity", "internal/config", "internal/runtimes", "internal/status"},
 	{"pkg/ledger", "pkg/cdi", "pkg/partition"},
 	{"pkg/podstate", "pkg/health", "pkg/webhook", "pkg/sharing", "pkg/handover", "pkg/explain"},
 	{"pkg/reconcile", "pkg/driver", "pkg/legacy", "pkg/gpunode", "pkg/controller", "pkg/migrate", "pkg/overview"},

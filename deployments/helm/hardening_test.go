@@ -251,6 +251,13 @@ func TestPodsAroundTheLedger(t *testing.T) {
 		return object{"containers": []any{object{"volumeMounts": []any{object{"mountPath": path}}}}}
 	}
 	class := func(name string) object { return object{"containers": []any{object{}}, "runtimeClassName": name} }
+	from := func(kind, prefix string, env ...any) object {
+		source := object{"configMapRef": object{"name": "settings"}}
+		if prefix != "" {
+			source["prefix"] = prefix
+		}
+		return object{"containers": []any{object{}}, kind: []any{object{"envFrom": []any{object{"prefix": "APP_", "secretRef": object{"name": "app"}}, source}, "env": env}}}
+	}
 	for name, c := range map[string]struct {
 		policy *admissionv1.ValidatingAdmissionPolicy
 		spec   object
@@ -262,6 +269,15 @@ func TestPodsAroundTheLedger(t *testing.T) {
 		"an old image, void":  {policy, env("CUDA_VERSION", "8.0", "NVIDIA_VISIBLE_DEVICES", "void"), ""},
 		"no version":          {policy, env("CUDA_VERSION", ""), ""},
 		"a version elsewhere": {policy, object{"containers": []any{object{"env": []any{object{"name": "CUDA_VERSION", "valueFrom": object{}}}}}}, "CUDA_VERSION without"},
+		"from elsewhere":      {policy, from("containers", ""), "envFrom could"},
+		"first":               {policy, from("initContainers", ""), "envFrom could"},
+		"for debugging":       {policy, from("ephemeralContainers", ""), "envFrom could"},
+		"in two parts":        {policy, from("containers", "NVIDIA_"), "envFrom could"},
+		"a version in two":    {policy, from("containers", "CUDA_"), "envFrom could"},
+		"of another prefix":   {policy, from("containers", "DB_"), ""},
+		"from elsewhere, but": {policy, from("containers", "", object{"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"}), ""},
+		"and other variables": {policy, from("containers", "", object{"name": "OTHER", "value": "void"}), "envFrom could"},
+		"not checked":         {policyWith(`podPolicy={"action":"deny","checkEnvFrom":false}`), from("containers", ""), ""},
 		"a mount":             {policy, mount("/var/run/nvidia-container-devices/all"), "a mount at"},
 		"spelled otherwise":   {policy, mount("//var/run/./nvidia-container-devices/all"), "a mount at"},
 		"where it links to":   {policy, mount("/run/nvidia-container-devices/all"), "a mount at"},

@@ -49,6 +49,13 @@ func TestPodsAroundTheLedger(t *testing.T) {
 			s.Volumes = []corev1.Volume{{Name: "v", VolumeSource: corev1.VolumeSource{EmptyDir: &corev1.EmptyDirVolumeSource{}}}}
 			first(s).VolumeMounts = []corev1.VolumeMount{{Name: "v", MountPath: "//run/nvidia-container-devices/all"}}
 		}, mounted},
+		"from a ConfigMap": {func(s *corev1.PodSpec) {
+			first(s).EnvFrom = []corev1.EnvFromSource{{ConfigMapRef: &corev1.ConfigMapEnvSource{LocalObjectReference: corev1.LocalObjectReference{Name: "settings"}}}}
+		}, "envFrom"},
+		"from a ConfigMap, but void": {func(s *corev1.PodSpec) {
+			first(s).EnvFrom = []corev1.EnvFromSource{{ConfigMapRef: &corev1.ConfigMapEnvSource{LocalObjectReference: corev1.LocalObjectReference{Name: "settings"}}}}
+			first(s).Env = visible("void")
+		}, ""},
 		"as an old image": {func(s *corev1.PodSpec) {
 			first(s).Env = []corev1.EnvVar{{Name: "CUDA_VERSION", Value: "8.0"}}
 		}, "CUDA_VERSION"},
