@@ -526,15 +526,18 @@ func TestPartitionsRebooted(t *testing.T) {
 	booted := time.Now()
 	s.Await(patient, "all pods to run again", func() error {
 		running := 0
+		var others []string
 		for _, pod := range s.Pods() {
 			if pod.Status.Phase == corev1.PodRunning && podstatus.Ready(&pod) && pod.DeletionTimestamp == nil {
 				running++
+			} else {
+				others = append(others, fmt.Sprintf("%s is %s: %s %v", pod.Name, pod.Status.Phase, pod.Status.Reason, pod.Status.ContainerStatuses))
 			}
 		}
 		// The API server says what was before the reboot until kubelet says otherwise.
 		after := slices.Sorted(slices.Values(s.migInstances()))
 		if running != gpusANode+1 || !slices.Equal(before, after) {
-			return fmt.Errorf("%d run, instances %v, before the reboot %v", running, after, before)
+			return fmt.Errorf("%d run, instances %v, before the reboot %v, and %s", running, after, before, strings.Join(others, "; "))
 		}
 		return nil
 	})
