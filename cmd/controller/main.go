@@ -39,7 +39,7 @@ func main() {
 	err := run(context.Background(), os.Args[1:], os.Stdout, os.Stderr)
 	klog.Flush()
 	if err != nil && !errors.Is(err, flag.ErrHelp) {
-		fmt.Fprint(os.Stderr, terminal.Lines(fmt.Sprintf("controller: %v\n", err), false)) // migrate's errors have text of others
+		fmt.Fprint(os.Stderr, terminal.Lines(fmt.Sprintf("controller: %v\n", err), false)) // errors of migrate may contain tenants' text
 		os.Exit(1)
 	}
 }

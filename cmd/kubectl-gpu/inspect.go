@@ -48,8 +48,9 @@ func (p *plugin) inspect() *cobra.Command {
 	return cmd
 }
 
-// exec runs the agent's program in its pod by kubectl, with the flags of the connection that the user has set. What kubectl and the pod print may come
-// from an agent that was taken over. utf8 is whether its output is data, which does not depend on what the terminal shows.
+// exec runs the agent's program in its pod by kubectl, with the flags of the connection that the user has set. It makes all output harmless,
+// because the agent may have been taken over. utf8 says that the output is data (JSON, YAML), which keeps its characters whatever the
+// terminal can show.
 func (p *plugin) exec(cmd *cobra.Command, pod *corev1.Pod, utf8 bool, arguments ...string) error {
 	var args []string
 	cmd.InheritedFlags().VisitAll(func(f *pflag.Flag) {

@@ -115,7 +115,8 @@ func (p *plugin) list(nodes []overview.Node, namespace, output string, view over
 	case "yaml":
 		text, err := json.Marshal(found)
 		if err == nil {
-			// YAML has no C1 characters but as escapes, and prints those of the direction as they are.
+			// The YAML parser accepts C1 characters only as escapes. The encoder keeps characters that control the direction of text: Lines replaces
+			// them.
 			text, err = yaml.JSONToYAML([]byte(terminal.JSON(string(text))))
 		}
 		if err != nil {

@@ -35,7 +35,7 @@ func run(ctx context.Context, args []string, streams genericiooptions.IOStreams)
 	return p.execute(ctx, root, args)
 }
 
-// execute runs a command line and prints its error, in which the cluster's words may be.
+// execute runs a command line and prints its error, which may contain text from the cluster.
 func (p *plugin) execute(ctx context.Context, root *cobra.Command, args []string) error {
 	root.SetArgs(args)
 	err := root.ExecuteContext(ctx)

@@ -413,12 +413,13 @@ func (a *agent) newCleaner(c components) *handover.Cleaner {
 		},
 		Report: func(uuid string, err error) {
 			a.event(corev1.EventTypeWarning, "GPUNotClean", fmt.Sprintf("GPU %s is withdrawn from claims and limits until it is clean: %v. "+
-				"The agent tries again each second. If the GPU does not become clean, drain the node and reboot it", uuid, err))
+				"The agent tries again each second. If a monitor's pod uses the GPU, add its namespace to tandem.handover.monitorNamespaces of the "+
+				"node configuration. If the GPU does not become clean otherwise, drain the node and reboot it", uuid, err))
 		},
 	})
 }
 
-// monitorNamespaces are those whose pods may have processes on GPUs that they do not hold. MPS daemons run in the agent's.
+// monitorNamespaces returns the namespaces whose pods may have processes on GPUs that they do not hold. MPS daemons run in the agent's.
 func (a *agent) monitorNamespaces() []string {
 	trusted := append([]string{metav1.NamespaceSystem}, a.config.MonitorNamespaces...)
 	if a.config.PodUID != "" {

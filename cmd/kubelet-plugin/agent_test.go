@@ -431,7 +431,7 @@ func TestProcess(t *testing.T) {
 	}
 }
 
-// A namespace whose pods may stay on a GPU is none that the agent only assumes.
+// The namespace of the configuration counts only if the agent runs in a pod. Otherwise it is only assumed.
 func TestMonitorNamespaces(t *testing.T) {
 	c := config.Defaults()
 	c.MonitorNamespaces = []string{"monitoring"}

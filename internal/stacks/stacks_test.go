@@ -42,7 +42,7 @@ func TestOnSignal(t *testing.T) {
 	}
 }
 
-// Another program, which the signal may end, gets none: on a node, process 1 is its init.
+// Another program gets no signal, which may end it: on a node, process 1 is the init.
 func TestRequestOfAnotherProgram(t *testing.T) {
 	for name, line := range map[string]string{"another": "/sbin/init\x00splash\x00", "similar": "/bin/kubelet\x00", "none": ""} {
 		t.Run(name, func(t *testing.T) {

@@ -93,7 +93,7 @@ func TestOnlyWhatAdministratorsBind(t *testing.T) {
 	for namespace, want := range map[string]struct{ sets, onA, all, deployments string }{
 		"": {"second/tandem tandem-system/tandem", "second/agent-a tandem-system/agent-a", "second/agent-a tandem-system/agent-a tandem-system/agent-b",
 			"tandem-system/tandem-controller"},
-		// The user's word. It has what an administrator has put there.
+		// The user names the namespace, so no ClusterRoleBinding has to.
 		"second": {"second/tandem", "second/agent-a", "second/agent-a", ""},
 	} {
 		sets, err := DaemonSets(t.Context(), client, namespace)

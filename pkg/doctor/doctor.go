@@ -263,7 +263,8 @@ func (e *examination) nodes() {
 		node := e.Agents[i].Spec.NodeName
 		ready, since := readiness(&e.Agents[i])
 		if event, found := e.lastEvent(node, since, corev1.EventTypeWarning); ready && found && !e.Withheld[node] {
-			e.add(Warning, "node "+node, pageInstallation, "compare it with the log of the node's agent, and look it up in the table: "+event.Reason, "%s", said(event))
+			e.add(Warning, "node "+node, pageInstallation, "compare it with the log of the node's agent, and look it up in the table: "+event.Reason,
+				"%s", said(event))
 		}
 	}
 }

@@ -304,7 +304,7 @@ func TestRead(t *testing.T) {
 	if len(got.DaemonSets) != 1 || len(got.Deployments) != 1 || len(got.Agents) != 2 || len(got.Nodes) != 2 || len(got.Leases) != 1 || got.Endpoints["tandem-system/tandem-webhook"] != 1 || *got.Definition != *f.Definition || !got.Withheld["node-1"] {
 		t.Errorf("read %+v", got)
 	}
-	// Anybody who may create events in namespace default can have written the event: it is quoted as such, and is no advice.
+	// Any user who may create events in namespace default could have written the event: doctor quotes it, and takes no advice from it.
 	found := Examine(got)
 	if len(found) != 1 || found[0].Object != "node node-1" || !strings.Contains(found[0].Problem, "an event says OtherDevicePlugin: nvidia.sock (not only agents can") ||
 		!strings.Contains(found[0].Action, "that the log of the node's agent names") {

@@ -50,7 +50,7 @@ type Drainer struct {
 	// allocated are claims that were allocated the GPUs, when they were last listed. unlisted is set if the user may not list claims.
 	allocated []v1alpha1.AllocatedClaim
 	unlisted  bool
-	// named are the pods that the GPUNode has named. evicted are those whose eviction the API server has accepted, refused those that do not
+	// named are the pods that the GPUNode has named. evicted are those whose eviction the API server has accepted, refused those that cannot
 	// have a GPU of the node. again is when to ask again for those that a disruption budget protects.
 	named, evicted, refused map[types.UID]bool
 	again                   map[types.UID]time.Time
@@ -274,8 +274,8 @@ func (d *Drainer) check(now v1alpha1.GPUNode, gpus []GPU) error {
 	return nil
 }
 
-// listClaims lists the claims that are allocated the GPUs. The GPUNode lacks them while the controller does not run. Without the right to list
-// claims, there are none.
+// listClaims lists the claims that are allocated the GPUs. The GPUNode lacks them while the controller does not run. Without the right to
+// list claims, it finds none.
 func (d *Drainer) listClaims(ctx context.Context, node string, gpus []GPU) error {
 	if d.unlisted {
 		return nil
@@ -295,8 +295,8 @@ func (d *Drainer) listClaims(ctx context.Context, node string, gpus []GPU) error
 	return err
 }
 
-// recheckClaims removes the claims that no longer are allocated what they were when they were listed. A list of all claims at each look would be
-// too much in a large cluster.
+// recheckClaims removes the claims whose allocation has changed since they were listed. A list of all claims at each look would be too much
+// in a large cluster.
 func (d *Drainer) recheckClaims(ctx context.Context, node string) error {
 	var still []v1alpha1.AllocatedClaim
 	for _, before := range d.allocated {
@@ -316,8 +316,8 @@ func (d *Drainer) recheckClaims(ctx context.Context, node string) error {
 }
 
 // evict evicts the pods of holders, and none of them if one may not be. An agent's token is enough to write any name into the status of its
-// GPUNode, and the user may evict more than an agent. So only a pod is evicted that, as the API server has it, is on the node and
-// requests a GPU.
+// GPUNode, and the user may evict more than an agent. So evict reads each pod from the API server, and evicts only pods that are on the node
+// and request a GPU or have a claim with one.
 func (d *Drainer) evict(ctx context.Context, node string, waiting []Waiting, force bool) error {
 	var pods []*corev1.Pod
 	seen := map[types.UID]bool{}

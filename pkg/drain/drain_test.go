@@ -720,7 +720,7 @@ func TestStaleAnswer(t *testing.T) {
 	})
 }
 
-// TestEndedByAnother: a GPU that is no longer under maintenance is not called free, also before the agent has answered that.
+// TestEndedByAnother: a GPU that is no longer under maintenance is not called free, even before the agent has answered that change.
 func TestEndedByAnother(t *testing.T) {
 	for name, change := range map[string]func(*v1alpha1.GPUNode){
 		"undrain":           func(n *v1alpha1.GPUNode) { n.Spec.Maintenance = nil },

@@ -117,8 +117,8 @@ func (w Waiting) OnlyFor(pods map[types.UID]bool) bool {
 }
 
 // Waits returns what a GPU waits for by its node's GPUNode: its agent, its holders and those of its partitions, and claims that were
-// allocated it by the GPUNode or by allocated. An answer of the agent to an earlier generation of the spec does not count. A GPU that the
-// node no longer has waits for nothing. It is a pure function.
+// allocated it, which are in the GPUNode or in allocated. An answer of the agent to an earlier generation of the spec does not count. A GPU
+// that the node no longer has waits for nothing. It is a pure function.
 func Waits(node v1alpha1.GPUNode, gpu GPU, generation int64, allocated []v1alpha1.AllocatedClaim) (w Waiting) {
 	answered := node.Status.ObservedGeneration >= generation
 	name, there := availability.Name{}, false
@@ -129,7 +129,7 @@ func Waits(node v1alpha1.GPUNode, gpu GPU, generation int64, allocated []v1alpha
 		}
 	}
 	switch {
-	// An agent that waits for the driver lists no GPU, gives none to anybody, and observes no generation.
+	// An agent that waits for the driver lists no GPU, gives none to a holder, and observes no generation.
 	case !answered && (there || node.Status.Waiting == ""):
 		return Waiting{Text: "is not withdrawn yet: the agent of the node has not answered", Unanswered: true}
 	case !there:

@@ -222,10 +222,10 @@ func notRegistered(c Config) error {
 	return fmt.Errorf("kubelet has not registered driver %s yet (does it watch %s?)", c.DriverName, c.registryDir())
 }
 
-// Run serves until ctx is done, then answers the calls in flight and returns nil. Called once. It leaves no goroutine and no socket
-// behind. The ResourceSlices stay, so that a restart is not noticed; kubelet removes them if the driver stays away. Run waits while
-// another process serves the driver name, and withholds devices while a DRA driver of another name publishes them. It does not wait for the API server: kubelet unprepares claims while that does not
-// answer, too (TestServesWithoutAPIServer). An error means that the driver cannot serve.
+// Run serves until ctx is done, then answers the calls in flight and returns nil. Called once. It leaves no goroutine and no socket behind.
+// The ResourceSlices stay, so that a restart is not noticed; kubelet removes them if the driver stays away. Run waits while another process
+// serves the driver name, and withholds devices while a DRA driver of another name publishes our GPUs. It does not wait for the API server:
+// kubelet unprepares claims while that does not answer, too (TestServesWithoutAPIServer). An error means that the driver cannot serve.
 func (d *Driver) Run(ctx context.Context) error {
 	if err := d.prepareDirectories(); err != nil {
 		return fmt.Errorf("run DRA driver %s: %w", d.DriverName, err)

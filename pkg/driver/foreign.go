@@ -30,7 +30,7 @@ import (
 const sourceForeign = "foreign DRA driver"
 
 // ForeignDriverError means that a DRA driver of another name publishes a GPU of this node, so that the scheduler gives it away twice. Both
-// APIs withhold all devices until that driver is gone, and no pod has a claim of it. Ready returns it.
+// APIs withhold all devices until that driver is gone and no pod uses a claim that it prepared. Ready returns it.
 type ForeignDriverError struct {
 	DriverName string
 	// Slice and Device publish the GPU, which Attribute identifies by Value. They are empty once the driver is gone.
@@ -42,7 +42,8 @@ type ForeignDriverError struct {
 // Error names the driver and the remedy.
 func (e *ForeignDriverError) Error() string {
 	if e.Slice == "" {
-		return fmt.Sprintf("DRA driver %s is gone and pods of this node still use its claim %s, perhaps for the same GPUs: end these pods", e.DriverName, e.Claim)
+		return fmt.Sprintf("DRA driver %s is gone, but pods of this node still use its claim %s, which may have the same GPUs: end these pods",
+			e.DriverName, e.Claim)
 	}
 	return fmt.Sprintf("DRA driver %s publishes a GPU of this node, too (%s %s, device %s of ResourceSlice %s): uninstall one of the two drivers, "+
 		"or let only one of them manage this GPU", e.DriverName, e.Attribute, e.Value, e.Device, e.Slice)
@@ -55,8 +56,8 @@ func (d *Driver) foreignSlices(o *metav1.ListOptions) {
 		fields.OneTermNotEqualSelector(resourceapi.ResourceSliceSelectorDriver, d.DriverName)).String()
 }
 
-// lookForForeign looks once for a DRA driver of another name that publishes our GPUs. Without an answer of the API server devices are
-// withheld.
+// lookForForeign looks once for a DRA driver of another name that publishes our GPUs. If the API server does not answer, it withholds
+// devices.
 func (d *Driver) lookForForeign(ctx context.Context) error {
 	call, cancel := context.WithTimeout(ctx, requestTimeout)
 	defer cancel()
@@ -147,8 +148,8 @@ func (d *Driver) foreignOf(slices []*resourceapi.ResourceSlice) *ForeignDriverEr
 	return nil
 }
 
-// withholdForeign withholds devices while there is a foreign driver, and after it while a pod uses a claim that it prepared: such a claim
-// names none of our devices, so the ledger cannot hold them for it. It reports whether devices are withheld.
+// withholdForeign withholds devices while there is a foreign driver, and after that while a pod uses a claim that the driver prepared: such a
+// claim names none of our devices, so the ledger cannot hold them for it. It reports whether devices are withheld.
 func (d *Driver) withholdForeign(ctx context.Context, found *ForeignDriverError) bool {
 	before := d.foreign
 	if found == nil && before != nil {
@@ -158,7 +159,7 @@ func (d *Driver) withholdForeign(ctx context.Context, found *ForeignDriverError)
 	if found == nil {
 		d.Ledger.Withhold(sourceForeign, nil)
 		if before != nil {
-			klog.FromContext(ctx).Info("The other DRA driver and its pods are gone, serving", "driverName", before.DriverName)
+			klog.FromContext(ctx).Info("The other DRA driver and its pods are gone, serving again", "driverName", before.DriverName)
 		}
 		return false
 	}
@@ -170,12 +171,12 @@ func (d *Driver) withholdForeign(ctx context.Context, found *ForeignDriverError)
 	return true
 }
 
-// claimsOfForeign returns a claim that a driver prepared and that a pod may use. kubelet's state has it until it is unprepared, which never
-// happens once its driver is gone.
+// claimsOfForeign returns a claim that a driver prepared and that a pod may use. kubelet's state has the claim until the driver unprepares
+// it, which never happens once the driver is gone.
 func (d *Driver) claimsOfForeign(ctx context.Context, driver string) *ForeignDriverError {
 	claims, err := podstate.ReadClaimState(d.KubeletDir, driver)
 	if err != nil {
-		klog.FromContext(ctx).Error(err, "Withholding devices without knowing which claims another DRA driver has prepared", "driverName", driver)
+		klog.FromContext(ctx).Error(err, "Cannot read which claims another DRA driver has prepared; devices stay withheld", "driverName", driver)
 		return &ForeignDriverError{DriverName: driver, Claim: "(unknown: kubelet's claim state cannot be read)"}
 	}
 	for _, claim := range claims {

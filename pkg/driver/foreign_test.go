@@ -99,7 +99,7 @@ func TestDriverOfAnotherNameForExcludedGPUs(t *testing.T) {
 	r.awaitForeign(true)
 }
 
-// It comes while claims are served, and goes again. Pods that it prepared claims for keep the devices withheld.
+// It comes while claims are served, and goes again. Devices stay withheld while pods use claims that it prepared.
 func TestDriverOfAnotherNameComesAndGoes(t *testing.T) {
 	t.Parallel()
 	r := newRig(t, machine(1), func(c *Config) { c.CheckInterval = 10 * time.Millisecond })

@@ -143,8 +143,8 @@ func (p gpuPool) counters() mig.Counters {
 		}
 	}
 	if !p.gpu.Dynamic {
-		// It offers nothing: Prepare would refuse each partition that does not exist, and a claim that has one may end before the controller
-		// reports it.
+		// It offers nothing: a claim that has a partition may end before the controller reports it, and Prepare would refuse to create that
+		// partition again.
 		for name := range counters {
 			counters[name] = 0
 		}

@@ -298,7 +298,8 @@ type ConflictingDriverError struct {
 
 // Error names the socket and the remedy.
 func (e *ConflictingDriverError) Error() string {
-	return fmt.Sprintf("another process serves DRA driver %s on this node at %s: uninstall one of the two (NVIDIA's DRA driver?)", e.DriverName, e.Socket)
+	return fmt.Sprintf("another process serves DRA driver %s on this node at %s: uninstall one of the two (NVIDIA's DRA driver?)",
+		e.DriverName, e.Socket)
 }
 
 // waitUntilAlone returns once no other process serves our driver name, or ctx is done.

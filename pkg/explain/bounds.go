@@ -8,12 +8,12 @@ import (
 	"time"
 )
 
-// bounds are what Why spends on the requests of one pod. Tenants write the pod, its claims and their selectors.
+// bounds limit what Why spends on the requests of one pod. Tenants write the pod, its claims and their selectors.
 type bounds struct {
-	// cost bounds that of all evaluations, in the units of CEL. The API server accepts a selector up to a cost of 1,000,000, which takes some
-	// 0.2 s.
+	// cost bounds the cost of all evaluations, in the units of CEL. The API server accepts a selector up to a cost of 1,000,000, which takes
+	// some 0.2 s.
 	cost int64
-	// time bounds all evaluations. The cost of a selector says little of some functions, such as regular expressions.
+	// time bounds the time of all evaluations. The cost of a selector says little about some functions, such as regular expressions.
 	time time.Duration
 }
 
@@ -22,9 +22,9 @@ type bounds struct {
 var usual = bounds{cost: 20_000_000, time: 10 * time.Second}
 
 const (
-	// conversionCost is what an evaluation costs besides that of its selector, because it converts the attributes of the device.
+	// conversionCost is added for each evaluation, because it converts the attributes of the device.
 	conversionCost = 20
-	// compilationCost is that of each byte of a selector. A claim may have 1,024 selectors of 10 KiB.
+	// compilationCost is the cost of compiling one byte of a selector. A claim may have 1,024 selectors of 10 KiB.
 	compilationCost = 40
 )
 

@@ -121,7 +121,7 @@ func (c *endsLater) Err() error {
 	return c.Context.Err()
 }
 
-// TestEndsWithinASelector: an evaluation ends when its context does, and then is no result.
+// TestEndsWithinASelector: an evaluation ends when its context does, and its result does not count.
 func TestEndsWithinASelector(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
@@ -228,7 +228,8 @@ func TestTooManyRequests(t *testing.T) {
 	}
 }
 
-// TestManyOthersWait: pods that each request another number do not make the list count the nodes for each, and a pod's line has an end.
+// TestManyOthersWait: the list does not count the nodes again for each of many pods that request different numbers, and a pod's line is
+// bounded.
 func TestManyOthersWait(t *testing.T) {
 	var nodes []v1alpha1.GPUNode
 	for i := range 10 {

@@ -64,7 +64,7 @@ func (m *matcher) compile(expression string) cel.CompilationResult {
 	return result
 }
 
-// matches reports whether a selector matches a device. One that fails matches a device of which not all attributes are known.
+// matches reports whether a selector matches a device. A selector that fails matches a device of which not all attributes are known.
 func (m *matcher) matches(ctx context.Context, expression string, d candidate) bool {
 	if !m.goesOn(ctx) {
 		return false

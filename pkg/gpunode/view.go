@@ -162,8 +162,8 @@ type Claims interface {
 }
 
 // verify asks the API server about claims of the spec that no hold confirms, once it knows the spec and then once a period each. While no
-// controller runs the spec does not change: a claim that is gone would keep its GPU from pods, and in the pool that it was allocated from.
-// TestVerify fails without it.
+// controller runs the spec does not change: a claim that is gone would keep its GPU withdrawn from pods, and would keep it in the pool from
+// which it was allocated. TestVerify fails without it.
 func (o *Object) verify(ctx context.Context) {
 	if !o.AwaitSpec(ctx) {
 		return

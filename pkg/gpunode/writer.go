@@ -99,7 +99,7 @@ type writer struct {
 	answered string
 	// pruned logs once that the API server dropped a part of the status.
 	pruned sync.Once
-	// foreign is the last object that another Node owns, or none.
+	// foreign is the UID of the last object that this Node did not own.
 	foreign types.UID
 }
 
@@ -190,7 +190,7 @@ func (w *writer) next() (request func(context.Context) error, urgent bool) {
 }
 
 // noteOwner logs once that this Node does not own the object. An agent may neither delete a GPUNode nor change its owner, which would delete
-// it as well: it would end what administrators wrote into the spec.
+// it as well: what administrators wrote into the spec would be lost.
 func (w *writer) noteOwner(ctx context.Context) {
 	object, _ := w.view.current()
 	node := w.config.Node.UID()

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package handover makes a GPU clean between two holders: no process of another pod uses it, and its settings are what they
-// were before the last holder. Where the node configuration asks for it, the GPU is reset as well. A GPU that cannot be cleaned is
-// withdrawn until it can be. The ledger decides who may have a GPU, and ends a hold without waiting for the Cleaner.
+// Package handover makes a GPU clean between two holders: no process outside its holders and monitors uses it, and its settings are what they
+// were before the last holder. Where the node configuration asks for it, the GPU is reset as well. A GPU that cannot be cleaned is withdrawn
+// until it can be. The ledger decides who may have a GPU, and ends a hold without waiting for the Cleaner.
 //
 // Only a GPU without any hold is handed over: holders of partitions or shares come and go while others use the GPU.
 package handover
@@ -353,8 +353,8 @@ func (c *Cleaner) failed(ctx context.Context, uuid string, err error) error {
 	return fmt.Errorf("hand over GPU %s: %w", uuid, err)
 }
 
-// clean fails while a process that may not uses the GPU, and before the pods are known. It resets the GPU, if configured, and
-// restores its settings.
+// clean fails while a process that may not use the GPU uses it, and before the pods are known. It resets the GPU, if configured, and restores
+// its settings.
 func (c *Cleaner) clean(ctx context.Context, uuid string) error {
 	if !c.options.Pods.Synced() {
 		return errPodsUnknown
@@ -398,7 +398,7 @@ func (c *Cleaner) free(ctx context.Context, uuid string) error {
 	return nil
 }
 
-// ResetIdle resets a GPU that has no holder and is used by no process but monitors. It does nothing if the GPU has a holder.
+// ResetIdle resets a GPU that has no holder and that no process uses except those of monitors. It does nothing if the GPU has a holder.
 // pkg/health calls it for a GPU with a fault, which no new holder gets. Idempotent. An error says why the GPU was not reset.
 func (c *Cleaner) ResetIdle(ctx context.Context, uuid string) (done bool, err error) {
 	if len(c.holders()[uuid]) > 0 {
@@ -464,7 +464,7 @@ func (c *Cleaner) recordUnclean(ctx context.Context, uuid string) {
 	}
 }
 
-// InUseError means that processes use a GPU whose pods do not hold it, or that are in no running pod.
+// InUseError means that a GPU is used by processes of pods that may not use it, or by processes outside all running pods.
 type InUseError struct {
 	// Processes are descriptions.
 	Processes []string

@@ -294,7 +294,9 @@ type service struct {
 // options are sent with Register and again when kubelet asks. PreStartRequired is set only where it is needed: kubelet requires it for
 // pods whose GPUs come from a claim as well, and finds no devices for them.
 func (r *registrar) options() *pluginapi.DevicePluginOptions {
-	return &pluginapi.DevicePluginOptions{GetPreferredAllocationAvailable: true, PreStartRequired: r.config.HandOver != nil || r.config.NamespaceOf != nil}
+	return &pluginapi.DevicePluginOptions{
+		GetPreferredAllocationAvailable: true, PreStartRequired: r.config.HandOver != nil || r.config.NamespaceOf != nil,
+	}
 }
 
 func (s *service) GetDevicePluginOptions(context.Context, *pluginapi.Empty) (*pluginapi.DevicePluginOptions, error) {
@@ -312,8 +314,9 @@ func (s *service) Allocate(ctx context.Context, request *pluginapi.AllocateReque
 	return s.registrar.Allocate(klog.NewContext(ctx, s.endpoint.logger), s.registrar.resource, request)
 }
 
-// PreStartContainer checks whose pod has the container's GPUs, and hands them over. After an error kubelet tries again, as after a container that failed; it waits for
-// 30 s (k8s.io/kubelet pkg/apis/deviceplugin/v1beta1, KubeletPreStartContainerRPCTimeoutInSecs).
+// PreStartContainer checks that the pod's namespace may share the container's GPUs, and hands them over. After an error kubelet tries again,
+// as after a container that failed; it waits for 30 s (k8s.io/kubelet pkg/apis/deviceplugin/v1beta1,
+// KubeletPreStartContainerRPCTimeoutInSecs).
 func (s *service) PreStartContainer(ctx context.Context, request *pluginapi.PreStartContainerRequest,
 ) (*pluginapi.PreStartContainerResponse, error) {
 	if err := s.registrar.admitPod(ctx, s.registrar.resource, request.GetDevicesIds()); err != nil {

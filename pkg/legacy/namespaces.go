@@ -16,8 +16,8 @@ import (
 const watchDelay = 2 * time.Second
 
 // admit returns an error if a device is only for some namespaces and the pod may be of another one. kubelet does not say for which pod it
-// calls Allocate: it is one of those that request the resource and were not admitted yet, and all of them must be of these namespaces. No
-// such pod in time is an error too.
+// calls Allocate: it is one of those that request the resource and were not admitted yet, and all of them must be of these namespaces. It is
+// an error, too, if no such pod is reported in time.
 func (p *Plugin) admit(ctx context.Context, resource string, containers [][]item) error {
 	for _, i := range slices.Concat(containers...) {
 		policy := i.Sharing()
@@ -42,7 +42,7 @@ func (p *Plugin) admit(ctx context.Context, resource string, containers [][]item
 	return nil
 }
 
-// admitPod is admit once kubelet's checkpoint names the pod, before its container starts.
+// admitPod checks the namespace again before a container starts, when kubelet's checkpoint names its pod.
 func (p *Plugin) admitPod(ctx context.Context, resource string, ids []string) error {
 	if p.config.NamespaceOf == nil {
 		return nil

@@ -151,9 +151,9 @@ func setNames(sets []daemonSet) string {
 // pluginDirectories are those in which kubelet looks for the sockets of device plugins and DRA drivers.
 var pluginDirectories = []string{"/var/lib/kubelet/device-plugins", "/var/lib/kubelet/plugins_registry"}
 
-// administered reports whether tenants cannot create pods in a namespace. What is in it may look as if it were NVIDIA's: names, labels, images and
-// owner references are its creator's choice. But NVIDIA's pods mount a directory of kubelet's, and a user who may create such a pod has the node
-// and its GPUs anyway. A DaemonSet proves nothing: admission refuses its pods.
+// administered reports whether tenants cannot create pods in a namespace. What is in it may look as if it were NVIDIA's: names, labels,
+// images and owner references are its creator's choice. But NVIDIA's pods mount a directory of kubelet's, and a user who may create such a
+// pod has the node and its GPUs anyway. A DaemonSet alone proves nothing: admission may refuse its pods.
 func administered(ctx context.Context, client kubernetes.Interface, namespace string) (bool, error) {
 	if namespace == metav1.NamespaceSystem {
 		return true, nil
@@ -172,8 +172,9 @@ func administered(ctx context.Context, client kubernetes.Interface, namespace st
 // kubernetesTaints is the prefix of the taints that kubelet and the controllers of Kubernetes set. Pods of DaemonSets tolerate most of them.
 const kubernetesTaints = "node.kubernetes.io/"
 
-// mayShare reports whether a device plugin may list a GPU otherwise than whole, by its UUID and as nvidia.com/gpu: NVIDIA's does so by a configuration
-// file only. Its chart names the file in a variable. GPU Operator runs a config-manager beside the plugin if there is one (handleDevicePluginConfig).
+// mayShare reports whether a device plugin may list GPUs in another way than whole, by UUID and as nvidia.com/gpu. NVIDIA's does so only with
+// a configuration file. Its chart names the file in a variable. GPU Operator runs a config-manager beside the plugin if there is one
+// (handleDevicePluginConfig).
 func (d daemonSet) mayShare() bool {
 	if _, known := roleOf(d.DaemonSet); !known {
 		return true

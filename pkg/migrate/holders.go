@@ -17,8 +17,8 @@ import (
 	"github.com/tandem-gpu/tandem/internal/podstatus"
 )
 
-// endedHolders returns the devices whose pods by limits have ended, or were deleted by force, and may still use them. Tandem keeps them from others.
-// kubelet does not know these pods any more: it would give the devices to NVIDIA's plugin's next pods.
+// endedHolders returns the devices of pods with limits that have ended, or were deleted by force, and may still use them. Tandem gives these
+// devices to no other holder. kubelet no longer knows these pods: with NVIDIA's plugin it would give the devices to the next pods.
 func (n *Nodes) endedHolders(ctx context.Context, node string) (devices []string, err error) {
 	object, err := n.GPUNode(ctx, node)
 	if apierrors.IsNotFound(err) {
@@ -53,9 +53,10 @@ func heldFor(d v1alpha1.DeviceStatus, h v1alpha1.DeviceHolder) string {
 	return fmt.Sprintf("%s (by %s)", d.Name, h.WaitsFor)
 }
 
-// checkHolders returns why NVIDIA's software would not know what pods by limits hold of a node. kubelet keeps a device of a living pod by
-// resource and ID. NVIDIA's plugin has to list it under the same, or kubelet gives the GPU to another pod. A whole GPU is nvidia.com/gpu and its
-// UUID, unless the plugin shares it. The rest depends on the plugin's configuration. NVIDIA's DRA driver knows nothing of limits.
+// checkHolders returns why NVIDIA's software would not know what pods with limits hold on a node. kubelet keeps a device of a living pod by
+// resource and ID. NVIDIA's plugin has to list it under the same resource and ID, or kubelet gives the GPU to another pod. For a whole GPU
+// these are nvidia.com/gpu and its UUID, unless the plugin shares it. Otherwise they depend on the plugin's configuration. NVIDIA's DRA
+// driver knows nothing about limits.
 func (n *Nodes) checkHolders(sets []daemonSet, node *corev1.Node, status v1alpha1.GPUNodeStatus) (refusals []string, err error) {
 	if status.Omitted > 0 {
 		return []string{"its GPUNode does not list all devices and holders"}, nil
@@ -68,7 +69,7 @@ func (n *Nodes) checkHolders(sets []daemonSet, node *corev1.Node, status v1alpha
 	for _, d := range status.Devices {
 		like := !configured && d.ExtendedResource == config.Defaults().ResourceName && d.Parent == "" &&
 			(d.Sharing == nil || d.Sharing.Replicas == 0)
-		// Until NVIDIA's software has registered, further pods get devices, unless none can come.
+		// Until NVIDIA's software has registered, further pods may get devices, unless the node is cordoned.
 		held := d.ExtendedResource != "" && !d.Excluded && !node.Spec.Unschedulable
 		for _, h := range d.Holders {
 			if h.Kind == v1alpha1.HolderPod {

@@ -266,7 +266,9 @@ func (n *Nodes) checkForward(
 }
 
 // checkBack returns why NVIDIA's software cannot take over a node: it would give away the GPUs of these holders.
-func (n *Nodes) checkBack(ctx context.Context, sets []daemonSet, node *corev1.Node, claims []resourceapi.ResourceClaim) (refusals []string, err error) {
+func (n *Nodes) checkBack(
+	ctx context.Context, sets []daemonSet, node *corev1.Node, claims []resourceapi.ResourceClaim,
+) (refusals []string, err error) {
 	if node.Labels[Label] == returning {
 		return nil, nil // NVIDIA's software has returned, or is returning: the claims have devices of its DRA driver
 	}
@@ -475,8 +477,9 @@ func (n *Nodes) back(ctx context.Context, sets []daemonSet, name string) error {
 
 // leave lets NVIDIA's software return to a node, once no claim can get a GPU there and every GPU that is used belongs to a pod that kubelet knows.
 //
-// Tandem gives GPUs to pods until NVIDIA's plugin has registered. That is safe: kubelet keeps one plugin for a resource, the one that registered last,
-// and does not give a device of a living pod again, whichever plugin had served it. It knows devices by resource and ID, which checkHolders compares.
+// Tandem gives GPUs to pods until NVIDIA's plugin has registered. That is safe: kubelet keeps one plugin for a resource, the one that
+// registered last, and does not give a device of a living pod to another pod, whichever plugin served it. It knows devices by resource and
+// ID, which checkHolders compares.
 func (n *Nodes) leave(ctx context.Context, sets []daemonSet, node *corev1.Node) error {
 	agent, err := n.agent(ctx, node.Name)
 	if err != nil {

@@ -23,7 +23,7 @@ func forged(node string, owner *appsv1.DaemonSet) *corev1.Pod {
 	return pod
 }
 
-// A tenant's pod is no agent: with ready ones migrate does not go on while Tandem's are not ready, and one that does not run stops nothing.
+// A tenant's pod is no agent. If it is ready and Tandem's agent is not, migrate does not go on. If it does not run, it stops nothing.
 func TestTenantsPodsAreNoAgents(t *testing.T) {
 	w := newWorld(t, plugin)
 	for _, node := range []string{"a", "b", "c"} {

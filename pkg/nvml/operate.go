@@ -121,7 +121,7 @@ func (n *Node) reach(uuid string) (op *operation, err error) {
 	r.lib = device.New(r.session.library)
 	lookUp := r.session.handle
 	if !known || g.Health.Reason == gpu.ReasonMissing {
-		lookUp = r.session.find // a handle of before outlives its GPU
+		lookUp = r.session.find // an earlier handle outlives its GPU
 	}
 	d, ret := lookUp(uuid, g.PCIBusID)
 	switch {

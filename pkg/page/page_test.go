@@ -302,7 +302,7 @@ func whyOf(t *testing.T, ctx context.Context, lists func()) *httptest.ResponseRe
 	return answer
 }
 
-// TestWhyEnds: an answer ends with its request, when the tab is closed, and before the page gives up to write it.
+// TestWhyEnds: an answer ends with its request, when the tab is closed, and before the page gives up writing it.
 func TestWhyEnds(t *testing.T) {
 	if answer := whyOf(t, t.Context(), func() {}); answer.Code != 200 || !strings.Contains(answer.Body.String(), "no node has") {
 		t.Errorf("%d: %s", answer.Code, answer.Body)

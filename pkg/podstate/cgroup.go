@@ -33,14 +33,15 @@ type Cgroups struct {
 	searched time.Time
 }
 
-// NewCgroups searches below root, usually the host's /sys/fs/cgroup. own is the UID of the agent's pod, empty outside a pod: while it has no
-// cgroup there, neither method answers.
+// NewCgroups searches below root, usually the host's /sys/fs/cgroup. own is the UID of the agent's pod, empty outside a pod. While that pod
+// has no cgroup there, neither method answers.
 func NewCgroups(root, own string) *Cgroups {
 	return &Cgroups{root: filepath.Clean(root), trust: time.Second, own: own}
 }
 
 // ErrNoPodCgroups means that kubelet seems to give pods no cgroups of their own, so that no hold of an ended pod ends.
-var ErrNoPodCgroups = errors.New("does kubelet run with --cgroups-per-qos=false, or is the host's cgroup file system mounted elsewhere?")
+var ErrNoPodCgroups = errors.New("kubelet seems to run with --cgroups-per-qos=false, or the host's cgroup file system is mounted elsewhere: " +
+	"set cgroupsPerQOS: true in kubelet's configuration and reboot the node, or correct cgroupRoot of the chart")
 
 // PodCgroup is the state of a pod's cgroup.
 type PodCgroup int

@@ -281,7 +281,7 @@ func (p *Pods) Name(uid string) ledger.Pod {
 // Known reports whether the watch has reported a pod with that UID.
 func (p *Pods) Known(uid string) bool { return p.Name(uid).Name != "" }
 
-// EndedBy reports whether the pod was terminal or deleted at a moment of this process.
+// EndedBy reports whether the pod was terminal or deleted at a moment, by this process's clock.
 func (p *Pods) EndedBy(uid string, moment time.Time) bool {
 	ended := p.EndedAt(uid)
 	return !ended.IsZero() && !ended.After(moment)

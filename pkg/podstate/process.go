@@ -63,7 +63,7 @@ func Processes(proc, uid string) ([]Process, error) {
 	return found, nil
 }
 
-// Users says which living pods may have processes on a GPU that they do not hold.
+// Users says which living pods may have processes on a GPU.
 type Users struct {
 	// Holds are those of the node.
 	Holds []ledger.Hold
@@ -74,9 +74,9 @@ type Users struct {
 }
 
 // Outsider reports whether a process exists and its pod may not use the GPU: the process is in no pod, or the watch does not report its pod
-// as living, or the pod neither holds the GPU nor is one of users. A process of a living pod that no user may not stay either: a tenant can
-// hand an open device to a second pod of its own, whose process would keep its memory on the next tenant's GPU. Outsider describes the
-// process. proc is the host's, which counts processes as the driver does. It is safe for concurrent use.
+// as living, or the pod is not one of users. A process of a living pod that is not one of users must not stay: a tenant can hand an open
+// device to a second pod of its own, whose process would keep its memory on the next tenant's GPU. Outsider describes the process. proc is
+// the host's, which counts processes as the driver does. It is safe for concurrent use.
 func (p *Pods) Outsider(proc string, pid int, gpu string, users Users) (description string, outside bool) {
 	cgroups, err := os.ReadFile(filepath.Join(proc, strconv.Itoa(pid), "cgroup"))
 	if err != nil {
@@ -106,7 +106,7 @@ func (p *Pods) mayUse(uid, gpu string, users Users) bool {
 	return slices.Contains(users.Namespaces, p.Name(uid).Namespace) || slices.ContainsFunc(users.Holds, holds) || p.hasAdminAccess(uid, users)
 }
 
-// mayHold reports whether a hold is a pod's. A hold that names no pod yet may be that of each pod that has fewer devices than it asks for.
+// mayHold reports whether a hold is a pod's. A hold that names no pod yet may belong to any pod that has fewer devices than it requests.
 func (p *Pods) mayHold(uid string, h ledger.Hold, all []ledger.Hold) bool {
 	switch {
 	case h.Holder.Kind == ledger.KindClaim:

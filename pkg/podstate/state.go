@@ -18,8 +18,8 @@ import (
 )
 
 // Settling is how long after an Allocate no hold of a pod ends. kubelet's checkpoint may name the previous pod even in a file that was
-// written later: kubelet collects what it writes first, and two writes may overtake each other
-// (k8s.io/kubernetes pkg/kubelet/cm/devicemanager, writeCheckpoint).
+// written later: kubelet collects the content before it writes, and one write may overtake another (k8s.io/kubernetes
+// pkg/kubelet/cm/devicemanager, writeCheckpoint).
 const Settling = 2 * time.Second
 
 // Unsettled returns how long the hold of a pod is still within Settling.
@@ -30,12 +30,12 @@ func Unsettled(h ledger.Hold) time.Duration {
 	return max(0, Settling-time.Since(h.Began))
 }
 
-// clockTick is more than the clock of file stamps is ever behind (10 ms, CONFIG_HZ=100).
+// clockTick is longer than the clock of file stamps is ever behind (10 ms, CONFIG_HZ=100).
 const clockTick = 20 * time.Millisecond
 
-// Predates reports whether kubelet wrote its checkpoint before a hold was taken, by the clock that stamps files. Where that clock was set
-// back since, the hold's age counts: else no later checkpoint would count until the clock has caught up. A checkpoint of the same
-// tick counts as later: kubelet answers an Allocate with a write at once.
+// Predates reports whether kubelet wrote its checkpoint before a hold was taken, by the clock that stamps files. If that clock was set back
+// since, the hold's age decides: otherwise no later checkpoint would count until the clock has caught up. A checkpoint of the same tick
+// counts as later: kubelet writes one at once after each Allocate.
 func (p *Pods) Predates(checkpoint DeviceCheckpoint, h ledger.Hold) bool {
 	since := h.Since
 	if taken := p.Stamp().Add(-time.Since(h.Began)); taken.Add(clockTick).Before(since) {

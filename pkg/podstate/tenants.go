@@ -52,7 +52,7 @@ func (p *Pods) NamespaceOf(resource, id string) (namespace string, known bool, e
 	return namespace, namespace != "", nil
 }
 
-// isPending reports whether kubelet has not admitted the pod yet, and will.
+// isPending reports whether the pod waits for admission by kubelet. A pod that is being deleted does not.
 func (p seenPod) isPending() bool { return !p.isAdmitted() && p.DeletionTimestamp == nil }
 
 // isAdmitted reports whether kubelet has admitted or rejected the pod, or never will. kubelet writes the start time of a pod with the first

@@ -14,8 +14,8 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
-// expectNamed holds each device that kubelet's checkpoint names for a pod that may run, and that no hold has. It returns those that the
-// inventory lacks. holds were read after the checkpoint: kubelet records a device after the ledger does.
+// expectNamed takes a hold for each device that kubelet's checkpoint names for a pod that may run and that no hold has. It returns the
+// devices that the inventory lacks. The caller has read holds after the checkpoint: kubelet records a device after the ledger does.
 func (r *Reconciler) expectNamed(ctx context.Context, checkpoint podstate.DeviceCheckpoint, holds map[ledger.Holder]ledger.Hold,
 ) (late []podstate.PodDevice, err error) {
 	var errs []error
@@ -30,14 +30,14 @@ func (r *Reconciler) expectNamed(ctx context.Context, checkpoint podstate.Device
 		case err == nil && !done:
 			late = append(late, d)
 		case err == nil:
-			klog.FromContext(ctx).Info("A pod that may run has a device that no hold named; it is held now",
+			klog.FromContext(ctx).Info("Took a hold for a device that kubelet's checkpoint names for a pod and that no hold had",
 				"device", d.ID, "resource", d.Resource, "pod", describePod(r.Pods.Name(d.PodUID)))
 		}
 	}
 	return late, errors.Join(errs...)
 }
 
-// expectLost makes up for a hold of a pod that was released by mistake. It returns when to look again if nothing changes.
+// expectLost takes holds of pods again that were released by mistake. It returns when to look again if nothing changes.
 func (r *Reconciler) expectLost(ctx context.Context, checkpoint podstate.DeviceCheckpoint) (time.Duration, error) {
 	late, err := r.expectNamed(ctx, checkpoint, r.holders())
 	if !r.comeLate(ctx, late, nil) {
@@ -46,7 +46,7 @@ func (r *Reconciler) expectLost(ctx context.Context, checkpoint podstate.DeviceC
 	return never, err
 }
 
-// comeLate leaves to RestoreLate what the inventory lacks. It returns false while RestoreLate is sending requests.
+// comeLate passes devices and claims that the inventory lacks to RestoreLate. It returns false while RestoreLate is sending requests.
 func (r *Reconciler) comeLate(ctx context.Context, devices []podstate.PodDevice, claims []podstate.KubeletClaim) bool {
 	if len(devices)+len(claims) == 0 {
 		return true
@@ -70,9 +70,9 @@ func (r *Reconciler) comeLate(ctx context.Context, devices []podstate.PodDevice,
 	return true
 }
 
-// expectUsed does the same for claims that kubelet's state names, and for devices that only kubelet's pod resources name, because kubelet
-// could not write its checkpoint. It sends requests while something is missing, for each claim at most once a minute. holds were read
-// before claims: kubelet's state has the devices of a claim until it has the answer to Unprepare.
+// expectUsed takes lost holds again for claims that kubelet's state names, and for devices that only kubelet's pod resources name because
+// kubelet could not write its checkpoint. While a hold is missing it sends requests, for each claim at most once a minute. The caller has
+// read holds before claims: kubelet's state has the devices of a claim until it has the answer to Unprepare.
 func (r *Reconciler) expectUsed(ctx context.Context, holds []ledger.Hold, claims []podstate.KubeletClaim) error {
 	now := time.Now()
 	asked := map[string]time.Time{}
@@ -108,8 +108,8 @@ func (r *Reconciler) expectUsed(ctx context.Context, holds []ledger.Hold, claims
 	return errors.Join(append(errs, err)...)
 }
 
-// expectUnexplained looks at kubelet's pod resources where an admitted pod has requested more devices for a minute than holds name it. It
-// returns devices that the inventory lacks.
+// expectUnexplained reads kubelet's pod resources if, for a minute, an admitted pod has requested more devices than there are holds that name
+// it. It returns the devices that the inventory lacks.
 func (r *Reconciler) expectUnexplained(ctx context.Context, now time.Time, holds []ledger.Hold, claims []podstate.KubeletClaim,
 ) (late []podstate.PodDevice, err error) {
 	unexplained := r.Pods.Unexplained(r.Limits.Has, holds)

@@ -15,8 +15,8 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
-// An Allocate may have waited for the watch, so that it follows the end of the pod before at once. A checkpoint that kubelet collected before
-// it and wrote after it names that pod, and the write that names the next pod comes late: the disk is slow.
+// An Allocate may have waited for the watch, and then follows the end of the previous pod at once. A checkpoint that kubelet collected before
+// the Allocate and wrote after it names the previous pod. The write that names the next pod comes late, because the disk is slow.
 func TestEndJustBeforeAllocate(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1")
@@ -51,7 +51,7 @@ func TestEndJustBeforeAllocate(t *testing.T) {
 	g.want("GPU-1: pod GPU-1 held [next]")
 }
 
-// Whatever has released the hold of a pod that may run: kubelet's checkpoint names its device, so it is held again.
+// If the hold of a pod that may run was released by mistake, the device is held again, because kubelet's checkpoint names it.
 func TestLostHoldOfAPod(t *testing.T) {
 	t.Parallel()
 	for _, test := range []struct {
@@ -114,7 +114,7 @@ func TestLostHoldOfADeviceThatComesLate(t *testing.T) {
 	g.await("GPU-1@0+1: pod MIG-a held [p1]")
 }
 
-// kubelet's state has the devices of a claim until it has the answer to Unprepare, so a claim in it without a hold has lost that.
+// kubelet's state has the devices of a claim until it has the answer to Unprepare, so a claim there that has no hold has lost it.
 func TestLostHoldOfAClaim(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1", "GPU-2")

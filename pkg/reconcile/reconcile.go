@@ -113,8 +113,8 @@ type Reconciler struct {
 	latePodHolds []podstate.PodDevice
 	// unlisted is since when kubelet has not listed a late device of which no pod is known.
 	unlisted map[podstate.PodDevice]time.Time
-	// asked is when verify last looked for the hold of a claim that kubelet's state names, and unexplained since when an admitted pod has
-	// been requesting more devices than holds name it.
+	// asked is when verify last asked for a claim that kubelet's state names and that has no hold, by its UID. unexplained is since when an
+	// admitted pod has requested more devices than there are holds that name it.
 	asked       map[string]time.Time
 	unexplained time.Time
 	// unprepared is since when AdoptClaims has found a claim without devices in kubelet's state.

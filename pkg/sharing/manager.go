@@ -340,7 +340,7 @@ func supported(err error) error {
 // ErrStillShared reports that the device is reverted later: other devices of its claim, which have the same daemon, are in use.
 var ErrStillShared = errors.New("its claim uses other devices with the same MPS daemon")
 
-// restored returns nil where there is nothing to restore: the GPU does not support the setting, or is gone with it.
+// restored returns nil where there is nothing to restore: the GPU does not support the setting, or is gone, and its settings with it.
 func restored(err error) error {
 	if errors.Is(err, device.ErrNoGPU) {
 		return nil

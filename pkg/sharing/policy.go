@@ -123,7 +123,8 @@ const (
 func (p *Policy) Changed() <-chan struct{} { return p.manager.Changed() }
 
 // Run applies the policy until ctx is done. Each GPU has its own goroutine, so that one that hangs delays no other
-// (TestPolicyBesideAStuckGPU), also one that an earlier process has set and that is gone. Settings stay at the end: the next agent reverts those that its policy does not have.
+// (TestPolicyBesideAStuckGPU). That includes a GPU that is gone and that an earlier process has set. Settings stay at the end: the next agent
+// reverts those that its policy does not have.
 func (p *Policy) Run(ctx context.Context) error {
 	var all sync.WaitGroup
 	defer all.Wait()

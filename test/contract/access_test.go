@@ -262,7 +262,8 @@ func TestWhoMayWriteWhat(t *testing.T) {
 	}
 }
 
-// createsItsGPUNode: an agent creates a GPUNode without a spec, which its node owns. Policies are asked before it turns out that there is one.
+// createsItsGPUNode: an agent creates a GPUNode without a spec, which its node owns. The API server asks the policies before it finds that
+// the GPUNode exists already.
 func (s *story) createsItsGPUNode(agent kubernetes.Interface) {
 	s.Helper()
 	const notOwned = "may not change the owner"

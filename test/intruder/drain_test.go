@@ -87,7 +87,7 @@ func TestDrainBelievesNoThief(t *testing.T) {
 	err = d.Run(t.Context(), ownNode, "0", drain.Options{Wait: true, Timeout: 20 * time.Second, Evict: true, Force: true})
 	t.Logf("%v\n%s", err, strings.Join(said, "\n"))
 	if err == nil {
-		t.Error("the GPU is free, says the drain, although its holders are pods that it does not believe")
+		t.Error("drain says that the GPU is free, although pods that it refused to evict hold it")
 	}
 	for _, pod := range named {
 		found, err := theClient.CoreV1().Pods(pod.Namespace).Get(t.Context(), pod.Name, metav1.GetOptions{})

@@ -727,7 +727,7 @@ func (l parkedLedger) ReserveClaim(ctx context.Context, r ledger.ClaimRequest) (
 	return taken, err
 }
 
-// Holds have, with twoClocks, the moment by which they are compared with the ends of pods from the clock of files.
+// With twoClocks, the moment of a hold that is compared with the ends of pods comes from the clock of files.
 func (l parkedLedger) Holds() []ledger.Hold {
 	holds := l.Ledger.Holds()
 	for i := range holds {
