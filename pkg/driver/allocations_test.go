@@ -172,7 +172,7 @@ func (w *world) device(name string) (device.Device, bool) {
 func (w *world) obstructed() []device.Ref {
 	var refs []device.Ref
 	for _, h := range w.holds {
-		grace := h.Holder.Kind == ledger.KindClaim && h.State == ledger.StateDraining && !h.Unreadable && h.Since.Add(drainGrace).After(w.now)
+		grace := h.Holder.Kind == ledger.KindClaim && h.State == ledger.StateDraining && !h.Unreadable && h.Began.Add(drainGrace).After(w.now)
 		if !grace {
 			refs = append(refs, h.Device)
 		}
@@ -318,7 +318,7 @@ func (w *world) prepare() {
 		if !d.Whole() && d.Partition.UUID == "" && !mig.NewGeometry(d.GPU.Profiles).Fits(w.there(d.GPU), mig.Instance{ProfileID: d.Partition.ProfileID, Placement: d.Partition.Ref.Placement}) {
 			continue
 		}
-		w.holds = append(w.holds, ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: a.claim}, Device: d.Ref(), State: ledger.StateHeld, Since: w.now})
+		w.holds = append(w.holds, ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: a.claim}, Device: d.Ref(), State: ledger.StateHeld, Began: w.now})
 		if !d.Whole() && d.Partition.UUID == "" {
 			d.Partition.Made, d.Partition.UUID = true, "MIG-made"
 			w.change(d.GPU.UUID, func(g *device.GPU) { g.Partitions, g.MIGEnabled = append(g.Partitions, d.Partition), true })
@@ -367,7 +367,7 @@ func (w *world) deallocate() {
 	delete(w.unseen, ended)
 	for i := range w.holds {
 		if h := &w.holds[i]; h.Holder.ID == ended {
-			h.State, h.Since, h.Unreadable = ledger.StateDraining, w.now, w.r.IntN(10) == 0
+			h.State, h.Began, h.Unreadable = ledger.StateDraining, w.now, w.r.IntN(10) == 0
 		}
 	}
 	w.say("%s ends", ended)

@@ -182,8 +182,10 @@ type Driver struct {
 	probeAgain time.Duration
 	// withholds is set from the appearance of a conflicting driver until Tandem has taken over from it. Only Run and FindConflicting use it.
 	withholds bool
-	// foreign is the DRA driver of another name because of which devices are withheld. Only watchForeign and FindConflicting use it.
-	foreign *ForeignDriverError
+	// foreign are the DRA drivers of other names because of which devices are withheld. foreignSaid is what was reported of them last. Only
+	// watchForeign and FindConflicting use them.
+	foreign     map[string]bool
+	foreignSaid string
 	// takeOver is how long a conflicting driver must be gone before Tandem takes over from it.
 	takeOver time.Duration
 	// socketTimeout bounds one request to a socket. kubelet allows a second for GetInfo.
@@ -210,7 +212,7 @@ func New(c Config) (*Driver, error) {
 	}
 	return &Driver{
 		Config: c, metrics: newMetrics(c.Registerer), statuses: make(chan claimStatus, 1000), probeAgain: 10 * time.Minute,
-		unusable: map[types.UID]unusable{}, takeOver: time.Second, socketTimeout: time.Second,
+		unusable: map[types.UID]unusable{}, foreign: map[string]bool{}, takeOver: time.Second, socketTimeout: time.Second,
 		// An earlier Driver of this process may have withheld devices: this one continues.
 		withholds: c.Ledger.Withholds(sourceConflicting),
 		slices:    fmt.Errorf("ResourceSlices of node %s are not published yet", c.NodeName),

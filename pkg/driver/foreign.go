@@ -3,9 +3,12 @@
 package driver
 
 import (
+	"cmp"
 	"context"
 	"fmt"
+	"maps"
 	"path"
+	"slices"
 	"strings"
 	"time"
 
@@ -41,7 +44,7 @@ type ForeignDriverError struct {
 
 // Error names the driver and the remedy.
 func (e *ForeignDriverError) Error() string {
-	if e.Slice == "" {
+	if e.Claim != "" {
 		return fmt.Sprintf("DRA driver %s is gone, but pods of this node still use its claim %s, which may have the same GPUs: end these pods",
 			e.DriverName, e.Claim)
 	}
@@ -83,12 +86,20 @@ func (d *Driver) lookForForeign(ctx context.Context) error {
 
 // watchForeign withholds devices while a DRA driver of another name publishes our GPUs, until ctx is done.
 func (d *Driver) watchForeign(ctx context.Context) error {
-	retry(ctx, klog.FromContext(ctx), "", func() error { return d.lookForForeign(ctx) })
+	said := ""
+	retry(ctx, klog.FromContext(ctx), "", func() error {
+		err := d.lookForForeign(ctx)
+		if err != nil && !apierrors.IsNotFound(err) && ctx.Err() == nil && err.Error() != said {
+			said = err.Error()
+			d.reportForeign(ctx, "Serving nothing new without knowing whether another DRA driver has GPUs of this node", err)
+		}
+		return err
+	})
 	factory := informers.NewSharedInformerFactoryWithOptions(d.KubeClient, 0, informers.WithTweakListOptions(d.foreignSlices))
-	slices := factory.Resource().V1().ResourceSlices()
+	informer := factory.Resource().V1().ResourceSlices()
 	var changed broadcast.Signal
 	notify := func(any) { changed.Notify() }
-	handler, err := slices.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
+	handler, err := informer.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
 		AddFunc: notify, UpdateFunc: func(_, now any) { notify(now) }, DeleteFunc: notify,
 	})
 	if err != nil {
@@ -100,8 +111,8 @@ func (d *Driver) watchForeign(ctx context.Context) error {
 		return nil
 	}
 	for ctx.Err() == nil {
-		next := changed.Changed()
-		all, err := slices.Lister().List(labels.Everything())
+		next, inventory := changed.Changed(), d.Inventory.Changed()
+		all, err := informer.Lister().List(labels.Everything())
 		if err != nil {
 			return fmt.Errorf("list the ResourceSlices of other drivers: %w", err)
 		}
@@ -112,15 +123,17 @@ func (d *Driver) watchForeign(ctx context.Context) error {
 		select {
 		case <-ctx.Done():
 		case <-next:
+		case <-inventory:
 		case <-again:
 		}
 	}
 	return nil
 }
 
-// foreignOf returns the first device of these slices that is one of our GPUs, or a partition of one: drivers publish its UUID as an
-// attribute of their own (NVIDIA: uuid), or its PCI address as the standard one.
-func (d *Driver) foreignOf(slices []*resourceapi.ResourceSlice) *ForeignDriverError {
+// foreignOf returns, for each driver of these slices, a device that is one of our GPUs, or a partition of one: drivers publish its UUID as
+// an attribute of their own (NVIDIA: uuid), or its PCI address as the standard one.
+func (d *Driver) foreignOf(published []*resourceapi.ResourceSlice) map[string]*ForeignDriverError {
+	found := map[string]*ForeignDriverError{}
 	ours := map[string]bool{}
 	for _, gpu := range d.Inventory.Inventory().GPUs {
 		if !d.OfferedToClaims(gpu) && !d.OfferedToPods(gpu) {
@@ -132,54 +145,74 @@ func (d *Driver) foreignOf(slices []*resourceapi.ResourceSlice) *ForeignDriverEr
 		}
 	}
 	delete(ours, "")
-	for _, slice := range slices {
+	for _, slice := range published {
+		if slice.Spec.Driver == d.DriverName {
+			continue // fake API servers do not select by fields
+		}
 		for _, device := range slice.Spec.Devices {
 			for name, attribute := range device.Attributes {
 				identifies := strings.HasSuffix(strings.ToLower(path.Base(string(name))), "uuid") ||
 					name == resourceapi.QualifiedName(deviceattribute.StandardDeviceAttributePCIBusID)
 				if identifies && attribute.StringValue != nil && ours[*attribute.StringValue] {
-					return &ForeignDriverError{
+					found[slice.Spec.Driver] = &ForeignDriverError{
 						DriverName: slice.Spec.Driver, Slice: slice.Name, Device: device.Name, Attribute: string(name), Value: *attribute.StringValue,
 					}
 				}
 			}
 		}
 	}
-	return nil
+	return found
 }
 
 // withholdForeign withholds devices while there is a foreign driver, and after that while a pod uses a claim that the driver prepared: such a
 // claim names none of our devices, so the ledger cannot hold them for it. It reports whether devices are withheld.
-func (d *Driver) withholdForeign(ctx context.Context, found *ForeignDriverError) bool {
-	before := d.foreign
-	if found == nil && before != nil {
-		found = d.claimsOfForeign(ctx, before.DriverName)
+func (d *Driver) withholdForeign(ctx context.Context, found map[string]*ForeignDriverError) bool {
+	for name := range found {
+		d.foreign[name] = true
 	}
-	d.foreign = found
-	if found == nil {
-		d.Ledger.Withhold(sourceForeign, nil)
-		if before != nil {
-			klog.FromContext(ctx).Info("The other DRA driver and its pods are gone, serving again", "driverName", before.DriverName)
+	var reason *ForeignDriverError
+	for _, name := range slices.Sorted(maps.Keys(d.foreign)) {
+		why := found[name]
+		if why == nil {
+			why = d.claimsOfForeign(name)
 		}
+		if why == nil {
+			delete(d.foreign, name)
+			klog.FromContext(ctx).Info("The other DRA driver and its pods are gone", "driverName", name)
+		}
+		reason = cmp.Or(reason, why)
+	}
+	if reason == nil {
+		d.foreignSaid = ""
+		d.Ledger.Withhold(sourceForeign, nil)
 		return false
 	}
-	d.Ledger.Withhold(sourceForeign, found)
-	if before == nil || before.DriverName != found.DriverName || (before.Slice == "") != (found.Slice == "") {
-		klog.FromContext(ctx).Info("Serving nothing new while another DRA driver has GPUs of this node", "reason", found.Error())
-		d.Recorder.Event(regarding.Node(d.NodeName), corev1.EventTypeWarning, "ConflictingDriver", found.Error())
+	d.Ledger.Withhold(sourceForeign, reason)
+	if text := reason.DriverName + " " + reason.Slice + " " + reason.Claim; text != d.foreignSaid {
+		d.foreignSaid = text
+		d.reportForeign(ctx, "Serving nothing new while another DRA driver has GPUs of this node", reason)
 	}
 	return true
 }
 
+func (d *Driver) reportForeign(ctx context.Context, message string, reason error) {
+	klog.FromContext(ctx).Info(message, "reason", reason.Error())
+	d.Recorder.Event(regarding.Node(d.NodeName), corev1.EventTypeWarning, "ConflictingDriver", reason.Error())
+}
+
 // claimsOfForeign returns a claim that a driver prepared and that a pod may use. kubelet's state has the claim until the driver unprepares
-// it, which never happens once the driver is gone.
-func (d *Driver) claimsOfForeign(ctx context.Context, driver string) *ForeignDriverError {
+// it, which never happens once the driver is gone. A claim with a hold of its own does not count.
+func (d *Driver) claimsOfForeign(driver string) *ForeignDriverError {
 	claims, err := podstate.ReadClaimState(d.KubeletDir, driver)
 	if err != nil {
-		klog.FromContext(ctx).Error(err, "Cannot read which claims another DRA driver has prepared; devices stay withheld", "driverName", driver)
-		return &ForeignDriverError{DriverName: driver, Claim: "(unknown: kubelet's claim state cannot be read)"}
+		return &ForeignDriverError{DriverName: driver, Claim: fmt.Sprintf("(not known: %v)", err)}
 	}
+	holds := d.Ledger.Holds()
 	for _, claim := range claims {
+		// Tandem prepared it, under an earlier driver name of its own.
+		if slices.ContainsFunc(holds, func(h ledger.Hold) bool { return h.Holder == ledger.Holder{Kind: ledger.KindClaim, ID: claim.UID} }) {
+			continue
+		}
 		h := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: claim.UID}, State: ledger.StateRestored}
 		for _, uid := range claim.PodUIDs {
 			h.Pods = append(h.Pods, ledger.Pod{UID: uid})

@@ -18,6 +18,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
 const otherDriver = "nvidia-dra.example.com"
@@ -113,12 +114,7 @@ func TestDriverOfAnotherNameComesAndGoes(t *testing.T) {
 	if all := r.events.all(); !strings.Contains(all, "ConflictingDriver: DRA driver "+otherDriver) {
 		t.Errorf("events: %s", all)
 	}
-	inner := fmt.Sprintf(`{"ClaimInfoStateList":[{"ClaimUID":"c1","ClaimName":"one","Namespace":"apps","PodUIDs":{"p1":{}},
-		"DriverState":{%q:{"Devices":[{"PoolName":"node-1","DeviceName":"gpu-7"}]}}}]}`, otherDriver)
-	state := fmt.Sprintf(`{"Data":%q,"Checksum":%d}`, inner, crc32.ChecksumIEEE([]byte(inner)))
-	if err := os.WriteFile(filepath.Join(r.dir, "dra_manager_state"), []byte(state), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	r.writeClaimState(t, otherDriver)
 	r.api.remove("resourceslices", "other")
 	eventually(t, "the claim of the driver that is gone", func() error {
 		if found := r.awaitForeign(true); found.Claim != "apps/one" {
@@ -140,8 +136,14 @@ func TestDriverOfAnotherNameIsNotKnown(t *testing.T) {
 	if r.ledger.Withheld() == nil {
 		t.Error("serves without knowing whether another driver does")
 	}
-	r.api.set(func() { r.api.failAll = nil })
 	r.run()
+	eventually(t, "an event", func() error {
+		if all := r.events.all(); !strings.Contains(all, "look for other DRA drivers of this node's GPUs") {
+			return fmt.Errorf("events: %s", all)
+		}
+		return nil
+	})
+	r.api.set(func() { r.api.failAll = nil })
 	r.ready()
 }
 
@@ -152,5 +154,59 @@ func TestDriverOfAnotherNameWithoutDRA(t *testing.T) {
 	r.driver.FindConflicting(t.Context())
 	if err := r.ledger.Withheld(); err != nil {
 		t.Errorf("withheld where there is no DRA API: %v", err)
+	}
+}
+
+// A GPU that the inventory lacked when the other driver published it.
+func TestDriverOfAnotherNameForAGPUThatComesLate(t *testing.T) {
+	t.Parallel()
+	both := machine(2)
+	r := newRig(t, device.Inventory{GPUs: both.GPUs[:1]})
+	r.api.put("resourceslices", published(otherDriver, "uuid", both.GPUs[1].UUID))
+	r.run()
+	r.ready()
+	r.inventory.set(both)
+	r.awaitForeign(true)
+}
+
+// Two drivers: the pods of one that is gone keep the devices withheld, whichever goes first.
+func TestTwoDriversOfOtherNames(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, machine(1), func(c *Config) { c.CheckInterval = 10 * time.Millisecond })
+	uuid := r.driver.Inventory.Inventory().GPUs[0].UUID
+	second := published("second.example.com", "uuid", uuid)
+	second.Name = "second"
+	r.api.put("resourceslices", published(otherDriver, "uuid", uuid))
+	r.api.put("resourceslices", second)
+	r.writeClaimState(t, otherDriver)
+	r.run()
+	r.awaitForeign(true)
+	r.api.remove("resourceslices", "other")
+	r.api.remove("resourceslices", "second")
+	eventually(t, "the claim of the first driver", func() error {
+		if found := r.awaitForeign(true); found.Claim != "apps/one" {
+			return found
+		}
+		return nil
+	})
+	// Tandem itself, under another name.
+	_, err := r.ledger.ReserveClaim(t.Context(), ledger.ClaimRequest{UID: "c1", Namespace: "apps", Name: "one", Devices: []device.Ref{{GPU: "GPU-x"}}})
+	if _, withheld := errors.AsType[*ledger.WithheldError](err); !withheld {
+		t.Errorf("reserved beside another driver: %v", err)
+	}
+	if err := r.ledger.Expect(ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "c1"}, Device: device.Ref{GPU: uuid}}); err != nil {
+		t.Fatal(err)
+	}
+	r.awaitForeign(false)
+}
+
+// writeClaimState makes kubelet name a claim of a pod that a driver has prepared.
+func (r *rig) writeClaimState(t *testing.T, driver string) {
+	t.Helper()
+	inner := fmt.Sprintf(`{"ClaimInfoStateList":[{"ClaimUID":"c1","ClaimName":"one","Namespace":"apps","PodUIDs":{"p1":{}},
+		"DriverState":{%q:{"Devices":[{"PoolName":"node-1","DeviceName":"gpu-7"}]}}}]}`, driver)
+	state := fmt.Sprintf(`{"Data":%q,"Checksum":%d}`, inner, crc32.ChecksumIEEE([]byte(inner)))
+	if err := os.WriteFile(filepath.Join(r.dir, "dra_manager_state"), []byte(state), 0o600); err != nil {
+		t.Fatal(err)
 	}
 }

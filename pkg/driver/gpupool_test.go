@@ -313,7 +313,7 @@ func TestCountersFollowHolds(t *testing.T) {
 		return device.Ref{GPU: uuidOf(0), Placement: device.Placement{Start: start, Size: size}}
 	}
 	hold := func(kind ledger.Kind, state ledger.State, age time.Duration, ref device.Ref) ledger.Hold {
-		return ledger.Hold{Holder: ledger.Holder{Kind: kind, ID: "c"}, Device: ref, State: state, Since: now.Add(-age)}
+		return ledger.Hold{Holder: ledger.Holder{Kind: kind, ID: "c"}, Device: ref, State: state, Began: now.Add(-age)}
 	}
 	deserted, contested := hold(ledger.KindClaim, ledger.StateHeld, 0, at(0, 4)), hold(ledger.KindClaim, ledger.StateHeld, 0, at(0, 4))
 	deserted.Deserted, contested.Contested = true, true

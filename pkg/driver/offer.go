@@ -436,7 +436,7 @@ func findWithdrawn(
 			continue
 		}
 		// An overdue hold gets no grace: the scheduler would choose its device for each new claim meanwhile.
-		if due := h.Since.Add(drainGrace); held.Reason == availability.Draining && !h.Unreadable && !h.Overdue() && due.After(now) {
+		if due := h.Began.Add(drainGrace); held.Reason == availability.Draining && !h.Unreadable && !h.Overdue() && due.After(now) {
 			next = earlier(next, due)
 			continue
 		}
@@ -469,7 +469,7 @@ func (o *Offer) orphans(inv device.Inventory, holds []ledger.Hold, now time.Time
 		if first, known := o.orphanSince[ref]; known {
 			since[ref] = first
 		}
-		orphans = append(orphans, ledger.Hold{Device: ref, State: ledger.StateDraining, Since: since[ref]})
+		orphans = append(orphans, ledger.Hold{Device: ref, State: ledger.StateDraining, Began: since[ref]})
 	}
 	o.orphanSince = since
 	return orphans

@@ -35,7 +35,7 @@ func TestFindWithdrawn(t *testing.T) {
 	inv.GPUs[6].Health = device.Health{Reason: device.ReasonLost}
 	inv.GPUs[7].Health = device.Health{Reason: device.ReasonNoNode}
 	hold := func(minor int, kind ledger.Kind, state ledger.State, age time.Duration, unreadable bool) ledger.Hold {
-		return ledger.Hold{Holder: ledger.Holder{Kind: kind, ID: "x"}, Device: device.Ref{GPU: uuidOf(minor)}, State: state, Since: now.Add(-age), Unreadable: unreadable}
+		return ledger.Hold{Holder: ledger.Holder{Kind: kind, ID: "x"}, Device: device.Ref{GPU: uuidOf(minor)}, State: state, Began: now.Add(-age), Unreadable: unreadable}
 	}
 	deserted, contested, allocated := hold(0, ledger.KindClaim, ledger.StateHeld, 0, false), hold(1, ledger.KindClaim, ledger.StateHeld, 0, false),
 		hold(2, ledger.KindClaim, ledger.StateHeld, 0, false)

@@ -161,7 +161,7 @@ func compareHolds(a, b Hold) int {
 // before calling Holds, Conflicts or Unwritable.
 func (l *Ledger) Changed() <-chan struct{} { return l.changed.Changed() }
 
-// Expect restores a hold that kubelet's state or pod resources contain. Startup calls it. A holder that has the device already
+// Expect restores a hold that kubelet's state or pod resources contain. The reconciler calls it. A holder that has the device already
 // keeps its state, and gets the fields that only h contains. If another holder has the device, both hold it from then on, as they
 // do on the node, and Expect returns a *ConflictError for the caller to report. After any other error the device is held too, but
 // a restart forgets it until Repair succeeds.
@@ -175,7 +175,7 @@ func (l *Ledger) Expect(h Hold) error {
 	l.serial++
 	h.Generation = l.serial
 	h.State = StateRestored
-	h.begin(l.options.Now())
+	h.Since, h.Began = l.options.Now(), time.Time{}
 	h.Pods = slices.Clone(h.Pods)
 	h.Unreadable = false
 	err := l.write(h)

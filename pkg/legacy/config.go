@@ -158,9 +158,9 @@ type Config struct {
 	HandOver func(ctx context.Context, uuid string) error
 	// Requesters are asked about devices that are shared among some namespaces only.
 	Requesters Requesters
-	// NamespaceOf, where set, returns the namespace of the pod that kubelet's checkpoint names for a device. It is asked before a container
-	// starts: Requesters does not know a pod that the watch has not reported. Nil where all namespaces may share.
-	NamespaceOf func(resource, id string) (namespace string, known bool, err error)
+	// NamespaceOf, where set, returns the namespace of the pod that has a hold. It is asked before a container starts: Requesters does not
+	// know a pod that the watch has not reported. Nil where all namespaces may share.
+	NamespaceOf func(h ledger.Hold) (namespace string, known bool, err error)
 	// Allocations are the scheduler's: the plugin withdraws their devices before kubelet prepares the claims.
 	Allocations Allocations
 	// Adopt adds holds for what another plugin gave away while it was there (reconcile.Reconciler.Adopt).

@@ -10,6 +10,8 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
 // watchDelay is how long the watch may take to report a pod that kubelet has seen. kubelet's sync loop waits meanwhile.
@@ -51,12 +53,19 @@ func (p *Plugin) admitPod(ctx context.Context, resource string, ids []string) er
 	if err != nil {
 		return err
 	}
+	holds := p.config.Ledger.Holds()
 	for _, i := range items {
 		policy := i.Sharing()
 		if len(policy.Namespaces) == 0 {
 			continue
 		}
-		namespace, known, err := p.config.NamespaceOf(resource, i.id)
+		at := slices.IndexFunc(holds, func(h ledger.Hold) bool {
+			return h.Holder == ledger.Holder{Kind: ledger.KindPod, ID: i.id} && h.Resource == resource
+		})
+		if at < 0 {
+			return status.Errorf(codes.Unavailable, "start a container with %s: no pod holds device %s", resource, i.id)
+		}
+		namespace, known, err := p.config.NamespaceOf(holds[at])
 		switch {
 		case err != nil:
 			return status.Errorf(codes.Unavailable, "start a container with %s: find the pod of device %s: %v", resource, i.id, err)

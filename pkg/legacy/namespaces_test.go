@@ -15,6 +15,7 @@ import (
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
 // requesters are the namespaces whose pods wait for admission.
@@ -75,7 +76,7 @@ func TestNamespaceOfTheAllocatedPod(t *testing.T) {
 	f, client := serving(t, func(c *Config) {
 		c.Requesters = requesters{"team-a"}
 		c.Sharing = newFakeSharing()
-		c.NamespaceOf = func(resource, id string) (string, bool, error) {
+		c.NamespaceOf = func(ledger.Hold) (string, bool, error) {
 			mu.Lock()
 			defer mu.Unlock()
 			return namespace, known, failed
@@ -92,6 +93,12 @@ func TestNamespaceOfTheAllocatedPod(t *testing.T) {
 	start := func(gpu int) error {
 		_, err := client.PreStartContainer(t.Context(), &pluginapi.PreStartContainerRequest{DevicesIds: []string{replicaOf(gpu, 0)}})
 		return err
+	}
+	if err := start(0); status.Code(err) != codes.Unavailable || !strings.Contains(err.Error(), "no pod holds") {
+		t.Errorf("without an Allocate: %v", err)
+	}
+	if _, err := client.Allocate(t.Context(), allocation([]string{replicaOf(0, 0)})); err != nil {
+		t.Fatal(err)
 	}
 	for _, step := range []struct {
 		namespace string

@@ -69,8 +69,8 @@ func (p *Pods) PodState(h ledger.Hold) ledger.PodState {
 	return podState
 }
 
-// podState returns the state of one pod. kubelet starts no container of a pod with a terminal phase, so an empty cgroup ends it. A deleted
-// pod must have lost its cgroup. A pod that the watch has not reported counts as deleted only if its hold is older than the first list.
+// podState returns the state of one pod. kubelet starts no container of a pod with a terminal phase, so an empty cgroup ends it, also once
+// it is deleted. Another deleted pod must have lost its cgroup. A pod that the watch has not reported counts as deleted only if its hold is older than the first list.
 // For a newer hold, kubelet may have received the pod before our watch. If the kernel gives no answer, containers may still run.
 func (p *Pods) podState(uid types.UID, since time.Time) ledger.PodState {
 	p.mu.Lock()
@@ -91,7 +91,7 @@ func (p *Pods) podState(uid types.UID, since time.Time) ledger.PodState {
 	switch {
 	case err != nil, cgroup == CgroupAbsent && p.mayStart(uid, since):
 		return ledger.Orphaned
-	case cgroup == CgroupAbsent, cgroup == CgroupEmpty && !deleted:
+	case cgroup == CgroupAbsent, cgroup == CgroupEmpty && (!deleted || terminal):
 		return ledger.Gone
 	}
 	p.recordCgroup(uid)
@@ -395,7 +395,7 @@ func (p *Pods) Ended(conflict ledger.Conflict) bool {
 	}
 	for uid := range uids {
 		pod, known := p.pods[uid]
-		if known && !pod.deleted && !podstatus.Ended(pod.Pod) || !known && time.Since(conflict.Since) < reportDelay {
+		if known && !pod.deleted && !podstatus.Ended(pod.Pod) || !known && isRecent(conflict.Since) {
 			return false
 		}
 	}

@@ -7,6 +7,7 @@ import (
 	"slices"
 
 	"github.com/tandem-gpu/tandem/internal/podstatus"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
 // Requesters returns the namespaces, sorted, of the pods that kubelet may be about to admit with a resource. It waits until the watch has
@@ -36,16 +37,21 @@ func (p *Pods) requesters(resource string) (namespaces []string) {
 	return namespaces
 }
 
-// NamespaceOf returns the namespace of the pod that kubelet's checkpoint names for a device of a resource: kubelet writes it before it starts
-// the pod's containers. known is false while the checkpoint names no pod, or one that the watch has not reported yet. The device plugin
-// calls it. It is safe for concurrent use.
-func (p *Pods) NamespaceOf(resource, id string) (namespace string, known bool, err error) {
+// NamespaceOf returns the namespace of the pod that has a pod's hold: as the hold names it, or kubelet's checkpoint, which kubelet writes
+// before it starts the pod's containers. known is false while neither names the pod, or the watch has not reported it yet. The checkpoint
+// may name the pod before, which has ended. The device plugin calls it. It is safe for concurrent use.
+func (p *Pods) NamespaceOf(h ledger.Hold) (namespace string, known bool, err error) {
+	for _, pod := range h.Pods {
+		if pod.Namespace != "" {
+			return pod.Namespace, true, nil
+		}
+	}
 	checkpoint, err := ReadDeviceCheckpoint(p.kubeletDir)
 	if err != nil {
 		return "", false, err
 	}
-	i := slices.IndexFunc(checkpoint.Devices, func(d PodDevice) bool { return d.Resource == resource && d.ID == id })
-	if i < 0 {
+	i := slices.IndexFunc(checkpoint.Devices, func(d PodDevice) bool { return d.Resource == h.Resource && d.ID == h.Holder.ID })
+	if i < 0 || p.Predates(checkpoint, h) || p.EndedBy(checkpoint.Devices[i].PodUID, h.Began) {
 		return "", false, nil
 	}
 	namespace = p.Name(checkpoint.Devices[i].PodUID).Namespace

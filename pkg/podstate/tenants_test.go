@@ -13,6 +13,8 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+
+	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
 const gpus = "nvidia.com/gpu"
@@ -49,31 +51,45 @@ func TestRequestersWait(t *testing.T) {
 	})
 }
 
-// The checkpoint says whose device it is.
+// The hold says whose device it is, or kubelet's checkpoint.
 func TestNamespaceOf(t *testing.T) {
-	p := known(t, newTree(t), pod(podA, "a", in("team-a")))
-	named := func() string {
-		namespace, known, err := p.NamespaceOf(gpus, "GPU-a")
-		if known != (namespace != "") {
-			t.Errorf("%q is known: %v", namespace, known)
-		}
-		return fmt.Sprint(namespace, err != nil)
-	}
+	p := known(t, newTree(t), pod(podA, "a", in("team-a")), pod("ended", "e", in("team-a"), phase(corev1.PodSucceeded)))
 	path := DeviceCheckpointPath(p.kubeletDir)
 	must(t, os.MkdirAll(filepath.Dir(path), 0o755))
 	checkpoint := func(uid string) []byte {
 		return fmt.Appendf(nil, `{"Data":{"PodDeviceEntries":[{"PodUID":%q,"ContainerName":"main","ResourceName":"nvidia.com/gpu.shared","DeviceIDs":{"0":["GPU-a"]}},
 			{"PodUID":%q,"ContainerName":"main","ResourceName":"nvidia.com/gpu","DeviceIDs":{"0":["GPU-b","GPU-a"]}}]},"Checksum":1}`, "other", uid)
 	}
-	for _, step := range []struct {
+	hold := limit(ledger.StateHeld, 0)
+	identified := hold
+	identified.Pods = []ledger.Pod{{UID: "gone", Namespace: "team-b", Name: "b"}}
+	for name, c := range map[string]struct {
+		hold     ledger.Hold
 		contents []byte
-		want     string
-	}{{nil, "false"}, {checkpoint(podA), "team-afalse"}, {checkpoint(podB), "false"}, {[]byte("{"), "true"}} {
-		if step.contents != nil {
-			must(t, os.WriteFile(path, step.contents, 0o600))
-		}
-		if got := named(); got != step.want {
-			t.Errorf("with %s: %s, want %s", step.contents, got, step.want)
-		}
+		age      time.Duration // of the checkpoint
+		want     string        // empty for unknown
+		fails    bool
+	}{
+		"no checkpoint":                     {hold, nil, 0, "", false},
+		"named by the checkpoint":           {hold, checkpoint(podA), 0, "team-a", false},
+		"not reported yet":                  {hold, checkpoint(podB), 0, "", false},
+		"the pod before, which has ended":   {hold, checkpoint("ended"), 0, "", false},
+		"a checkpoint from before the hold": {hold, checkpoint(podA), time.Minute, "", false},
+		"damaged":                           {hold, []byte("{"), 0, "", true},
+		"named by the hold":                 {identified, []byte("{"), 0, "team-b", false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			must(t, os.RemoveAll(path))
+			if c.contents != nil {
+				must(t, os.WriteFile(path, c.contents, 0o600))
+				must(t, os.Chtimes(path, time.Time{}, time.Now().Add(-c.age)))
+			}
+			h := c.hold
+			h.Since, h.Began = time.Now().Add(-time.Millisecond), time.Now()
+			got, isKnown, err := p.NamespaceOf(h)
+			if got != c.want || isKnown != (c.want != "") || (err != nil) != c.fails {
+				t.Errorf("got %q, %v, %v", got, isKnown, err)
+			}
+		})
 	}
 }

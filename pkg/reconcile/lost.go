@@ -5,6 +5,7 @@ package reconcile
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"time"
 
@@ -24,7 +25,7 @@ func (r *Reconciler) expectNamed(ctx context.Context, checkpoint podstate.Device
 		if held || !r.Limits.Has(d.Resource) || !r.mayRun(ctx, checkpoint, d) {
 			continue
 		}
-		done, err := r.restorePodHold(ctx, checkpoint, holds, d)
+		done, err := r.expectDevice(ctx, d)
 		errs = append(errs, err)
 		switch {
 		case err == nil && !done:
@@ -70,12 +71,12 @@ func (r *Reconciler) comeLate(ctx context.Context, devices []podstate.PodDevice,
 	return true
 }
 
-// expectUsed takes lost holds again for claims that kubelet's state names, and for devices that only kubelet's pod resources name because
-// kubelet could not write its checkpoint. While a hold is missing it sends requests, for each claim at most once a minute. The caller has
-// read holds before claims: kubelet's state has the devices of a claim until it has the answer to Unprepare.
+// expectUsed takes holds of claims that kubelet's state names and that no hold has, and of devices that only kubelet's pod resources name
+// because kubelet could not write its checkpoint. The caller has read holds before claims: kubelet's state has the devices of a claim
+// until it has the answer to Unprepare. It asks the API server once for each claim: one for admin access, or one that has ended, has no
+// hold. Without an answer it takes none, because kubelet's state does not tell.
 func (r *Reconciler) expectUsed(ctx context.Context, holds []ledger.Hold, claims []podstate.KubeletClaim) error {
-	now := time.Now()
-	asked := map[string]time.Time{}
+	settled := map[string][]podstate.PoolDevice{}
 	var errs []error
 	var late []podstate.KubeletClaim
 	for _, claim := range claims {
@@ -83,28 +84,33 @@ func (r *Reconciler) expectUsed(ctx context.Context, holds []ledger.Hold, claims
 		if held || len(claim.Devices) == 0 {
 			continue
 		}
-		asked[claim.UID] = r.asked[claim.UID]
-		if now.Sub(asked[claim.UID]) < r.times.verify {
+		if slices.Equal(r.settled[claim.UID], claim.Devices) {
+			settled[claim.UID] = claim.Devices
 			continue
 		}
-		asked[claim.UID] = now
 		callCtx, cancel := context.WithTimeout(ctx, r.times.call)
-		missing, err := r.restoreClaim(callCtx, claim)
+		current, err := r.ask(callCtx, claim)
 		cancel()
-		if !errors.Is(err, errUnasked) {
-			errs = append(errs, err)
+		if err != nil {
+			errs = append(errs, fmt.Errorf("find out whether a claim without a hold needs one: %w", err))
+			continue
 		}
+		missing, err := r.expectClaim(ctx, claim, current, true)
+		errs = append(errs, err)
 		if missing {
 			late = append(late, claim)
 		}
-	}
-	r.asked = asked
-	devices, err := r.expectUnexplained(ctx, now, holds, claims)
-	if !r.comeLate(ctx, devices, late) {
-		for _, claim := range late {
-			delete(r.asked, claim.UID)
+		if _, held := r.holders()[ledger.Holder{Kind: ledger.KindClaim, ID: claim.UID}]; err == nil && !held {
+			settled[claim.UID] = claim.Devices
 		}
 	}
+	devices, err := r.expectUnexplained(ctx, time.Now(), holds, claims)
+	if !r.comeLate(ctx, devices, late) {
+		for _, claim := range late {
+			delete(settled, claim.UID)
+		}
+	}
+	r.settled = settled
 	return errors.Join(append(errs, err)...)
 }
 

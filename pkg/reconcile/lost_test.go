@@ -57,7 +57,7 @@ func TestLostHoldOfAPod(t *testing.T) {
 	for _, test := range []struct {
 		name  string
 		pod   func(g *rig) *corev1.Pod // nil: the API server does not have it
-		group string                   // of the pod: "", "busy" or "empty"
+		group string                   // of the pod: "", "busy", "empty", or "left" after its deletion
 		held  bool
 	}{
 		{"running", func(g *rig) *corev1.Pod { return g.pod("p1") }, "busy", true},
@@ -65,6 +65,7 @@ func TestLostHoldOfAPod(t *testing.T) {
 		{"force-deleted, with a process", nil, "busy", true},
 		{"ended, with a process", func(g *rig) *corev1.Pod { return g.ended("p1") }, "busy", true},
 		{"ended", func(g *rig) *corev1.Pod { return g.ended("p1") }, "empty", false},
+		{"ended and deleted, its cgroup stays", func(g *rig) *corev1.Pod { return g.ended("p1") }, "left", false},
 		{"gone", nil, "", false},
 	} {
 		t.Run(test.name, func(t *testing.T) {
@@ -77,6 +78,10 @@ func TestLostHoldOfAPod(t *testing.T) {
 				g.group("p1", test.group == "busy")
 			}
 			g.watchPods()
+			if test.group == "left" {
+				g.deletePod("p1")
+				g.awaitDeleted("p1")
+			}
 			g.allocate("GPU-2")
 			g.checkpoint("p1", "GPU-1")
 			g.settle()
@@ -125,13 +130,32 @@ func TestLostHoldOfAClaim(t *testing.T) {
 	g.watchPods()
 	g.claimState(kubeletClaim{uid: "c1", name: "one", pods: []string{"p1"}, devices: []string{"gpu-1"}},
 		kubeletClaim{uid: "c2", name: "admin", pods: []string{"p1"}, devices: []string{"gpu-2"}})
+	g.change(func() { g.away = true })
+	_, err := g.r.Verify(t.Context())
+	if err == nil {
+		t.Error("no error without an answer")
+	}
+	g.want() // one of them may be for admin access
+	g.change(func() { g.away = false })
 	g.verify()
 	g.want("GPU-1: claim c1 restored [p1]")
+	for range 3 { // it confirms the hold
+		g.verify()
+		time.Sleep(2 * g.r.times.verify)
+	}
 	before := g.calls()
-	g.r.times.verify = time.Hour
-	g.verify()
+	for range 3 {
+		time.Sleep(2 * g.r.times.verify)
+		g.verify()
+	}
 	if after := g.calls(); after != before {
 		t.Errorf("%d more requests for a claim with admin access", after-before)
+	}
+	// Another change of its devices may give it one to hold.
+	g.claimState(kubeletClaim{uid: "c2", name: "admin", pods: []string{"p1"}, devices: []string{"gpu-2", "gpu-1"}})
+	g.verify()
+	if g.calls() == before {
+		t.Error("nothing was asked about other devices")
 	}
 }
 

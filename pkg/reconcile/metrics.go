@@ -50,7 +50,7 @@ func (b book) Collect(metrics chan<- prometheus.Metric) {
 	for _, h := range holds {
 		g := group{h.Holder.Kind, h.State}
 		count[g]++
-		age[g] = max(age[g], time.Since(h.Began))
+		age[g] = max(age[g], time.Since(h.Since))
 	}
 	gauge := func(description *prometheus.Desc, value float64, labels ...string) {
 		metrics <- prometheus.MustNewConstMetric(description, prometheus.GaugeValue, value, labels...)

@@ -113,9 +113,9 @@ type Reconciler struct {
 	latePodHolds []podstate.PodDevice
 	// unlisted is since when kubelet has not listed a late device of which no pod is known.
 	unlisted map[podstate.PodDevice]time.Time
-	// asked is when verify last asked for a claim that kubelet's state names and that has no hold, by its UID. unexplained is since when an
-	// admitted pod has requested more devices than there are holds that name it.
-	asked       map[string]time.Time
+	// settled are the devices of claims without a hold that need none, as the API server has answered. unexplained is since when an admitted
+	// pod has requested more devices than holds name it.
+	settled     map[string][]podstate.PoolDevice
 	unexplained time.Time
 	// unprepared is since when AdoptClaims has found a claim without devices in kubelet's state.
 	unprepared map[string]time.Time

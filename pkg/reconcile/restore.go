@@ -174,19 +174,22 @@ func (r *Reconciler) holders() map[ledger.Holder]ledger.Hold {
 func (r *Reconciler) restorePodHold(ctx context.Context, checkpoint podstate.DeviceCheckpoint, holds map[ledger.Holder]ledger.Hold,
 	d podstate.PodDevice,
 ) (done bool, err error) {
-	if !r.Limits.Has(d.Resource) {
-		return true, nil
-	}
 	h, known := holds[ledger.Holder{Kind: ledger.KindPod, ID: d.ID}]
 	if known && !h.Unreadable && r.predates(checkpoint, h) {
 		return true, nil // it names the pod before
 	}
-	if d.PodUID != "" && !r.mayRun(ctx, checkpoint, d) {
+	if !r.Limits.Has(d.Resource) || d.PodUID != "" && !r.mayRun(ctx, checkpoint, d) {
 		return true, nil
 	}
 	if known {
 		return true, r.expectPodHold(ctx, d, h.Device)
 	}
+	return r.expectDevice(ctx, d)
+}
+
+// expectDevice takes the hold of a pod on a device. It returns false while the inventory lacks the partition, or the ID does not tell which
+// device it is.
+func (r *Reconciler) expectDevice(ctx context.Context, d podstate.PodDevice) (done bool, err error) {
 	ref, missing, unknown := r.Inventory.Inventory().ByDeviceID(d.ID)
 	if unknown || missing && ref.GPU == "" {
 		return false, nil
@@ -228,7 +231,33 @@ var errUnasked = errors.New("the API server has not said how much of its devices
 // restoreClaim reports whether the inventory lacks a device of the claim. It returns errUnasked if the claim's shares are
 // unknown.
 func (r *Reconciler) restoreClaim(ctx context.Context, claim podstate.KubeletClaim) (missing bool, err error) {
-	devices, consumed, asked := r.devicesOf(ctx, claim)
+	current, err := r.ask(ctx, claim)
+	if err != nil {
+		klog.FromContext(ctx).Error(err, "Restoring a claim by kubelet's state alone", "claim", klog.KRef(claim.Namespace, claim.Name))
+	}
+	return r.expectClaim(ctx, claim, current, err == nil)
+}
+
+// ask returns the claim as the API server has it; nil if it has none of that UID.
+func (r *Reconciler) ask(ctx context.Context, claim podstate.KubeletClaim) (*resourceapi.ResourceClaim, error) {
+	if len(claim.Devices) == 0 {
+		return nil, nil
+	}
+	current, err := r.Claims(claim.Namespace).Get(ctx, claim.Name, metav1.GetOptions{})
+	switch {
+	case apierrors.IsNotFound(err):
+		return nil, nil
+	case err != nil:
+		return nil, fmt.Errorf("get claim %s/%s: %w", claim.Namespace, claim.Name, err)
+	case string(current.UID) != claim.UID:
+		return nil, nil
+	}
+	return current, nil
+}
+
+// expectClaim is restoreClaim once the API server has returned the claim. asked is false if it has not.
+func (r *Reconciler) expectClaim(ctx context.Context, claim podstate.KubeletClaim, current *resourceapi.ResourceClaim, asked bool) (missing bool, err error) {
+	devices, consumed := r.devicesOf(ctx, claim, current, asked)
 	found := r.resolve(devices)
 	unknown := false
 	for named, d := range found {
@@ -257,24 +286,19 @@ func (r *Reconciler) restoreClaim(ctx context.Context, claim podstate.KubeletCla
 // the API server knows which devices are for admin access and hold nothing. While it is away kubelet's list counts: no Prepare
 // can come before it is back. A device that is no longer allocated to the claim stays held while a pod of the claim has a cgroup.
 // For shared devices it returns what the claim consumed if the API server could be asked.
-func (r *Reconciler) devicesOf(ctx context.Context, claim podstate.KubeletClaim,
-) (devices []podstate.PoolDevice, consumed map[podstate.PoolDevice]device.Consumed, asked bool) {
-	if len(claim.Devices) == 0 {
-		return nil, nil, true
-	}
-	current, err := r.Claims(claim.Namespace).Get(ctx, claim.Name, metav1.GetOptions{})
-	if err != nil && !apierrors.IsNotFound(err) {
-		klog.FromContext(ctx).Error(err, "Restoring a claim by kubelet's state alone", "claim", klog.KRef(claim.Namespace, claim.Name))
-		return claim.Devices, nil, false
+func (r *Reconciler) devicesOf(ctx context.Context, claim podstate.KubeletClaim, current *resourceapi.ResourceClaim, asked bool,
+) (devices []podstate.PoolDevice, consumed map[podstate.PoolDevice]device.Consumed) {
+	if !asked || len(claim.Devices) == 0 {
+		return claim.Devices, nil
 	}
 	var now uses
-	if err == nil && string(current.UID) == claim.UID {
+	if current != nil {
 		now = r.usesOf(current)
 	}
 	lives := r.mayLive(ctx, claim)
 	return slices.DeleteFunc(slices.Clone(claim.Devices), func(d podstate.PoolDevice) bool {
 		return slices.Contains(now.admin, d) || !lives && !slices.Contains(now.held, d)
-	}), now.consumed, true
+	}), now.consumed
 }
 
 // mayLive reports whether a pod of the claim has a cgroup, also if that cannot be determined.

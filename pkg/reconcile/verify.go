@@ -56,14 +56,18 @@ func (r *Reconciler) verifyAll(ctx context.Context) {
 func (r *Reconciler) verify(ctx context.Context) (time.Duration, error) {
 	holds := r.Ledger.Holds()
 	claims, err := podstate.ReadClaimState(r.KubeletDir, r.DriverName)
-	errs := []error{err, r.expectUsed(ctx, holds, claims)}
-	if len(holds) == 0 && len(claims) == 0 && r.unexplained.IsZero() {
+	expectErr := r.expectUsed(ctx, holds, claims)
+	errs := []error{err, expectErr}
+	if len(holds) == 0 && len(claims) == 0 && r.unexplained.IsZero() && err == nil {
 		r.unconfirmed = map[holdKey]*unconfirmed{}
-		return never, errors.Join(errs...)
+		return never, expectErr
 	}
 	now := time.Now()
 	// kubelet's state may change while no hold does.
 	wait := r.times.verify
+	if expectErr != nil {
+		wait = min(wait, r.times.retryMost)
+	}
 	current := map[holdKey]*unconfirmed{}
 	for _, h := range holds {
 		d := r.unconfirmed[keyOf(h)]

@@ -130,7 +130,7 @@ func (c *cluster) remove(uid string) {
 	p, ok := get[*pod](c.api, podKey(uid))
 	switch {
 	case !ok:
-	case !p.bound:
+	case !p.bound, p.terminal():
 		c.api.put(podKey(uid), nil)
 	default:
 		c.api.updatePod(uid, func(p *pod) { p.deleting = true })
