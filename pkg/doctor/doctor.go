@@ -36,6 +36,8 @@ type Facts struct {
 	Agents      []corev1.Pod
 	Deployments []appsv1.Deployment
 	Leases      map[string]coordinationv1.Lease
+	// NoBinding are KindDaemonSets and KindDeployments if no ClusterRoleBinding says where they are.
+	NoBinding []Kind
 	// Nodes are those that have GPUs by their labels.
 	Nodes    []corev1.Node
 	GPUNodes []v1alpha1.GPUNode
@@ -66,6 +68,7 @@ type Kind string
 const (
 	KindDaemonSets  Kind = "DaemonSets"
 	KindPods        Kind = "Pods"
+	KindOtherPods   Kind = "Pods of other namespaces"
 	KindDeployments Kind = "Deployments"
 	KindLeases      Kind = "Leases"
 	KindNodes       Kind = "Nodes"
@@ -133,7 +136,7 @@ func Examine(f Facts) []Finding {
 	e := &examination{Facts: f}
 	if e.installed() {
 		for _, check := range []func(){
-			e.versions, e.agents, e.nodes, e.runtimes, e.devices, e.controller, e.webhook, e.policies,
+			e.versions, e.bindings, e.agents, e.nodes, e.runtimes, e.devices, e.controller, e.webhook, e.policies,
 		} {
 			check()
 		}
@@ -163,9 +166,12 @@ func (e *examination) installed() bool {
 	if !e.read(KindDaemonSets, KindDefinitions) || len(e.DaemonSets) > 0 || e.Definition != nil {
 		return true
 	}
-	e.add(Error, "cluster", pageInstall, "install the chart", "Tandem is not installed: there is no DaemonSet of its agents, and the API server serves no GPUNodes")
+	e.add(Error, "cluster", pageInstall, "install the chart"+orNamed, "Tandem is not installed: there is no DaemonSet of its agents, and the API server serves no GPUNodes")
 	return false
 }
+
+// orNamed ends what to do where no ClusterRoleBinding says where Tandem is.
+const orNamed = "; if it is installed with rbac.create=false, add -n and its namespace"
 
 const versionLabel = "app.kubernetes.io/version"
 
@@ -203,7 +209,22 @@ func (e *examination) versions() {
 	}
 }
 
+// bindings reports that agents or the controller are not found by their rights.
+func (e *examination) bindings() {
+	var of []string
+	for _, kind := range e.NoBinding {
+		of = append(of, map[Kind]string{KindDaemonSets: "agents", KindDeployments: "controller"}[kind])
+	}
+	if len(of) > 0 {
+		e.add(Error, "cluster", pageInstall, "run helm upgrade --install"+orNamed,
+			"no ClusterRoleBinding has the labels of Tandem's %s: without one they have no rights, and are not found here", strings.Join(of, " and "))
+	}
+}
+
 func (e *examination) agents() {
+	if e.read(KindDaemonSets) && len(e.DaemonSets) == 0 && !slices.Contains(e.NoBinding, KindDaemonSets) {
+		e.add(Error, "cluster", pageInstall, "run helm upgrade --install", "there is no DaemonSet of the agents, so that no agent runs")
+	}
 	for _, d := range e.DaemonSets {
 		object, s := name("daemonset", d.Namespace, d.Name), d.Status
 		switch {
@@ -233,14 +254,16 @@ func (e *examination) agents() {
 // nodes checks nodes that have GPUs and no agent, or agents that serve less than they should.
 func (e *examination) nodes() {
 	missing := func(node string) bool {
-		return e.read(KindPods) && !slices.ContainsFunc(e.Agents, func(p corev1.Pod) bool { return p.Spec.NodeName == node })
+		return len(e.DaemonSets) > 0 && e.read(KindPods, KindOtherPods) &&
+			!slices.ContainsFunc(e.Agents, func(p corev1.Pod) bool { return p.Spec.NodeName == node })
 	}
 	has := map[string]bool{}
 	for _, n := range e.GPUNodes {
 		has[n.Name] = true
 		switch {
 		case missing(n.Name):
-			e.add(Error, "node "+n.Name, pageInstallation, "let the DaemonSet select the node, or delete its GPUNode: kubectl delete gpunode "+n.Name,
+			e.add(Error, "node "+n.Name, pageInstallation,
+				"let the DaemonSet select the node, or delete its GPUNode, which ends the maintenance of its GPUs: kubectl delete gpunode "+n.Name,
 				"it has a GPUNode and no agent, so that what the GPUNode says is outdated")
 		case n.Status.Waiting != "":
 			e.add(Error, "node "+n.Name, pageInstallation, "see the events of the node: kubectl describe node "+n.Name, "its agent serves no GPU: %s", n.Status.Waiting)
@@ -307,7 +330,7 @@ func (e *examination) devices() {
 }
 
 func (e *examination) controller() {
-	if e.read(KindDeployments) && len(e.Deployments) == 0 && len(e.DaemonSets) > 0 {
+	if e.read(KindDeployments) && len(e.Deployments) == 0 && len(e.DaemonSets) > 0 && !slices.Contains(e.NoBinding, KindDeployments) {
 		e.add(Error, "cluster", pageInstallation, "run helm upgrade", "there is no Deployment of the controller: pods fail when claims take GPUs")
 	}
 	for _, d := range e.Deployments {

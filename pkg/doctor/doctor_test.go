@@ -105,8 +105,16 @@ var faults = map[string]struct {
 	// want are severity and object of the findings, in their order.
 	want []string
 }{
-	"clean":               {func(*Facts) {}, nil},
-	"not installed":       {func(f *Facts) { *f = Facts{Kubernetes: "v1.37.1", ServesClaims: true} }, []string{"error cluster"}},
+	"clean":         {func(*Facts) {}, nil},
+	"not installed": {func(f *Facts) { *f = Facts{Kubernetes: "v1.37.1", ServesClaims: true} }, []string{"error cluster"}},
+	"no binding": {func(f *Facts) {
+		f.DaemonSets, f.Agents, f.Deployments, f.NoBinding = nil, nil, nil, []Kind{KindDaemonSets, KindDeployments}
+	}, []string{"error cluster"}},
+	"no binding of the controller": {func(f *Facts) { f.Deployments, f.NoBinding = nil, []Kind{KindDeployments} }, []string{"error cluster"}},
+	"no DaemonSet":                 {func(f *Facts) { f.DaemonSets, f.Agents = nil, nil }, []string{"error cluster"}},
+	"a named namespace": {func(f *Facts) {
+		f.Agents, f.GPUNodes, f.NotRead = f.Agents[:1], f.GPUNodes[:1], []NotRead{{KindOtherPods, "no"}}
+	}, nil},
 	"old Kubernetes":      {func(f *Facts) { f.Kubernetes, f.ServesClaims = "v1.33.4-gke.1", false }, []string{"error cluster"}},
 	"no claims":           {func(f *Facts) { f.ServesClaims = false }, []string{"error cluster"}},
 	"another plugin":      {func(f *Facts) { f.Client = "0.3.0" }, []string{"warning daemonset tandem-system/tandem"}},
@@ -310,8 +318,14 @@ func TestRead(t *testing.T) {
 		!strings.Contains(found[0].Action, "that the log of the node's agent names") {
 		t.Errorf("found %+v", found)
 	}
-	if named, err := Read(t.Context(), c, "tandem-system", "0.2.0", now); err != nil || len(named.DaemonSets) != 1 || len(named.Agents) != 2 || len(named.Deployments) != 1 {
+	named, err := Read(t.Context(), c, "tandem-system", "0.2.0", now)
+	if err != nil || len(named.DaemonSets) != 1 || len(named.Agents) != 2 || len(named.Deployments) != 1 || !slices.ContainsFunc(named.NotRead, func(n NotRead) bool {
+		return n.Kind == KindOtherPods
+	}) {
 		t.Errorf("read %+v, %v", named, err)
+	}
+	if _, err := Read(t.Context(), c, "default", "0.2.0", now); err == nil || err.Error() != "namespace default has no agents of Tandem" {
+		t.Errorf("a namespace without agents: %v", err)
 	}
 	deny := func(action clienttesting.Action) (bool, runtime.Object, error) {
 		return true, nil, apierrors.NewForbidden(action.GetResource().GroupResource(), "", errors.New("no"))
@@ -321,6 +335,46 @@ func TestRead(t *testing.T) {
 	got, err = Read(t.Context(), c, "", "0.2.0", now)
 	if found := Examine(got); err != nil || len(got.NotRead) < 9 || len(found) > 0 {
 		t.Errorf("without rights: %v, not read %v, found %+v", err, got.NotRead, found)
+	}
+}
+
+// TestReadWithoutBinding: the CRD and GPUNodes are there, and the agents are not found by their rights: their binding was deleted, the chart was
+// uninstalled, or it was installed with rbac.create=false.
+func TestReadWithoutBinding(t *testing.T) {
+	definition, err := os.ReadFile("../../deployments/helm/tandem/files/tandem-gpu.dev_gpunodes.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := clean()
+	f.GPUNodes[0].TypeMeta = metav1.TypeMeta{APIVersion: v1alpha1.GroupVersion.String(), Kind: "GPUNode"}
+	content, err := runtime.DefaultUnstructuredConverter.ToUnstructured(&f.GPUNodes[0])
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, binding := range []string{"", "kubelet-plugin", "controller"} {
+		objects := []runtime.Object{&f.DaemonSets[0], &f.Deployments[0], &f.Agents[0], &f.Nodes[0]}
+		for name, component := range map[string]string{"tandem": "kubelet-plugin", "tandem-controller": "controller"} {
+			if component == binding {
+				objects = append(objects, &rbacv1.ClusterRoleBinding{ObjectMeta: meta(name, component), Subjects: []rbacv1.Subject{
+					{Kind: rbacv1.ServiceAccountKind, Namespace: "tandem-system", Name: name}}})
+			}
+		}
+		client := fake.NewClientset(objects...)
+		client.Discovery().(*fakediscovery.FakeDiscovery).FakedServerVersion = &version.Info{GitVersion: "v1.37.1"}
+		client.Resources = []*metav1.APIResourceList{{GroupVersion: "resource.k8s.io/v1"}}
+		dynamic := dynamicfake.NewSimpleDynamicClientWithCustomListKinds(runtime.NewScheme(), map[schema.GroupVersionResource]string{
+			v1alpha1.Resource: "GPUNodeList", definitions: "CustomResourceDefinitionList",
+		}, decode(t, definition), &unstructured.Unstructured{Object: content})
+		read, err := Read(t.Context(), overview.Cluster{Client: client, Dynamic: dynamic, DriverName: "gpu.nvidia.com"}, "", "0.2.0", now)
+		if err != nil || len(read.GPUNodes) != 1 {
+			t.Fatalf("read %+v, %v", read, err)
+		}
+		found := Examine(read)
+		if !slices.ContainsFunc(found, func(f Finding) bool {
+			return f.Severity == Error && strings.HasPrefix(f.Problem, "no ClusterRoleBinding has the labels of Tandem's") && strings.Contains(f.Action, "add -n")
+		}) || slices.ContainsFunc(found, func(f Finding) bool { return strings.Contains(f.Action, "delete gpunode") }) {
+			t.Errorf("binding of %q: found %+v", binding, found)
+		}
 	}
 }
 

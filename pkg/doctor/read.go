@@ -35,7 +35,7 @@ const (
 var definitions = schema.GroupVersionResource{Group: "apiextensions.k8s.io", Version: "v1", Resource: "customresourcedefinitions"}
 
 // Read reads what Examine needs. It writes nothing. What the viewer may not read is in NotRead. namespace is that of the release; if it is empty, the
-// releases are found.
+// releases are found. It is an error if the namespace has no agents: everything else that Examine would say of it is misleading.
 func Read(ctx context.Context, c overview.Cluster, namespace, client string, now time.Time) (Facts, error) {
 	f := Facts{Client: client, Now: now, Leases: map[string]coordinationv1.Lease{}, Withheld: map[string]bool{}, Endpoints: map[string]int{}}
 	server, err := c.Client.Discovery().ServerVersion()
@@ -51,12 +51,22 @@ func Read(ctx context.Context, c overview.Cluster, namespace, client string, now
 		}
 		return err == nil
 	}
-	if f.DaemonSets, err = workloads.DaemonSets(ctx, c.Client, namespace); err == nil {
+	f.DaemonSets, err = workloads.DaemonSets(ctx, c.Client, namespace)
+	switch {
+	case err == nil && namespace != "" && len(f.DaemonSets) == 0:
+		return f, fmt.Errorf("namespace %s has no agents of Tandem", namespace)
+	case err == nil:
 		f.Agents, err = workloads.Pods(ctx, c.Client, f.DaemonSets, "")
-	} else if !errors.Is(err, workloads.ErrNoBinding) { // without a binding there is no DaemonSet
+		read(KindPods, err)
+	case errors.Is(err, workloads.ErrNoBinding):
+		f.NoBinding = append(f.NoBinding, KindDaemonSets)
+	default:
 		read(KindDaemonSets, err)
+		read(KindPods, err)
 	}
-	read(KindPods, err)
+	if namespace != "" {
+		f.NotRead = append(f.NotRead, NotRead{KindOtherPods, "--namespace names one, so that nodes without an agent are not found"})
+	}
 	f.readController(ctx, c, namespace, read)
 	if list, err := c.Client.CoreV1().Events("").List(ctx, metav1.ListOptions{
 		Limit: mostEvents, FieldSelector: fields.Set{"involvedObject.kind": "Node", "type": corev1.EventTypeWarning}.String(),
@@ -74,7 +84,11 @@ func Read(ctx context.Context, c overview.Cluster, namespace, client string, now
 
 func (f *Facts) readController(ctx context.Context, c overview.Cluster, namespace string, read func(Kind, error) bool) {
 	var err error
-	if f.Deployments, err = workloads.Deployments(ctx, c.Client, namespace); !read(KindDeployments, err) {
+	if f.Deployments, err = workloads.Deployments(ctx, c.Client, namespace); errors.Is(err, workloads.ErrNoBinding) {
+		f.NoBinding = append(f.NoBinding, KindDeployments)
+		return
+	}
+	if !read(KindDeployments, err) {
 		return
 	}
 	for _, d := range f.Deployments {
