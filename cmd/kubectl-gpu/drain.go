@@ -80,7 +80,7 @@ func (p *plugin) drainer(argument string) (d *drain.Drainer, node, gpu string, e
 	}
 	d = &drain.Drainer{
 		Cluster: c.cluster, Now: time.Now, Interval: drain.Interval, Settle: drain.Settle,
-		Say: func(line string) error { return p.print(p.style.Line(line)) },
+		Say: func(line string) error { return p.print(p.style.Paragraph(line)) },
 	}
 	return d, node, gpu, nil
 }

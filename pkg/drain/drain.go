@@ -166,26 +166,34 @@ func (d *Drainer) await(ctx context.Context, node string, gpus []GPU, o Options)
 	d.again = map[types.UID]time.Time{}
 	said := map[string]string{}
 	var freeSince time.Time
+	failing := false
 	for {
 		left, err := d.look(waiting, node, gpus, o, said)
 		switch {
-		case err != nil && waiting.Err() == nil:
-			return err
 		case err != nil || left > 0:
 			freeSince = time.Time{}
 		case freeSince.IsZero():
 			freeSince = d.Now()
 		}
 		if err == nil && left == 0 && d.Now().Sub(freeSince) >= d.Settle {
-			err := d.listClaims(waiting, node, gpus)
-			switch {
-			case err != nil && waiting.Err() == nil:
-				return err
-			case err == nil && len(d.allocated) == 0:
-				return d.sayAll(node, gpus, "is free")
+			if err = d.listClaims(waiting, node, gpus); err == nil {
+				if len(d.allocated) == 0 {
+					return d.sayAll(node, gpus, "is free")
+				}
+				freeSince = time.Time{}
 			}
-			freeSince = time.Time{}
 		}
+		if err != nil && waiting.Err() == nil {
+			if _, passes := errors.AsType[*passingError](err); !passes {
+				return err
+			}
+			if !failing {
+				if err := d.Say(fmt.Sprintf("error, will retry every %s: %v", d.Interval, err)); err != nil {
+					return err
+				}
+			}
+		}
+		failing = err != nil
 		select {
 		case <-waiting.Done():
 			if ctx.Err() != nil {
@@ -195,6 +203,19 @@ func (d *Drainer) await(ctx context.Context, node string, gpus []GPU, o Options)
 		case <-time.After(d.Interval):
 		}
 	}
+}
+
+// passingError is an error of a request that the next look repeats: a drain that has waited for hours does not end with one of them.
+type passingError struct{ error }
+
+func (e *passingError) Unwrap() error { return e.error }
+
+// passing returns the error of a read for await. What the user may not read, or what does not exist, does not change by itself.
+func passing(err error) error {
+	if err == nil || apierrors.IsForbidden(err) || apierrors.IsNotFound(err) {
+		return err
+	}
+	return &passingError{err}
 }
 
 // sayAll says the same of each GPU.
@@ -223,13 +244,14 @@ func timedOut(node string, gpus []GPU, said map[string]string, after time.Durati
 // look returns how many GPUs are not free, and evicts their holders if the user wants that.
 func (d *Drainer) look(ctx context.Context, node string, gpus []GPU, o Options, said map[string]string) (left int, err error) {
 	now, err := d.Cluster.GPUNode(ctx, node)
-	if err == nil {
-		err = d.check(now, gpus)
+	if err != nil && !apierrors.IsNotFound(err) {
+		return 0, passing(err)
 	}
-	if err == nil {
-		err = d.recheckClaims(ctx, node)
+	// One that was deleted has no entries.
+	if err := d.check(node, now, gpus); err != nil {
+		return 0, err
 	}
-	if err != nil {
+	if err := d.recheckClaims(ctx, node); err != nil {
 		return 0, err
 	}
 	var waiting []Waiting
@@ -257,25 +279,25 @@ func (d *Drainer) look(ctx context.Context, node string, gpus []GPU, o Options, 
 		return len(waiting), err
 	}
 	if len(waiting) > 0 && !slices.ContainsFunc(waiting, func(w Waiting) bool { return !w.OnlyFor(d.refused) }) {
-		return len(waiting), fmt.Errorf("GPUNode %s names only pods that cannot have its GPUs: none is evicted. "+
+		return len(waiting), fmt.Errorf("GPUNode %s names only pods that cannot have its GPUs: these are not evicted. "+
 			"The GPUs stay under maintenance", node)
 	}
 	return len(waiting), nil
 }
 
 // check returns an error if the GPUNode no longer is the one that the entries were written to, or no longer has them.
-func (d *Drainer) check(now v1alpha1.GPUNode, gpus []GPU) error {
+func (d *Drainer) check(node string, now v1alpha1.GPUNode, gpus []GPU) error {
 	for _, g := range gpus {
 		if _, found := now.Spec.MaintenanceOf(g.UUID); !found || now.UID != d.uid {
 			return fmt.Errorf("%s of %s is no longer under maintenance: another client has ended it, or the GPUNode was deleted. "+
-				"Drain it again", g.Name, now.Name)
+				"Drain it again", g.Name, node)
 		}
 	}
 	return nil
 }
 
 // listClaims lists the claims that are allocated the GPUs. The GPUNode lacks them while the controller does not run. Without the right to
-// list claims, it finds none.
+// list claims, or if the API server does not serve them, it finds none.
 func (d *Drainer) listClaims(ctx context.Context, node string, gpus []GPU) error {
 	if d.unlisted {
 		return nil
@@ -287,12 +309,16 @@ func (d *Drainer) listClaims(ctx context.Context, node string, gpus []GPU) error
 			d.allocated = append(d.allocated, of)
 		}
 	})
-	if apierrors.IsForbidden(err) {
+	switch {
+	case apierrors.IsNotFound(err):
+		d.allocated = nil
+		return nil
+	case apierrors.IsForbidden(err):
 		d.allocated, d.unlisted = nil, true
 		return d.Say(fmt.Sprintf("note: you may not list ResourceClaims of all namespaces. Only GPUNode %s says whether one was allocated a GPU and is "+
 			"not prepared yet", node))
 	}
-	return err
+	return passing(err)
 }
 
 // recheckClaims removes the claims whose allocation has changed since they were listed. A list of all claims at each look would be too much
@@ -305,7 +331,7 @@ func (d *Drainer) recheckClaims(ctx context.Context, node string) error {
 			continue
 		}
 		if err != nil {
-			return fmt.Errorf("get claim %s/%s: %w", before.Namespace, before.Name, err)
+			return passing(fmt.Errorf("get claim %s/%s: %w", before.Namespace, before.Name, err))
 		}
 		if now := AllocatedOn(node, d.Cluster.DriverName, claim); now.UID == before.UID && slices.Equal(now.Devices, before.Devices) {
 			still = append(still, before)
@@ -334,7 +360,7 @@ func (d *Drainer) evict(ctx context.Context, node string, waiting []Waiting, for
 		case apierrors.IsNotFound(err), err == nil && (pod.UID != ref.UID || pod.DeletionTimestamp != nil || podstatus.Ended(pod)):
 			continue
 		case err != nil:
-			return fmt.Errorf("get pod %s/%s: %w", ref.Namespace, ref.Name, err)
+			return passing(fmt.Errorf("get pod %s/%s: %w", ref.Namespace, ref.Name, err))
 		}
 		why, err := d.notHere(ctx, node, pod)
 		switch {
@@ -381,7 +407,7 @@ func (d *Drainer) notHere(ctx context.Context, node string, pod *corev1.Pod) (wh
 			continue
 		}
 		if err != nil {
-			return "", fmt.Errorf("get claim %s/%s of pod %s: %w", pod.Namespace, name, pod.Name, err)
+			return "", passing(fmt.Errorf("get claim %s/%s of pod %s: %w", pod.Namespace, name, pod.Name, err))
 		}
 		if own && resourceclaim.IsForPod(pod, claim, true) != nil {
 			continue
@@ -390,7 +416,7 @@ func (d *Drainer) notHere(ctx context.Context, node string, pod *corev1.Pod) (wh
 			return "", nil
 		}
 	}
-	return fmt.Sprintf("requests no %s (--resource-name) and has no claim on %s", d.Resources.GPU, node), nil
+	return fmt.Sprintf("requests no %s and has no claim of driver %s on %s (--resource-name, --driver-name)", d.Resources.GPU, d.Cluster.DriverName, node), nil
 }
 
 func (d *Drainer) evictOne(ctx context.Context, pod *corev1.Pod) error {

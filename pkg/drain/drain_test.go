@@ -3,6 +3,7 @@
 package drain
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -12,7 +13,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
+	gocmp "github.com/google/go-cmp/cmp"
 	corev1 "k8s.io/api/core/v1"
 	policyv1 "k8s.io/api/policy/v1"
 	resourceapi "k8s.io/api/resource/v1"
@@ -100,7 +101,7 @@ func TestEntries(t *testing.T) {
 		"another reason": {"rma", []v1alpha1.GPUMaintenance{{UUID: "GPU-0", Reason: "rma", Since: &early}, {UUID: "GPU-1", Reason: "rma", Since: &late}}},
 	} {
 		got, err := With(before, []GPU{{"gpu-0", "GPU-0"}, {"gpu-1", "GPU-1"}}, c.reason, late)
-		if diff := cmp.Diff(c.want, got); diff != "" || err != nil {
+		if diff := gocmp.Diff(c.want, got); diff != "" || err != nil {
 			t.Errorf("%s: %v\n%s", name, err, diff)
 		}
 	}
@@ -184,6 +185,8 @@ type cluster struct {
 	looks int
 	at    map[int]func(*v1alpha1.GPUNode)
 	node  v1alpha1.GPUNode
+	// fails are the errors of reads of the GPUNode.
+	fails map[int]error
 }
 
 func newCluster(of v1alpha1.GPUNode, objects ...runtime.Object) *cluster {
@@ -193,6 +196,9 @@ func newCluster(of v1alpha1.GPUNode, objects ...runtime.Object) *cluster {
 		c.looks++
 		if change := c.at[c.looks]; change != nil {
 			change(&c.node)
+		}
+		if err := c.fails[c.looks]; err != nil {
+			return true, nil, err
 		}
 		content, err := runtime.DefaultUnstructuredConverter.ToUnstructured(&c.node)
 		return true, &unstructured.Unstructured{Object: content}, err
@@ -395,7 +401,7 @@ func TestRun(t *testing.T) {
 				if (err == nil) != (c.err == "") || err != nil && !strings.HasPrefix(err.Error(), c.err) {
 					t.Errorf("error %v, want %s", err, c.err)
 				}
-				if diff := cmp.Diff(append([]string{withdrawn}, c.said...), cluster.said); diff != "" {
+				if diff := gocmp.Diff(append([]string{withdrawn}, c.said...), cluster.said); diff != "" {
 					t.Error(diff)
 				}
 				evicted := cluster.evictions()
@@ -468,7 +474,8 @@ func TestInterrupted(t *testing.T) {
 func TestEvictsHoldersOnly(t *testing.T) {
 	const (
 		elsewhere = "GPUNode names pod ml/victim, which is not on node node-1: not evicted"
-		without   = "GPUNode names pod ml/victim, which requests no nvidia.com/gpu (--resource-name) and has no claim on node-1: not evicted"
+		without   = "GPUNode names pod ml/victim, which requests no nvidia.com/gpu and has no claim of driver gpu.nvidia.com on node-1 " +
+			"(--resource-name, --driver-name): not evicted"
 	)
 	victim := func(change func(*corev1.Pod)) *corev1.Pod {
 		p := pod("victim", "ReplicaSet")
@@ -559,7 +566,7 @@ func TestRefusedBesideHolders(t *testing.T) {
 		c.at = map[int]func(*v1alpha1.GPUNode){6: holders(byPod("victim"))}
 		start := time.Now()
 		err := c.Run(t.Context(), "node-1", "0", Options{Wait: true, Evict: true, Timeout: time.Hour})
-		if took := time.Since(start); err == nil || took != 4*time.Second {
+		if took := time.Since(start); err == nil || took != 4*time.Second || !strings.Contains(err.Error(), ": these are not evicted. ") {
 			t.Errorf("after %s: %v", took, err)
 		}
 		want := []string{
@@ -568,7 +575,7 @@ func TestRefusedBesideHolders(t *testing.T) {
 			"GPUNode names pod ml/victim, which is not on node node-1: not evicted", "evicting pod ml/infer",
 			"gpu-0 of node-1 is held by ml/victim (limits)",
 		}
-		if diff := cmp.Diff(want, c.said); diff != "" {
+		if diff := gocmp.Diff(want, c.said); diff != "" {
 			t.Error(diff)
 		}
 	})
@@ -662,6 +669,7 @@ func TestClaimsThatAreNotPrepared(t *testing.T) {
 		"another driver":           {claim("c", "nic.example.com", "node-1"), false},
 		"admin access":             {admin, false},
 		"the user may not see it ": {claim("c", "gpu.nvidia.com", "node-1"), false},
+		"claims are not served":    {claim("c", "gpu.nvidia.com", "node-1"), false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -671,6 +679,11 @@ func TestClaimsThatAreNotPrepared(t *testing.T) {
 					deny(cluster, "list")
 					want = []string{withdrawn, "note: you may not list ResourceClaims of all namespaces. Only GPUNode node-1 says whether one was allocated a GPU " +
 						"and is not prepared yet", free}
+				}
+				if name == "claims are not served" {
+					cluster.client.PrependReactor("*", "resourceclaims", func(clienttesting.Action) (bool, runtime.Object, error) {
+						return true, nil, apierrors.NewGenericServerResponse(404, "list", resourceapi.Resource("resourceclaims"), "", "404 page not found", 0, true)
+					})
 				}
 				if c.held {
 					want, took = []string{withdrawn, "gpu-0 of node-1 is held by claim ml/c, not prepared yet", free}, 9*time.Second
@@ -684,7 +697,7 @@ func TestClaimsThatAreNotPrepared(t *testing.T) {
 				if err := cluster.Run(t.Context(), "node-1", "0", Options{Wait: true, Timeout: time.Hour}); err != nil {
 					t.Error(err)
 				}
-				if diff := cmp.Diff(want, cluster.said); diff != "" || time.Since(start) != took {
+				if diff := gocmp.Diff(want, cluster.said); diff != "" || time.Since(start) != took {
 					t.Errorf("after %s:\n%s", time.Since(start), diff)
 				}
 				lists := 0
@@ -699,6 +712,68 @@ func TestClaimsThatAreNotPrepared(t *testing.T) {
 			})
 		})
 	}
+}
+
+// TestReadsAreRepeated: an API server that is away for a while does not end a drain, which says so once.
+func TestReadsAreRepeated(t *testing.T) {
+	away := apierrors.NewInternalError(errors.New("etcd is away"))
+	for name, c := range map[string]struct {
+		verb, resource string
+		fails          map[int]error // reads of the GPUNode
+		want           string
+	}{
+		"the GPUNode":         {"", "", map[int]error{3: away, 4: errors.New("connection refused")}, "get GPUNodes: Internal error occurred: etcd is away"},
+		"the list of claims":  {"list", "resourceclaims", nil, "list ResourceClaims: Internal error occurred: etcd is away"},
+		"a claim of the list": {"get", "resourceclaims", nil, "get claim ml/c: Internal error occurred: etcd is away"},
+		"a pod to evict":      {"get", "pods", nil, "get pod ml/train: Internal error occurred: etcd is away"},
+		"a claim of a pod":    {"get", "resourceclaims", nil, "get claim ml/train-gpu of pod train: Internal error occurred: etcd is away"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				cluster := newCluster(node(), byName(pod("train", "Job"), "train-gpu"), claim("train-gpu", "gpu.nvidia.com", "node-1"))
+				evicts(cluster)
+				switch name {
+				case "a claim of the list":
+					cluster = newCluster(node(), claim("c", "gpu.nvidia.com", "node-1"))
+				case "a pod to evict", "a claim of a pod":
+					cluster.node = node(byClaim("train"))
+				}
+				failed := 0
+				cluster.client.PrependReactor(cmp.Or(c.verb, "none"), cmp.Or(c.resource, "none"), func(clienttesting.Action) (bool, runtime.Object, error) {
+					if failed == 2 {
+						return false, nil, nil
+					}
+					failed++
+					return true, nil, away
+				})
+				cluster.fails = c.fails
+				cluster.at = map[int]func(*v1alpha1.GPUNode){20: func(n *v1alpha1.GPUNode) {
+					holders()(n)
+					for _, of := range []string{"c", "train-gpu"} {
+						_ = cluster.client.Tracker().Delete(resourceapi.SchemeGroupVersion.WithResource("resourceclaims"), "ml", of)
+					}
+				}}
+				err := cluster.Run(t.Context(), "node-1", "0", Options{Wait: true, Evict: true, Timeout: time.Hour})
+				said := slices.DeleteFunc(slices.Clone(cluster.said), func(line string) bool { return !strings.HasPrefix(line, "error") })
+				if want := []string{"error, will retry every 1s: " + c.want}; err != nil || !slices.Equal(said, want) || failed != 2 && c.verb != "" {
+					t.Errorf("error %v, said %q, want %q, %d failed", err, said, want, failed)
+				}
+			})
+		})
+	}
+}
+
+// What a user may not read does not come by waiting.
+func TestForbiddenReadEndsTheWait(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newCluster(node(byPod("infer")))
+		c.fails = map[int]error{3: apierrors.NewForbidden(v1alpha1.Resource.GroupResource(), "node-1", errors.New("no"))}
+		start := time.Now()
+		err := c.Run(t.Context(), "node-1", "0", Options{Wait: true, Timeout: time.Hour})
+		if took := time.Since(start); !apierrors.IsForbidden(err) || took != time.Second {
+			t.Errorf("after %s: %v", took, err)
+		}
+	})
 }
 
 // TestStaleAnswer: a GPU was under maintenance before, and the agent is cut off from the API server since. Its old answer does not count for
@@ -723,6 +798,7 @@ func TestStaleAnswer(t *testing.T) {
 // TestEndedByAnother: a GPU that is no longer under maintenance is not called free, even before the agent has answered that change.
 func TestEndedByAnother(t *testing.T) {
 	for name, change := range map[string]func(*v1alpha1.GPUNode){
+		"GPUNode is gone":   nil,
 		"undrain":           func(n *v1alpha1.GPUNode) { n.Spec.Maintenance = nil },
 		"GPUNode was anew":  func(n *v1alpha1.GPUNode) { n.UID = "next" },
 		"GPUNode was empty": func(n *v1alpha1.GPUNode) { n.UID, n.Spec.Maintenance = "next", nil },
@@ -730,7 +806,9 @@ func TestEndedByAnother(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				c := newCluster(node())
-				c.at = map[int]func(*v1alpha1.GPUNode){3: change}
+				if c.at = map[int]func(*v1alpha1.GPUNode){3: change}; change == nil {
+					c.fails = map[int]error{3: apierrors.NewNotFound(v1alpha1.Resource.GroupResource(), "node-1")}
+				}
 				err := c.Run(t.Context(), "node-1", "0", Options{Wait: true, Timeout: time.Minute})
 				if err == nil || !strings.HasPrefix(err.Error(), "gpu-0 of node-1 is no longer under maintenance") {
 					t.Errorf("said %q, error %v", c.said, err)
