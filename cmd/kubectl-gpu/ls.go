@@ -117,7 +117,7 @@ func (p *plugin) list(nodes []overview.Node, namespace, output string, view over
 		if err == nil {
 			// The YAML parser accepts C1 characters only as escapes. The encoder keeps characters that control the direction of text: Lines replaces
 			// them.
-			text, err = yaml.JSONToYAML([]byte(terminal.JSON(string(text))))
+			text, err = yaml.JSONToYAML([]byte(terminal.JSONForYAML(string(text))))
 		}
 		if err != nil {
 			return fmt.Errorf("encode devices: %w", err)

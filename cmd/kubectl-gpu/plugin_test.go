@@ -481,13 +481,13 @@ func TestControlCharacters(t *testing.T) {
 	w.objects = append(w.objects, exporter("gpu-operator", "node-1"))
 	w.scrape = func(context.Context, *corev1.Pod) ([]byte, error) { return nil, errors.New("\x1b[2J\u009b2J\u202e") }
 	m.gpu(0).NVLinkDomain = "a\x1b[2J"
-	m.gpus[0].Health = device.Health{Reason: device.ReasonXID, Message: "\x1b[2J\u009b2J\u202e"}
+	m.gpus[0].Health = device.Health{Reason: device.ReasonXID, Message: "\x1b[2J\u009b2J\u202e\U000e0041"}
 	w.objects = append(w.objects, installed()...)
 	for _, args := range [][]string{
 		{"ls"}, {"top"}, {"ls", "-o", "wide"}, {"node", "node-1"}, {"why", "late"}, {"ls", "-o", "json"}, {"ls", "-o", "yaml"}, {"doctor"}, {"doctor", "-o", "json"},
 		{"why", "none\x1b[2J\u009b2J\u202e"}, {"node", "\x1b[2J\u009b2J\u202e"},
 	} {
-		if got := w.run(t, args...); strings.ContainsAny(got, "\x1b\x07\u009b\u202e") {
+		if got := w.run(t, args...); strings.ContainsAny(got, "\x1b\x07\u009b\u202e\U000e0041") {
 			t.Errorf("%v: %q", args, got)
 		}
 	}

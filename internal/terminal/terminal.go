@@ -34,11 +34,16 @@ func Lines(text string, ascii bool) string {
 }
 
 // JSON escapes in a JSON text what Plain would replace. The text keeps its meaning, because JSON has these characters in strings only.
-func JSON(text string) string {
+func JSON(text string) string { return escape(text, true) }
+
+// JSONForYAML is JSON for a parser of YAML, which has no surrogates: characters above U+FFFF stay.
+func JSONForYAML(text string) string { return escape(text, false) }
+
+func escape(text string, surrogates bool) string {
 	var b strings.Builder
 	for _, r := range text {
 		switch {
-		case r == '\n' || harmless(r):
+		case r == '\n' || harmless(r) || r > 0xffff && !surrogates:
 			b.WriteRune(r)
 		case r > 0xffff:
 			high, low := utf16.EncodeRune(r)

@@ -10,6 +10,8 @@ import (
 	"testing"
 	"testing/iotest"
 	"unicode"
+
+	"sigs.k8s.io/yaml"
 )
 
 // harmful are what a terminal acts on: each must not get through any function.
@@ -59,7 +61,7 @@ func TestTextStays(t *testing.T) {
 	}
 }
 
-// JSON means the same after JSON.
+// JSON means the same after JSON and JSONForYAML.
 func TestJSONKeepsItsMeaning(t *testing.T) {
 	want := map[string]string{"a": "\u202e\u009b\U000e0041 世界\n\x7f", "b\u200f": "c"}
 	text, err := json.MarshalIndent(want, "", "  ")
@@ -69,5 +71,9 @@ func TestJSONKeepsItsMeaning(t *testing.T) {
 	var got map[string]string
 	if err := json.Unmarshal([]byte(JSON(string(text))), &got); err != nil || len(got) != 2 || got["a"] != want["a"] || got["b\u200f"] != "c" {
 		t.Errorf("%q, %v", got, err)
+	}
+	got = nil
+	if err := yaml.Unmarshal([]byte(JSONForYAML(string(text))), &got); err != nil || len(got) != 2 || got["a"] != want["a"] || got["b\u200f"] != "c" {
+		t.Errorf("YAML: %q, %v", got, err)
 	}
 }
