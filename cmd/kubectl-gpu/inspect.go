@@ -65,7 +65,7 @@ func (p *plugin) exec(cmd *cobra.Command, pod *corev1.Pod, utf8 bool, arguments 
 		}
 	})
 	args = append(args, "exec", "--namespace="+pod.Namespace, pod.Name, "--container="+agentContainer, "--", agentContainer)
-	stdout, stderr := terminal.Writer(p.streams.Out, !utf8 && !p.style.UTF8), terminal.Writer(p.streams.ErrOut, !p.style.UTF8)
+	stdout, stderr := terminal.Writer(p.streams.Out, !utf8 && !p.style.UTF8), terminal.Writer(p.streams.ErrOut, !p.errors.UTF8)
 	if err := p.kubectl(cmd.Context(), stdout, stderr, append(args, arguments...)...); err != nil {
 		return fmt.Errorf("run %s %s in pod %s/%s: %w", agentContainer, arguments[0], pod.Namespace, pod.Name, err)
 	}

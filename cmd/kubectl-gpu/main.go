@@ -29,7 +29,9 @@ func main() {
 
 func run(ctx context.Context, args []string, streams genericiooptions.IOStreams) error {
 	flags := genericclioptions.NewConfigFlags(true)
-	p := &plugin{streams: streams, style: styleOf(os.Stdout, os.Getenv), connect: connectWith(flags), kubectl: runKubectl}
+	p := &plugin{
+		streams: streams, style: styleOf(os.Stdout, os.Getenv), errors: styleOf(os.Stderr, os.Getenv), connect: connectWith(flags), kubectl: runKubectl,
+	}
 	root := p.command()
 	flags.AddFlags(root.PersistentFlags())
 	return p.execute(ctx, root, args)
@@ -40,7 +42,7 @@ func (p *plugin) execute(ctx context.Context, root *cobra.Command, args []string
 	root.SetArgs(args)
 	err := root.ExecuteContext(ctx)
 	if err != nil {
-		fmt.Fprint(p.streams.ErrOut, terminal.Lines(fmt.Sprintf("error: %v\n", err), !p.style.UTF8))
+		fmt.Fprint(p.streams.ErrOut, terminal.Lines(fmt.Sprintf("error: %v\n", err), !p.errors.UTF8))
 	}
 	return err
 }

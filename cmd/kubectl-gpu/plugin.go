@@ -26,7 +26,9 @@ import (
 // plugin is what all commands use.
 type plugin struct {
 	streams genericiooptions.IOStreams
-	style   overview.Style
+	// style is what standard output can show, and errors what standard error can.
+	style, errors overview.Style
+
 	connect func() (connection, error)
 	// kubectl runs it with the arguments.
 	kubectl func(ctx context.Context, stdout, stderr io.Writer, args ...string) error
@@ -123,7 +125,7 @@ func (p *plugin) command() *cobra.Command {
 // notes prints what a view lacks to standard error, so that standard output stays as documented.
 func (p *plugin) notes(notes []string) {
 	for _, note := range notes {
-		fmt.Fprint(p.streams.ErrOut, p.style.Line("note: "+note))
+		fmt.Fprint(p.streams.ErrOut, p.errors.Line("note: "+note))
 	}
 }
 

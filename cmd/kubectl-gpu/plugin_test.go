@@ -495,3 +495,48 @@ func TestControlCharacters(t *testing.T) {
 		t.Error(got)
 	}
 }
+
+// TestErrorsByStandardError: what standard error can show decides on the characters of an error, not standard output (kubectl gpu ls | less).
+func TestErrorsByStandardError(t *testing.T) {
+	file, err := os.Create(filepath.Join(t.TempDir(), "file"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer file.Close()
+	terminal, err := os.OpenFile("/dev/ptmx", os.O_RDWR, 0)
+	if err != nil {
+		t.Skip("no terminal here:", err)
+	}
+	defer terminal.Close()
+	t.Setenv("LC_ALL", "C.UTF-8")
+	stdout, stderr := os.Stdout, os.Stderr
+	defer func() { os.Stdout, os.Stderr = stdout, stderr }()
+	for _, test := range []struct {
+		stdout, stderr *os.File
+		want           string
+	}{{file, terminal, "w\u00f6"}, {terminal, file, "w?"}} {
+		streams, _, _, errOut := genericiooptions.NewTestIOStreams()
+		os.Stdout, os.Stderr = test.stdout, test.stderr
+		err := run(t.Context(), []string{"ls", "-o", "w\u00f6"}, streams)
+		if got := errOut.String(); err == nil || !strings.Contains(got, test.want) {
+			t.Errorf("%q, want %s", got, test.want)
+		}
+	}
+}
+
+// Notes, and what the agent's program writes to standard error, are shown as errors are.
+func TestNotesByStandardError(t *testing.T) {
+	p, _, stderr := world{objects: installed()}.plugin(t)
+	p.errors = overview.Style{UTF8: true}
+	p.notes([]string{"w\u00f6"})
+	p.kubectl = func(_ context.Context, _, errOut io.Writer, _ ...string) error {
+		_, err := fmt.Fprintln(errOut, "m\u00fc")
+		return err
+	}
+	if err := p.execute(t.Context(), p.command(), []string{"inspect", "node-1"}); err != nil {
+		t.Fatal(err)
+	}
+	if got := stderr.String(); got != "note: w\u00f6\nm\u00fc\n" {
+		t.Errorf("%q", got)
+	}
+}

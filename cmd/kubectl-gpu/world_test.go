@@ -281,7 +281,7 @@ func (w world) plugin(t *testing.T) (p *plugin, stdout, stderr *bytes.Buffer) {
 	if namespace == "" {
 		namespace = "ml"
 	}
-	return &plugin{streams: streams, style: w.style, connect: func() (connection, error) {
+	return &plugin{streams: streams, style: w.style, errors: w.style, connect: func() (connection, error) {
 		return connection{overview.Cluster{Client: client, Dynamic: objectsByKind, Scrape: w.scrape}, namespace, w.given}, nil
 	}}, stdout, stderr
 }
