@@ -743,6 +743,23 @@ func TestNodeReplaced(t *testing.T) {
 	}
 }
 
+// TestNoOwner: the garbage collector never deletes a GPUNode that no Node owns, and the log says what does.
+func TestNoOwner(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	f.api.set(func() {
+		f.api.store(&v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{Name: "node-1", UID: "by-hand"}})
+	})
+	f.start()
+	f.awaitStatus("a status", free(2))
+	f.hold("c1", "GPU-0")
+	f.awaitStatus("more of it", free(1))
+	log := f.logger.GetSink().(ktesting.Underlier).GetBuffer().String()
+	if strings.Count(log, "No Node owns the GPUNode") != 1 || !strings.Contains(log, "kubectl delete gpunode") || strings.Contains(log, "The garbage collector deletes") {
+		t.Errorf("the log says %s", log)
+	}
+}
+
 // TestWithoutTheResource: neither the resource nor the right to it needs to be there, before or after.
 func TestWithoutTheResource(t *testing.T) {
 	t.Parallel()

@@ -197,7 +197,12 @@ func (w *writer) noteOwner(ctx context.Context) {
 	if object == nil || node == "" || object.UID == w.foreign {
 		return
 	}
-	if len(object.OwnerReferences) != 1 || object.OwnerReferences[0].Kind != "Node" || object.OwnerReferences[0].UID != node {
+	switch {
+	case len(object.OwnerReferences) == 0:
+		w.foreign = object.UID
+		klog.FromContext(ctx).Info("No Node owns the GPUNode, so that it stays when the Node is deleted. After \"kubectl delete gpunode NODE\", which ends "+
+			"the maintenance of its GPUs, the agent creates one that its Node owns", "node", w.config.NodeName, "nodeUID", node)
+	case len(object.OwnerReferences) != 1 || object.OwnerReferences[0].Kind != "Node" || object.OwnerReferences[0].UID != node:
 		w.foreign = object.UID
 		klog.FromContext(ctx).Info("This Node does not own its GPUNode. The garbage collector deletes the GPUNode of a former Node, and the agent then "+
 			"creates another one", "node", w.config.NodeName, "nodeUID", node, "owners", object.OwnerReferences)
