@@ -565,7 +565,7 @@ func (m *Manager) resumeOne(ctx context.Context, key Key) error {
 	}
 	defer unlock()
 	if s, ok := m.Records.Get(key); ok && !s.Unknown && !s.Reverting && !m.policyInForce(key) {
-		return restored(m.set(ctx, key, s))
+		return m.set(ctx, key, s)
 	}
 	return nil
 }

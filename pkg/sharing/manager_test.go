@@ -1062,7 +1062,8 @@ func TestUnreadableRecord(t *testing.T) {
 	}
 }
 
-// Nothing is restored on a GPU that is gone: its claim's settings end with the claim, and the next process does not fail to apply them.
+// Nothing is restored on a GPU that is gone: its claim's settings end with the claim. The next process applies them again if the GPU comes
+// back before that.
 func TestGPUOfAClaimIsGone(t *testing.T) {
 	for name, settings := range map[string]parametersv1beta1.Sharing{"MPS": withMPS(), "time slice": sliced(parametersv1beta1.IntervalLong)} {
 		t.Run(name, func(t *testing.T) {
@@ -1073,9 +1074,12 @@ func TestGPUOfAClaimIsGone(t *testing.T) {
 			check(t, err)
 			w.remove("GPU-0")
 			k = w.process()
-			check(t, k.resume(t.Context(), k.All()))
+			if err := k.resume(t.Context(), k.All()); !errors.Is(err, device.ErrNoGPU) {
+				t.Errorf("resumed without the GPU: %v", err)
+			}
 			w.supervise(t.Context(), k)
 			k.revertAll(t)
+			check(t, k.resume(t.Context(), k.All()))
 			stop()
 			if got := w.state(); got != "" {
 				t.Errorf("left: %s", got)
