@@ -142,7 +142,7 @@ func (m migration) printValues(ctx context.Context, stdin io.Reader, stdout, std
 		if err != nil {
 			return fmt.Errorf("configure API client: %w", err)
 		}
-		if sources, partly = migrate.ReadReleases(ctx, client); len(sources) == 0 {
+		if sources, partly = migrate.ReadReleases(ctx, client, m.namespace); len(sources) == 0 {
 			return cmp.Or(partly, errors.New("the cluster has no Helm release of NVIDIA's device plugin, DRA driver or GPU Operator: pass their values with -f"))
 		}
 	}

@@ -7,7 +7,6 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"path"
 	"reflect"
 	"slices"
 	"strings"
@@ -16,7 +15,6 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/util/retry"
 	scheduling "k8s.io/component-helpers/scheduling/corev1"
 	"k8s.io/component-helpers/scheduling/corev1/nodeaffinity"
@@ -93,11 +91,11 @@ func (n *Nodes) daemonSets(ctx context.Context) (sets, doubtful []daemonSet, err
 	if err != nil {
 		return nil, nil, fmt.Errorf("list DaemonSets: %w", err)
 	}
-	left, err := n.setsThatLeft(ctx)
+	left, err := setsThatLeft(ctx, n.Client)
 	if err != nil {
 		return nil, nil, err
 	}
-	missing := slices.Clone(n.DaemonSets)
+	missing, of := slices.Clone(n.DaemonSets), newNamespaces(n.Client, n.Namespace)
 	for _, set := range list.Items {
 		does, known := roleOf(set)
 		d := daemonSet{set, cmp.Or(does, devicePlugin)}
@@ -110,7 +108,7 @@ func (n *Nodes) daemonSets(ctx context.Context) (sets, doubtful []daemonSet, err
 			continue
 		}
 		if !named {
-			if known, err = administered(ctx, n.Client, set.Namespace); err != nil {
+			if known, err = of.administered(ctx, set.Namespace); err != nil {
 				return nil, nil, err
 			}
 		}
@@ -127,18 +125,6 @@ func (n *Nodes) daemonSets(ctx context.Context) (sets, doubtful []daemonSet, err
 	return sets, doubtful, nil
 }
 
-// setsThatLeft returns the DaemonSets that left nodes in earlier runs, by namespace/name. They may have no pods by which administered knows them.
-func (n *Nodes) setsThatLeft(ctx context.Context) (names []string, err error) {
-	list, err := n.Client.CoreV1().Nodes().List(ctx, metav1.ListOptions{LabelSelector: Label})
-	if err != nil {
-		return nil, fmt.Errorf("list nodes: %w", err)
-	}
-	for _, node := range list.Items {
-		names = append(names, strings.Split(node.Annotations[setsAnnotation], ",")...)
-	}
-	return names, nil
-}
-
 // setNames is the value of setsAnnotation.
 func setNames(sets []daemonSet) string {
 	var names []string
@@ -148,33 +134,12 @@ func setNames(sets []daemonSet) string {
 	return strings.Join(names, ",")
 }
 
-// pluginDirectories are those in which kubelet looks for the sockets of device plugins and DRA drivers.
-var pluginDirectories = []string{"/var/lib/kubelet/device-plugins", "/var/lib/kubelet/plugins_registry"}
-
-// administered reports whether tenants cannot create pods in a namespace. What is in it may look as if it were NVIDIA's: names, labels,
-// images and owner references are its creator's choice. But NVIDIA's pods mount a directory of kubelet's, and a user who may create such a
-// pod has the node and its GPUs anyway. A DaemonSet alone proves nothing: admission may refuse its pods.
-func administered(ctx context.Context, client kubernetes.Interface, namespace string) (bool, error) {
-	if namespace == metav1.NamespaceSystem {
-		return true, nil
-	}
-	list, err := client.CoreV1().Pods(namespace).List(ctx, metav1.ListOptions{})
-	if err != nil {
-		return false, fmt.Errorf("list pods of namespace %s: %w", namespace, err)
-	}
-	return slices.ContainsFunc(list.Items, func(pod corev1.Pod) bool {
-		return slices.ContainsFunc(pod.Spec.Volumes, func(v corev1.Volume) bool {
-			return v.HostPath != nil && slices.Contains(pluginDirectories, path.Clean(v.HostPath.Path))
-		})
-	}), nil
-}
-
 // kubernetesTaints is the prefix of the taints that kubelet and the controllers of Kubernetes set. Pods of DaemonSets tolerate most of them.
 const kubernetesTaints = "node.kubernetes.io/"
 
-// mayShare reports whether a device plugin may list GPUs in another way than whole, by UUID and as nvidia.com/gpu. NVIDIA's does so only with
-// a configuration file. Its chart names the file in a variable. GPU Operator runs a config-manager beside the plugin if there is one
-// (handleDevicePluginConfig).
+// mayShare reports whether a device plugin may list a GPU without partitions otherwise than whole, by its UUID and as nvidia.com/gpu: NVIDIA's does so
+// by a configuration file only. Its chart names the file in a variable. GPU Operator runs a config-manager beside the plugin if there is one
+// (handleDevicePluginConfig). Whether NVIDIA's plugin lists partitions depends on MIG_STRATEGY and --mig-strategy as well.
 func (d daemonSet) mayShare() bool {
 	if _, known := roleOf(d.DaemonSet); !known {
 		return true

@@ -13,6 +13,7 @@ import (
 	"io"
 	"maps"
 	"slices"
+	"strings"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -32,14 +33,15 @@ var chartKinds = map[string]Kind{
 }
 
 // ReadReleases returns the values of the deployed Helm releases of NVIDIA's charts in all namespaces, with the ConfigMaps that they name.
-// It returns what it could read together with errors about the rest.
-func ReadReleases(ctx context.Context, client kubernetes.Interface) ([]Source, error) {
+// It returns what it could read together with errors about the rest. namespace is that of Tandem's release; if it is empty, releases are found.
+func ReadReleases(ctx context.Context, client kubernetes.Interface, namespace string) ([]Source, error) {
 	list, err := client.CoreV1().Secrets(metav1.NamespaceAll).List(ctx, metav1.ListOptions{
 		LabelSelector: "owner=helm,status=deployed", FieldSelector: "type=" + releaseType,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("list Secrets of Helm releases: %w", err)
 	}
+	trusted := trustedNamespaces(client, namespace)
 	var sources []Source
 	var errs []error
 	for _, secret := range list.Items {
@@ -50,9 +52,13 @@ func ReadReleases(ctx context.Context, client kubernetes.Interface) ([]Source, e
 		if !ok {
 			continue
 		}
-		if trusted, err := administered(ctx, client, secret.Namespace); err != nil || !trusted {
-			errs = append(errs, cmp.Or(err, fmt.Errorf("%s is not read: no pod of its namespace mounts kubelet's directories for plugins, "+
-				"so a tenant may have created it. If it is NVIDIA's, write its values to a file with helm get values --all, and use that with -f", source.Name)))
+		if ok, err := trusted(ctx, secret.Namespace); err != nil {
+			errs = append(errs, fmt.Errorf("%s is not read: %w", source.Name, err))
+			continue
+		} else if !ok {
+			errs = append(errs, fmt.Errorf("%s is not read: no pod of its namespace mounts kubelet's directories for plugins, "+
+				"so a tenant may have created it. If it is NVIDIA's, and has no pods because no node with a GPU runs, write its values to a file "+
+				"with helm get values --all, and use that with -f", source.Name))
 			continue
 		}
 		sources = append(sources, source)
@@ -75,6 +81,28 @@ func ReadReleases(ctx context.Context, client kubernetes.Interface) ([]Source, e
 		})
 	}
 	return sources, errors.Join(errs...)
+}
+
+// trustedNamespaces returns whether tenants cannot create releases in a namespace: it is administered, or NVIDIA's DaemonSets left nodes from there.
+func trustedNamespaces(client kubernetes.Interface, tandem string) func(ctx context.Context, namespace string) (bool, error) {
+	of := newNamespaces(client, tandem)
+	var left []string
+	var leftErr error
+	var read bool
+	return func(ctx context.Context, namespace string) (bool, error) {
+		ok, err := of.administered(ctx, namespace)
+		if ok {
+			return true, nil
+		}
+		if !read {
+			left, leftErr = setsThatLeft(ctx, client)
+			read = true
+		}
+		if slices.ContainsFunc(left, func(name string) bool { return strings.HasPrefix(name, namespace+"/") }) {
+			return true, nil
+		}
+		return false, cmp.Or(err, leftErr)
+	}
 }
 
 // releaseSource decodes a Secret. ok is false if it is not of a chart of NVIDIA's.

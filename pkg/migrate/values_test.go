@@ -147,7 +147,7 @@ func TestReleases(t *testing.T) {
 		release(t, "aaa-tenant", "mine", map[string]any{"name": "mine", "chart": chart("nvidia-device-plugin", nil), "config": map[string]any{"priorityClassName": "high"}}),
 		&corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "nvidia", Name: "configs"}, Data: map[string]string{"a": "version: v1\nflags: {migStrategy: mixed}"}},
 	)
-	sources, err := ReadReleases(t.Context(), client)
+	sources, err := ReadReleases(t.Context(), client, "")
 	// The fake client does not select by fields.
 	if of := client.Actions()[0].(clienttesting.ListAction).GetListRestrictions(); of.Fields.String() != "type=helm.sh/release.v1" {
 		t.Errorf("Secrets are selected by %s", of.Fields)
