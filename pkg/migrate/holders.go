@@ -53,10 +53,9 @@ func heldFor(d v1alpha1.DeviceStatus, h v1alpha1.DeviceHolder) string {
 	return fmt.Sprintf("%s (by %s)", d.Name, h.WaitsFor)
 }
 
-// checkHolders returns why NVIDIA's software would not know what pods with limits hold on a node. kubelet keeps a device of a living pod by
-// resource and ID. NVIDIA's plugin has to list it under the same resource and ID, or kubelet gives the GPU to another pod. For a whole GPU
-// these are nvidia.com/gpu and its UUID, unless the plugin shares it. Otherwise they depend on the plugin's configuration. NVIDIA's DRA
-// driver knows nothing about limits.
+// checkHolders returns why NVIDIA's software would not know what pods by limits hold of a node. kubelet keeps a device of a living pod by
+// resource and ID. NVIDIA's plugin has to list it under the same, or kubelet gives the GPU to another pod. A GPU without partitions is nvidia.com/gpu
+// and its UUID, unless the plugin shares it. The rest depends on the plugin's configuration. NVIDIA's DRA driver knows nothing of limits.
 func (n *Nodes) checkHolders(sets []daemonSet, node *corev1.Node, status v1alpha1.GPUNodeStatus) (refusals []string, err error) {
 	if status.Omitted > 0 {
 		return []string{"its GPUNode does not list all devices and holders"}, nil
@@ -65,15 +64,23 @@ func (n *Nodes) checkHolders(sets []daemonSet, node *corev1.Node, status v1alpha
 	if err != nil {
 		return nil, err
 	}
-	var ended, taken, unlike []string
+	// Until NVIDIA's software has registered, further pods get devices, unless none can come.
+	comes := !node.Spec.Unschedulable
+	partitioned := map[string]bool{}
 	for _, d := range status.Devices {
-		like := !configured && d.ExtendedResource == config.Defaults().ResourceName && d.Parent == "" &&
-			(d.Sharing == nil || d.Sharing.Replicas == 0)
-		// Until NVIDIA's software has registered, further pods may get devices, unless the node is cordoned.
-		held := d.ExtendedResource != "" && !d.Excluded && !node.Spec.Unschedulable
+		partitioned[d.Parent] = true
+	}
+	// The mode of the way back gives all GPUs to limits, whatever the mode is before.
+	allowsMore := status.Mode == string(config.ModeClaimsOnly) || status.Mode == string(config.ModeSplit)
+	var ended, taken, unlike, unlikeSoon []string
+	for _, d := range status.Devices {
+		// What a device will be that is not offered yet is known only afterwards, and is checked again then.
+		unoffered := allowsMore && d.ExtendedResource == "" && d.Parent == "" && !d.Excluded
+		held, like := false, !configured && (d.ExtendedResource == config.Defaults().ResourceName || unoffered) && d.Parent == "" &&
+			!partitioned[d.Name] && (d.Sharing == nil || d.Sharing.Replicas == 0)
 		for _, h := range d.Holders {
 			if h.Kind == v1alpha1.HolderPod {
-				held, like = true, like && !h.Shared
+				held, like = true, like && !h.Shared && !unoffered
 			}
 			if h.Kind == v1alpha1.HolderPod && h.WaitsFor != "" {
 				ended = append(ended, heldFor(d, h))
@@ -82,8 +89,12 @@ func (n *Nodes) checkHolders(sets []daemonSet, node *corev1.Node, status v1alpha
 		if held && claims {
 			taken = append(taken, d.Name)
 		}
-		if held && !like {
+		switch {
+		case like:
+		case held:
 			unlike = append(unlike, d.Name)
+		case comes && (unoffered || d.ExtendedResource != "" && !d.Excluded):
+			unlikeSoon = append(unlikeSoon, d.Name)
 		}
 	}
 	for _, refusal := range []struct {
@@ -96,10 +107,17 @@ func (n *Nodes) checkHolders(sets []daemonSet, node *corev1.Node, status v1alpha
 		{taken, true, "NVIDIA's DRA driver would give the GPUs of pods with limits to claims: %s. Drain the node with kubectl drain"},
 		{unlike, !n.SameConfig, "NVIDIA's plugin may give the GPUs of pods to others, because its sharing, MIG strategy or resource names " +
 			"may differ from Tandem's: %s. Drain the node with kubectl drain; or, if they are the same, add --same-config"},
+		{unlikeSoon, !n.SameConfig && len(unlike) == 0, "pods may get GPUs before NVIDIA's plugin returns, which may then give these to others, because " +
+			"its sharing, MIG strategy or resource names may differ from Tandem's: %s. Cordon the node with kubectl cordon; or, if they are the " +
+			"same, add --same-config"},
 	} {
 		if refusal.applies && len(refusal.devices) > 0 {
 			refusals = append(refusals, fmt.Sprintf(refusal.text, strings.Join(refusal.devices, ", ")))
 		}
+	}
+	if claims && comes && len(taken) == 0 {
+		refusals = append(refusals, "pods may get GPUs by limits before NVIDIA's DRA driver returns, which would give these to claims. "+
+			"Cordon the node with kubectl cordon")
 	}
 	return refusals, nil
 }

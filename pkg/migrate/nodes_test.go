@@ -445,13 +445,18 @@ func claimOn(node string) *resourceapi.ResourceClaim {
 	}
 }
 
-// TestClaims: neither direction takes a node while claims have GPUs there, and no other node moves then.
-func TestClaims(t *testing.T) {
+// newDRADriver returns a DaemonSet of NVIDIA's DRA driver.
+func newDRADriver() appsv1.DaemonSet {
 	dra := appsv1.DaemonSet{ObjectMeta: metav1.ObjectMeta{Namespace: "nvidia", Name: "dra", UID: "dra"}}
 	dra.Spec.Template.Spec.Containers = []corev1.Container{{Name: "gpus", Args: []string{"gpu-kubelet-plugin -v 4"}}}
 	dra.Spec.Template.Spec.Volumes = pluginVolumes
 	dra.Spec.Template.Spec.NodeSelector = map[string]string{"gpu": "yes"}
-	w := newWorld(t, dra)
+	return dra
+}
+
+// TestClaims: neither direction takes a node while claims have GPUs there, and no other node moves then.
+func TestClaims(t *testing.T) {
+	w := newWorld(t, newDRADriver())
 	if err := w.client.Tracker().Add(claimOn("b")); err != nil {
 		t.Fatal(err)
 	}
@@ -523,11 +528,7 @@ func TestNodeChangesAfterThePlan(t *testing.T) {
 		}, "node c: Tandem cannot take over this node yet: it waits for a running agent: pod tandem-system/agent-c is Pending"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			dra := appsv1.DaemonSet{ObjectMeta: metav1.ObjectMeta{Namespace: "nvidia", Name: "dra", UID: "dra"}}
-			dra.Spec.Template.Spec.Containers = []corev1.Container{{Name: "gpus", Args: []string{"gpu-kubelet-plugin -v 4"}}}
-			dra.Spec.Template.Spec.Volumes = pluginVolumes
-			dra.Spec.Template.Spec.NodeSelector = map[string]string{"gpu": "yes"}
-			w := newWorld(t, dra)
+			w := newWorld(t, newDRADriver())
 			w.interfere = func(node string) {
 				if node == "a" {
 					w.interfere = nil

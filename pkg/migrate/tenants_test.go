@@ -220,19 +220,21 @@ func TestBackWithOtherDeviceIDs(t *testing.T) {
 	for name, c := range map[string]struct {
 		set    appsv1.DaemonSet
 		change func(d *v1alpha1.DeviceStatus)
+		// idle is whether no pod holds the device.
+		idle bool
 	}{
 		"a replica": {plugin, func(d *v1alpha1.DeviceStatus) {
 			d.Sharing = &v1alpha1.DeviceSharing{Replicas: 4}
 			d.Holders[0].Shared = true
-		}},
-		"a replica of a GPU that is no longer shared": {plugin, func(d *v1alpha1.DeviceStatus) { d.Holders[0].Shared = true }},
-		"a partition":                  {plugin, func(d *v1alpha1.DeviceStatus) { d.Parent = "gpu-9" }},
-		"another resource":             {plugin, func(d *v1alpha1.DeviceStatus) { d.ExtendedResource = "example.com/gpu" }},
-		"not offered":                  {plugin, func(d *v1alpha1.DeviceStatus) { d.ExtendedResource = "" }},
-		"offered as replicas":          {plugin, func(d *v1alpha1.DeviceStatus) { d.Sharing, d.Holders = &v1alpha1.DeviceSharing{Replicas: 4}, nil }},
-		"a configuration":              {sharing, func(*v1alpha1.DeviceStatus) {}},
-		"a configuration (args)":       {argument, func(*v1alpha1.DeviceStatus) {}},
-		"GPU Operator's configuration": {operator, func(*v1alpha1.DeviceStatus) {}},
+		}, false},
+		"a replica of a GPU that is no longer shared": {plugin, func(d *v1alpha1.DeviceStatus) { d.Holders[0].Shared = true }, false},
+		"a partition":                  {plugin, func(d *v1alpha1.DeviceStatus) { d.Parent = "gpu-9" }, false},
+		"another resource":             {plugin, func(d *v1alpha1.DeviceStatus) { d.ExtendedResource = "example.com/gpu" }, false},
+		"not offered":                  {plugin, func(d *v1alpha1.DeviceStatus) { d.ExtendedResource = "" }, false},
+		"offered as replicas":          {plugin, func(d *v1alpha1.DeviceStatus) { d.Sharing, d.Holders = &v1alpha1.DeviceSharing{Replicas: 4}, nil }, true},
+		"a configuration":              {sharing, func(*v1alpha1.DeviceStatus) {}, false},
+		"a configuration (args)":       {argument, func(*v1alpha1.DeviceStatus) {}, false},
+		"GPU Operator's configuration": {operator, func(*v1alpha1.DeviceStatus) {}, false},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t, c.set)
@@ -244,7 +246,11 @@ func TestBackWithOtherDeviceIDs(t *testing.T) {
 			w.react("a")
 			n := w.nodes(true)
 			n.Only = "a"
-			w.wantError(w.migrate(n), "node a: NVIDIA's plugin may give the GPUs of pods to others", ": gpu-0", "add --same-config")
+			want := "node a: NVIDIA's plugin may give the GPUs of pods to others"
+			if c.idle {
+				want = "node a: pods may get GPUs before NVIDIA's plugin returns"
+			}
+			w.wantError(w.migrate(n), want, ": gpu-0", "add --same-config")
 			w.wantMoved()
 			n.SameConfig = true
 			if err := w.migrate(n); err != nil {
@@ -268,12 +274,8 @@ func TestBackWithOtherDeviceIDs(t *testing.T) {
 	w.react("a")
 	n := w.nodes(true)
 	n.Only = "a"
-	w.wantError(w.migrate(n), "add --same-config")
-	node := w.node("a").DeepCopy()
-	node.Spec.Unschedulable = true
-	if err := w.client.Tracker().Update(corev1.SchemeGroupVersion.WithResource("nodes"), node, ""); err != nil {
-		t.Fatal(err)
-	}
+	w.wantError(w.migrate(n), "Cordon the node with kubectl cordon", "add --same-config")
+	w.cordon("a")
 	if err := w.migrate(n); err != nil {
 		t.Error(err)
 	}
