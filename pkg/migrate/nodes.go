@@ -34,6 +34,10 @@ const (
 	fieldManager = "tandem-migrate"
 	// lookAgain is the time between two looks at a node.
 	lookAgain = time.Second
+	// restoreTimeout bounds the change that restores a node's mode after the time for its move has passed.
+	restoreTimeout = 10 * time.Second
+	// namespaceHint is what to do where an agent may run that is not found.
+	namespaceHint = "if Tandem is installed with rbac.create=false, give its namespace with --namespace"
 	// operatorAnnotation of a Node says that its operatorLabel was "true" before the node moved to Tandem.
 	operatorAnnotation = "tandem-gpu.dev/migrate-operator"
 	// computeDomains is the second driver in the pods of NVIDIA's DRA driver, beside the driver for GPUs.
@@ -87,6 +91,8 @@ type nodePlan struct {
 	// begun is set if an earlier run has labelled the node.
 	begun bool
 	pods  []string
+	// agentless is set if no agent of Tandem is found on the node.
+	agentless bool
 	// refusals are reasons why this node cannot move now.
 	refusals []string
 }
@@ -133,6 +139,9 @@ func (p Plan) String() string {
 		state := ""
 		if node.begun {
 			state = ", begun by an earlier run"
+		}
+		if p.back && node.agentless {
+			state += ", no agent of Tandem is found, so migrate asks none to end (" + namespaceHint + ")"
 		}
 		fmt.Fprintf(&b, "  node %s: %d running pods with GPUs by limits%s\n", node.name, len(node.pods), state)
 	}
@@ -224,7 +233,11 @@ func (n *Nodes) planNode(ctx context.Context, sets []daemonSet, node *corev1.Nod
 		one.pods = append(one.pods, pod.Namespace+"/"+pod.Name)
 	}
 	if n.Back {
-		one.refusals, err = n.checkBack(ctx, sets, node, claims)
+		var agent *corev1.Pod
+		if agent, err = n.agent(ctx, node.Name); err == nil {
+			one.agentless = agent == nil
+			one.refusals, err = n.checkBack(ctx, sets, node, claims)
+		}
 	} else {
 		one.refusals, err = n.checkForward(ctx, sets, node, one.pods, claims)
 	}
@@ -243,8 +256,7 @@ func (n *Nodes) checkForward(
 	case err != nil:
 		return nil, err
 	case agent == nil:
-		refusals = append(refusals, "no agent of Tandem runs on this node: install Tandem's chart, with tolerations and affinity for this "+
-			"node; if it is installed with rbac.create=false, give its namespace with --namespace")
+		refusals = append(refusals, "no agent of Tandem runs on this node: install Tandem's chart, with tolerations and affinity for this node; "+namespaceHint)
 	case missing != "":
 		refusals = append(refusals, "Tandem cannot take over this node yet: it waits for "+missing)
 	}
@@ -266,11 +278,16 @@ func (n *Nodes) checkForward(
 }
 
 // checkBack returns why NVIDIA's software cannot take over a node: it would give away the GPUs of these holders.
-func (n *Nodes) checkBack(
-	ctx context.Context, sets []daemonSet, node *corev1.Node, claims []resourceapi.ResourceClaim,
-) (refusals []string, err error) {
+func (n *Nodes) checkBack(ctx context.Context, sets []daemonSet, node *corev1.Node, claims []resourceapi.ResourceClaim) (refusals []string, err error) {
+	unseen, err := n.unseenAgent(ctx, node)
+	if err != nil {
+		return nil, err
+	}
+	if unseen != "" {
+		refusals = append(refusals, unseen)
+	}
 	if node.Labels[Label] == returning {
-		return nil, nil // NVIDIA's software has returned, or is returning: the claims have devices of its DRA driver
+		return refusals, nil // NVIDIA's software has returned, or is returning: the claims have devices of its DRA driver
 	}
 	names := claimsOn(node.Name, claims, n.DriverName)
 	object, err := n.GPUNode(ctx, node.Name)
@@ -465,7 +482,7 @@ func (n *Nodes) back(ctx context.Context, sets []daemonSet, name string) error {
 		}
 	}
 	if err := n.await(ctx, name, func() (string, error) { return n.nvidiaMissing(ctx, sets, name) }); err != nil {
-		return err
+		return fmt.Errorf("%w (its mode stays as it is, because NVIDIA's software may return at any time)", err)
 	}
 	if node, err = n.node(ctx, name); err != nil {
 		return err
@@ -481,6 +498,43 @@ func (n *Nodes) back(ctx context.Context, sets []daemonSet, name string) error {
 // registered last, and does not give a device of a living pod to another pod, whichever plugin served it. It knows devices by resource and
 // ID, which checkHolders compares.
 func (n *Nodes) leave(ctx context.Context, sets []daemonSet, node *corev1.Node) error {
+	if err := n.prepareToLeave(ctx, sets, node); err != nil {
+		return errors.Join(err, n.restoreMode(ctx, node.Name))
+	}
+	labels, annotations := map[string]any{Label: returning}, map[string]any{}
+	if node.Annotations[operatorAnnotation] == "true" {
+		labels[operatorLabel], annotations[operatorAnnotation] = "true", nil
+	}
+	return n.patchNode(ctx, node.Name, labels, annotations)
+}
+
+// restoreMode gives a node that stays with Tandem its mode back. ctx may be done.
+func (n *Nodes) restoreMode(ctx context.Context, name string) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), restoreTimeout)
+	defer cancel()
+	node, err := n.node(ctx, name)
+	if err != nil {
+		return fmt.Errorf("restore the mode: %w", err)
+	}
+	labels, annotations := modeBefore(node)
+	if len(annotations) == 0 {
+		return nil
+	}
+	if err := n.patchNode(ctx, name, labels, annotations); err != nil {
+		return fmt.Errorf("restore the mode: %w", err)
+	}
+	return nil
+}
+
+// prepareToLeave sets the mode and returns nil once NVIDIA's software can take over.
+func (n *Nodes) prepareToLeave(ctx context.Context, sets []daemonSet, node *corev1.Node) error {
+	unseen, err := n.unseenAgent(ctx, node)
+	if err != nil {
+		return err
+	}
+	if unseen != "" {
+		return errors.New(unseen)
+	}
 	agent, err := n.agent(ctx, node.Name)
 	if err != nil {
 		return err
@@ -541,15 +595,39 @@ func (n *Nodes) leave(ctx context.Context, sets []daemonSet, node *corev1.Node) 
 		return err
 	}
 	if len(refusals) > 0 {
-		labels, annotations := modeBefore(node)
-		err := n.patchNode(ctx, node.Name, labels, annotations)
-		return errors.Join(errors.New(strings.Join(refusals, "; ")), err)
+		return errors.New(strings.Join(refusals, "; "))
 	}
-	labels, annotations := map[string]any{Label: returning}, map[string]any{}
-	if node.Annotations[operatorAnnotation] == "true" {
-		labels[operatorLabel], annotations[operatorAnnotation] = "true", nil
+	return nil
+}
+
+// unseenAgent returns why Tandem serves a node although no agent is found there; empty if that is not so. Without the agent migrate would neither set
+// the mode nor wait until Tandem serves nothing.
+func (n *Nodes) unseenAgent(ctx context.Context, node *corev1.Node) (string, error) {
+	agent, err := n.agent(ctx, node.Name)
+	if err != nil || agent != nil {
+		return "", err
 	}
-	return n.patchNode(ctx, node.Name, labels, annotations)
+	object, err := n.GPUNode(ctx, node.Name)
+	if err != nil && !apierrors.IsNotFound(err) {
+		return "", fmt.Errorf("get GPUNode %s: %w", node.Name, err)
+	}
+	sign := ""
+	if err == nil && object.Status.ExtendedResource != "" {
+		sign = "its GPUNode offers " + object.Status.ExtendedResource
+	} else if node.Labels[Label] != returning { // later they may be those of NVIDIA's DRA driver
+		left, err := n.slices(ctx, node.Name)
+		if err != nil {
+			return "", err
+		}
+		if left > 0 {
+			sign = fmt.Sprintf("it has %d ResourceSlices of %s", left, n.DriverName)
+		}
+	}
+	if sign == "" {
+		return "", nil
+	}
+	return "no agent of Tandem is found there, although " + sign + ": " + namespaceHint +
+		"; if no agent runs there any more, delete the node's ResourceSlices of " + n.DriverName + " and its GPUNode", nil
 }
 
 // modeBefore returns the changes that undo leave's change of the mode.
@@ -597,6 +675,13 @@ func (n *Nodes) nvidiaMissing(ctx context.Context, sets []daemonSet, name string
 	agent, err := n.agent(ctx, name)
 	if err == nil && agent != nil && isReady(agent) {
 		return "Tandem's agent " + agent.Name + " to find NVIDIA's software and to serve nothing", nil
+	}
+	if err != nil || agent != nil {
+		return "", err
+	}
+	unseen, err := n.unseenAgent(ctx, node)
+	if unseen != "" {
+		return "Tandem's agent: " + unseen, err
 	}
 	return "", err
 }
@@ -676,7 +761,7 @@ func (n *Nodes) podsOf(ctx context.Context, sets []daemonSet, node string) ([]co
 	}), err
 }
 
-// agent returns the pod of Tandem's agent on a node; nil if there is none.
+// agent returns the pod of Tandem's agent on a node; nil if none is found.
 func (n *Nodes) agent(ctx context.Context, node string) (*corev1.Pod, error) {
 	sets, err := workloads.DaemonSets(ctx, n.Client, n.Namespace)
 	if err != nil {

@@ -367,16 +367,30 @@ func TestChangeOfMind(t *testing.T) {
 	w.interfere = func(node string) { w.gpuNodes[node].Status.Mode = "Dual" } // the agent is slow
 	w.wantError(w.migrate(w.nodes(true)), "node a: gave up", "the agent to use mode DevicePluginOnly; it is Dual")
 	w.interfere = nil
+	w.wantModeRestored("a")
+
+	// A run that was killed has restored nothing.
+	mode := map[string]any{config.ModeLabel: "DevicePluginOnly"}
+	if err := w.nodes(true).patchNode(t.Context(), "a", mode, map[string]any{modeAnnotation: ""}); err != nil {
+		t.Fatal(err)
+	}
 	if err := w.migrate(w.nodes(false)); err != nil {
 		t.Fatal(err)
 	}
-	if node := w.node("a"); node.Labels[config.ModeLabel] != "" || node.Labels[Label] != withTandem {
-		t.Errorf("labels %v", node.Labels)
-	}
-	if _, saved := w.node("a").Annotations[modeAnnotation]; saved {
-		t.Error("the mode is kept")
-	}
+	w.wantModeRestored("a")
 	w.wantMoved()
+}
+
+// wantModeRestored: the node stays with Tandem, in the mode that it had.
+func (w *world) wantModeRestored(name string) {
+	w.Helper()
+	node := w.node(name)
+	if node.Labels[config.ModeLabel] != "" || node.Labels[Label] != withTandem {
+		w.Errorf("labels %v", node.Labels)
+	}
+	if _, saved := node.Annotations[modeAnnotation]; saved {
+		w.Error("the mode is kept")
+	}
 }
 
 func TestOneNode(t *testing.T) {
@@ -499,12 +513,7 @@ func TestClaims(t *testing.T) {
 	}
 	w.wantError(w.migrate(w.nodes(true)), "node a: claims have GPUs", "default/claim-a")
 	w.wantMoved()
-	if node := w.node("a"); node.Labels[config.ModeLabel] != "" {
-		t.Errorf("labels %v", node.Labels)
-	}
-	if _, saved := w.node("a").Annotations[modeAnnotation]; saved {
-		t.Error("the mode is kept")
-	}
+	w.wantModeRestored("a")
 }
 
 // Migrate checks a node again before it moves, because the plan may be out of date.

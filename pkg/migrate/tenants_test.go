@@ -187,6 +187,7 @@ func TestBackWaitsForEndedPods(t *testing.T) {
 				w.wantError(err, "node a: gave up", "GPUs that are still used although kubelet no longer knows the pods: gpu-0")
 			}
 			w.wantMoved()
+			w.wantModeRestored("a")
 			w.interfere = nil
 			w.react("a")
 			if err := w.migrate(n); err != nil {
