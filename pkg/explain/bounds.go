@@ -17,7 +17,8 @@ type bounds struct {
 	time time.Duration
 }
 
-// usual are enough for a selector of the class and two of the claim on 200,000 devices. The scheduler evaluates a claim for as long on one node
+// usual are enough for a selector of the class and two of the claim on 200,000 devices of the nodes that the pod may run on, which are
+// evaluated before the others. The scheduler evaluates a claim for as long on one node
 // (feature gate DRASchedulerFilterTimeout).
 var usual = bounds{cost: 20_000_000, time: 10 * time.Second}
 
@@ -36,7 +37,7 @@ const (
 )
 
 // errCost and errTime complete "not evaluated: ".
-var errCost = errors.New("the selectors of the pod's requests cost too much")
+var errCost = errors.New("the pod's selectors, evaluated on each device of the nodes, cost too much")
 
 func errTime(limit time.Duration) error {
 	return fmt.Errorf("the pod's requests take longer than %s", limit)

@@ -59,8 +59,8 @@ func TestCostlySelectors(t *testing.T) {
 		nodes []string
 		want  string
 	}{
-		"cost":           {t.Context(), bounds{300_000, time.Hour}, []string{"--------", "--------"}, "the selectors of the pod's requests cost too much"},
-		"cost, all held": {t.Context(), bounds{300_000, time.Hour}, []string{"xxxxxxxx"}, "the selectors of the pod's requests cost too much"},
+		"cost":           {t.Context(), bounds{300_000, time.Hour}, []string{"--------", "--------"}, errCost.Error()},
+		"cost, all held": {t.Context(), bounds{300_000, time.Hour}, []string{"xxxxxxxx"}, errCost.Error()},
 		"time":           {t.Context(), bounds{1 << 60, 500 * time.Millisecond}, []string{"--------"}, "the pod's requests take longer than 500ms"},
 		"viewer":         {cancelled, bounds{1 << 60, time.Hour}, []string{"--------"}, "the viewer has gone"},
 	} {
@@ -173,6 +173,28 @@ func TestRoomBeforeTheBound(t *testing.T) {
 	got = f.why(t.Context(), bounds{80_000, time.Hour})
 	if got.Cause != CauseNotEvaluated || len(got.Frees) > 0 {
 		t.Errorf("%+v", got)
+	}
+}
+
+// TestExcludedNodesCostLast: what a pod may run on is evaluated before nodes that exclude it, however many those are.
+func TestExcludedNodesCostLast(t *testing.T) {
+	for want, mine := range map[Cause]string{CauseRoom: "-", CauseFull: "x"} {
+		f := facts(exactly(1, costly(t)), "-", "-", "-", mine)
+		for i := range 3 {
+			f.Nodes[i].Spec.Taints = []corev1.Taint{{Key: "team", Effect: corev1.TaintEffectNoSchedule}}
+		}
+		got := f.why(t.Context(), bounds{220_000, time.Hour})
+		if got.Cause != want || got.Nodes[0].Names[0] != "node-3" {
+			t.Errorf("%s: %+v", want, got)
+		}
+		for _, n := range got.Nodes[1:] {
+			if n.Fit != FitNever || !strings.Contains(n.Reason, "taint") {
+				t.Errorf("%s: node %+v", want, n)
+			}
+		}
+	}
+	if text := errCost.Error(); !strings.Contains(text, "each device") {
+		t.Errorf("%q blames the pod alone", text)
 	}
 }
 

@@ -79,7 +79,8 @@ func (n NodeAnswer) lack() (lack int64) {
 	return lack
 }
 
-// nodeAnswers answers for each node, the most promising first. Nodes that are left when the matcher ends are not evaluated.
+// nodeAnswers answers for each node, the most promising first. Nodes that are left when the matcher ends are not evaluated: those that
+// exclude the pod come last.
 func (f Facts) nodeAnswers(ctx context.Context, match *matcher, claims []claimOf, needs []need) []NodeAnswer {
 	published := f.published()
 	like := map[alike]*resourceapi.Device{}
@@ -96,20 +97,26 @@ func (f Facts) nodeAnswers(ctx context.Context, match *matcher, claims []claimOf
 	}
 	affinity := nodeaffinity.GetRequiredNodeAffinity(f.Pod)
 	nodes, onlyNames := f.nodes()
-	answers := make([]NodeAnswer, 0, len(nodes))
+	excludes, unlesses := make([]string, len(nodes)), make([]string, len(nodes))
 	for i := range nodes {
-		node := &nodes[i]
+		if !onlyNames && match.goesOn(ctx) {
+			excludes[i], unlesses[i] = whyNot(f.Pod, affinity, &nodes[i], claims)
+		}
+	}
+	order := make([]int, len(nodes))
+	for i := range order {
+		order[i] = i
+	}
+	slices.SortStableFunc(order, func(i, j int) int { return compareBool(excludes[i] != "", excludes[j] != "") })
+	answers := make([]NodeAnswer, 0, len(nodes))
+	for _, i := range order {
+		node, excluded, unless := &nodes[i], excludes[i], unlesses[i]
 		answer := NodeAnswer{Names: []string{node.Name}, Count: 1, Fit: FitNever}
 		gpuNode, reported := byName[node.Name]
-		var excluded, unless string
-		goesOn := match.goesOn(ctx)
-		if goesOn && !onlyNames {
-			excluded, unless = whyNot(f.Pod, affinity, node, claims)
-		}
 		switch {
 		case !reported && !HasGPUs(node) && len(published[node.Name]) == 0 && len(needs) > 0:
 			answer.Reason = noGPU
-		case !goesOn:
+		case !match.goesOn(ctx):
 			answer.unknown(match)
 		case excluded != "" && !reported:
 			answer.Reason = excluded

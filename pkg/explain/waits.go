@@ -37,12 +37,14 @@ func (f Facts) waits(ctx context.Context, a *Answer, claims []claimOf, needs []n
 	answers := f.nodeAnswers(ctx, match, claims, needs)
 	f.show(a, answers)
 	has := func(is func(NodeAnswer) bool) bool { return slices.ContainsFunc(answers, is) }
+	isUnknown := func(n NodeAnswer) bool { return n.Fit == FitUnknown }
+	isKnown := func(n NodeAnswer) bool { return n.Fit == FitFull || n.Fit == FitAgent }
 	in := Bounded(strings.Join(requestsOf(needs), " and "), mostText)
 	switch {
 	case has(func(n NodeAnswer) bool { return n.Fit == FitRoom }):
 		a.Cause = CauseRoom
 		a.Summary = "waits, although a node has its GPUs free: the scheduler waits for something else, or has not tried again yet"
-	case match.ended != nil:
+	case match.ended != nil && (has(isUnknown) || !has(isKnown)):
 		a.Cause, a.Summary = CauseNotEvaluated, "waits: not evaluated: "+match.ended.Error()
 	case has(func(n NodeAnswer) bool { return n.Fit == FitFull }):
 		a.Cause = CauseFull
