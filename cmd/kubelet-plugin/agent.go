@@ -74,7 +74,7 @@ type times struct {
 	specsWait time.Duration
 	// maintenanceWait is how long a start waits for the node's GPUNode, which says which GPUs are under maintenance.
 	maintenanceWait time.Duration
-	// cgroups is how often the agent looks for the cgroups of pods while there are none.
+	// cgroups is how often the agent looks for the cgroups of pods.
 	cgroups time.Duration
 }
 
@@ -363,7 +363,7 @@ func (a *agent) serveDevices(ctx context.Context, c components) error {
 	for _, run := range []func(context.Context) error{
 		reconciler.Run, c.specs.Run, c.shared.Run, c.policy.Run, c.cleaner.Run,
 		func(ctx context.Context) error { return a.checkRuntime(ctx, c.self) },
-		func(ctx context.Context) error { return a.checkCgroups(ctx, c.cgroups) },
+		func(ctx context.Context) error { return a.checkCgroups(ctx, c.pods) },
 		func(ctx context.Context) error {
 			if err := a.awaitAPIServer(ctx, c); err != nil || ctx.Err() != nil {
 				return err

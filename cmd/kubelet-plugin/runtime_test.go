@@ -4,10 +4,12 @@ package main
 
 import (
 	"context"
+	"errors"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -34,30 +36,46 @@ func TestARuntimeWithoutCDIGetsAnEvent(t *testing.T) {
 		"may lack it":                 {runtime: "containerd://1.7.27", strategies: []string{"cdi-cri"}, want: "Warning RuntimeMayLackCDI"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node-1"}}
-			node.Status.NodeInfo.ContainerRuntimeVersion = c.runtime
-			events := record.NewFakeRecorder(1)
-			a := &agent{
-				config:   config.Config{NodeName: "node-1", HostRoot: t.TempDir(), DeviceListStrategies: c.strategies},
-				client:   fake.NewClientset(node),
-				recorder: events,
-			}
-			ctx, cancel := context.WithCancel(t.Context())
-			self := podstate.NewNode(a.client, "node-1")
-			watched := make(chan error, 1)
-			go func() { watched <- self.Run(ctx) }()
-			if err := a.checkRuntime(ctx, self); err != nil {
-				t.Fatal(err)
-			}
-			cancel()
-			if err := <-watched; err != nil {
-				t.Error(err)
-			}
-			close(events.Events)
-			said := <-events.Events
-			if !strings.Contains(said, c.want) || (said == "") != (c.want == "") || c.notWant != "" && strings.Contains(said, c.notWant) {
-				t.Errorf("event %q, want %q", said, c.want)
-			}
+			synctest.Test(t, func(t *testing.T) {
+				node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node-1"}}
+				node.Status.NodeInfo.ContainerRuntimeVersion = c.runtime
+				events := record.NewFakeRecorder(1)
+				a := &agent{
+					config:   config.Config{NodeName: "node-1", HostRoot: t.TempDir(), DeviceListStrategies: c.strategies},
+					client:   fake.NewClientset(node),
+					recorder: events,
+				}
+				ctx, cancel := context.WithCancel(t.Context())
+				self := podstate.NewNode(a.client, "node-1")
+				watched := make(chan error, 1)
+				go func() { watched <- self.Run(ctx) }()
+				checked := make(chan error, 1)
+				go func() { checked <- a.checkRuntime(ctx, self) }()
+				synctest.Wait()
+				said := ""
+				if len(events.Events) > 0 {
+					said = <-events.Events
+				}
+				if !strings.Contains(said, c.want) || (said == "") != (c.want == "") || c.notWant != "" && strings.Contains(said, c.notWant) {
+					t.Errorf("event %q, want %q", said, c.want)
+				}
+				// The runtime is replaced while the agent runs.
+				for want, version := range []string{c.runtime, "containerd://1.5.0"} {
+					node.Status.NodeInfo.ContainerRuntimeVersion = version
+					node.Labels = map[string]string{"of": version}
+					if _, err := a.client.CoreV1().Nodes().Update(ctx, node, metav1.UpdateOptions{}); err != nil {
+						t.Fatal(err)
+					}
+					synctest.Wait()
+					if len(events.Events) != want {
+						t.Errorf("%d more events for %s, want %d", len(events.Events), version, want)
+					}
+				}
+				cancel()
+				if err := errors.Join(<-watched, <-checked); err != nil {
+					t.Error(err)
+				}
+			})
 		})
 	}
 }
@@ -72,14 +90,23 @@ func TestNodeWithoutPodCgroups(t *testing.T) {
 			}
 			events := record.NewFakeRecorder(10)
 			a := &agent{config: config.Config{NodeName: "node-1"}, status: status.New("", nil), recorder: events, times: times{cgroups: time.Millisecond}}
+			pods, err := podstate.NewPods(fake.NewClientset(), "node-1", podstate.NewCgroups(root, "own"), t.TempDir())
+			if err != nil {
+				t.Fatal(err)
+			}
+			ctx, cancel := context.WithCancel(t.Context())
 			done := make(chan error, 1)
-			go func() { done <- a.checkCgroups(t.Context(), podstate.NewCgroups(root, "own")) }()
-			if said := <-events.Events; !strings.HasPrefix(said, "Warning NoPodCgroups GPUs of pods that have ended stay taken") || !strings.Contains(said, "--cgroups-per-qos=false") {
-				t.Errorf("event %q", said)
+			go func() { done <- a.checkCgroups(ctx, pods) }()
+			report := func(want string) {
+				t.Helper()
+				if said := <-events.Events; !strings.HasPrefix(said, "Warning NoPodCgroups GPUs of pods that have ended stay taken: ") || !strings.Contains(said, want) {
+					t.Errorf("event %q, want %q", said, want)
+				}
+				if err := a.status.Ready(); err == nil || !strings.HasPrefix(err.Error(), "cgroups: ") {
+					t.Errorf("readiness: %v", err)
+				}
 			}
-			if err := a.status.Ready(); err == nil || !strings.HasPrefix(err.Error(), "cgroups: ") {
-				t.Errorf("readiness: %v", err)
-			}
+			report("--cgroups-per-qos=false")
 			own := filepath.Join(root, "kubepods/podown")
 			if err := os.MkdirAll(own, 0o755); err != nil {
 				t.Fatal(err)
@@ -87,8 +114,16 @@ func TestNodeWithoutPodCgroups(t *testing.T) {
 			if err := os.WriteFile(filepath.Join(own, "cgroup.events"), []byte("populated 1\n"), 0o600); err != nil {
 				t.Fatal(err)
 			}
-			if err := <-done; err != nil || a.status.Ready() != nil || len(events.Events) > 0 {
-				t.Errorf("%v, readiness %v, %d more events", err, a.status.Ready(), len(events.Events))
+			for a.status.Ready() != nil {
+				time.Sleep(time.Millisecond)
+			}
+			if err := os.Rename(root, filepath.Join(t.TempDir(), "away")); err != nil {
+				t.Fatal(err)
+			}
+			report("no such file") // also other errors, and later ones
+			cancel()
+			if err := <-done; err != nil || len(events.Events) > 0 {
+				t.Errorf("%v, %d more events", err, len(events.Events))
 			}
 		})
 	}

@@ -212,26 +212,37 @@ func newMetrics() metrics {
 }
 
 // checkRuntime writes an event on the node if its container runtime does not inject CDI devices, or may not: containers would start without
-// their GPU and without an error. It also writes one if an image can choose GPUs. It checks once: another runtime version comes with a
-// reboot or a restart of kubelet.
+// their GPU and without an error. It also writes one if an image can choose GPUs. It does so for each version: the runtime may be updated
+// while the agent runs.
 func (a *agent) checkRuntime(ctx context.Context, self *podstate.Node) error {
-	if broadcast.Await(ctx, self.Changed, func() bool { return self.RuntimeVersion() != "" }) {
-		a.reportRuntime(ctx, self.RuntimeVersion())
+	version := ""
+	next := func() bool {
+		now := self.RuntimeVersion()
+		changed := now != "" && now != version
+		if changed {
+			version = now
+		}
+		return changed
+	}
+	for broadcast.Await(ctx, self.Changed, next) {
+		a.reportRuntime(ctx, version)
 	}
 	return nil
 }
 
-// checkCgroups reports that kubelet makes no cgroups for pods, until it does.
-func (a *agent) checkCgroups(ctx context.Context, cgroups *podstate.Cgroups) error {
-	for reported := false; ; reported = true {
-		_, err := cgroups.UIDs()
-		if !errors.Is(err, podstate.ErrNoPodCgroups) {
-			a.status.Waiting("cgroups", nil)
-			return nil
+// checkCgroups reports while the cgroups of pods do not show which pods have ended. kubelet may come back with another setting while the
+// agent runs.
+func (a *agent) checkCgroups(ctx context.Context, pods *podstate.Pods) error {
+	for reported := false; ; {
+		err := pods.CheckCgroups()
+		if err != nil {
+			err = fmt.Errorf("GPUs of pods that have ended stay taken: %w", err)
 		}
-		if !reported {
-			a.wait(ctx, "cgroups", "NoPodCgroups", fmt.Errorf("GPUs of pods that have ended stay taken until the node reboots: %w", err))
+		if err != nil && !reported {
+			a.wait(ctx, "cgroups", "NoPodCgroups", err)
 		}
+		a.status.Waiting("cgroups", err)
+		reported = err != nil
 		select {
 		case <-ctx.Done():
 			return nil

@@ -28,7 +28,9 @@ type Cgroups struct {
 	// own is the UID of the agent's pod; empty outside a pod.
 	own string
 
-	mu       sync.Mutex
+	mu sync.Mutex
+	// doubt is why an absent cgroup proves nothing at present.
+	doubt    error
 	roots    []string // kubepods directories that the last search found
 	searched time.Time
 }
@@ -66,7 +68,7 @@ func (c *Cgroups) Pod(uid string) (PodCgroup, error) {
 	if len(roots) > 0 && (err != nil || state == CgroupBusy) {
 		return CgroupBusy, err
 	}
-	fresh, err := c.podRoots()
+	fresh, err := c.trustedRoots()
 	if err != nil {
 		return CgroupBusy, err
 	}
@@ -78,10 +80,14 @@ func (c *Cgroups) Pod(uid string) (PodCgroup, error) {
 
 // UIDs returns the UIDs of all pods that have a cgroup, sorted.
 func (c *Cgroups) UIDs() ([]string, error) {
-	roots, err := c.podRoots()
+	roots, err := c.trustedRoots()
 	if err != nil {
 		return nil, err
 	}
+	return uidsBelow(roots)
+}
+
+func uidsBelow(roots []string) ([]string, error) {
 	var uids []string
 	for _, root := range roots {
 		err := eachPod(root, func(_, uid string) { uids = append(uids, uid) })
@@ -133,6 +139,24 @@ func (c *Cgroups) lastRoots() []string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.roots
+}
+
+// distrust makes each search fail with an error until it is nil.
+func (c *Cgroups) distrust(err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.doubt = err
+}
+
+// trustedRoots is podRoots unless the result proves nothing.
+func (c *Cgroups) trustedRoots() ([]string, error) {
+	roots, err := c.podRoots()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if err == nil && c.doubt != nil {
+		return nil, c.doubt
+	}
+	return roots, err
 }
 
 // podRoots returns the kubepods directories. It repeats the search after a moment, and at once when a directory has vanished:

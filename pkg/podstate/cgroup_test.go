@@ -11,6 +11,11 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
 const (
@@ -360,6 +365,62 @@ func BenchmarkPodOf200(b *testing.B) {
 					}
 				})
 			}
+		})
+	}
+}
+
+// kubelet comes back with --cgroups-per-qos=false while the agent runs, whose own cgroup stays: a new pod has none, and none counts as gone.
+func TestRunningPodWithoutCgroup(t *testing.T) {
+	for name, c := range map[string]struct {
+		pod    *corev1.Pod
+		doubts bool
+	}{
+		"it runs":                   {pod(podB, "b", admitted, ranOnce), true},
+		"static":                    {pod("mirror", "b", admitted, ranOnce, mirrorOf(podB)), true},
+		"it started nothing":        {pod(podB, "b", admitted), false},
+		"it waits":                  {pod(podB, "b", admitted, ranOnce, phase(corev1.PodPending)), false},
+		"it has ended":              {pod(podB, "b", admitted, ranOnce, phase(corev1.PodSucceeded)), false},
+		"it is being deleted":       {pod(podB, "b", admitted, ranOnce, beingDeleted), false},
+		"from before the agent":     {pod(podB, "b", ranOnce, func(p *corev1.Pod) { p.Status.StartTime = &metav1.Time{} }), false},
+		"kubelet has not seen it":   {pod(podB, "b", ranOnce), false},
+		"it has a cgroup as always": {pod(podA, "a", admitted, ranOnce), false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				if c.pod.Status.StartTime != nil && !c.pod.Status.StartTime.IsZero() {
+					now := metav1.Now()
+					c.pod.Status.StartTime = &now
+				}
+				f := newTree(t)
+				f.v2("kubepods/burstable/pod"+podA, true)
+				p := known(t, f, c.pod)
+				p.cgroups.own = podA
+				if err := p.CheckCgroups(); err != nil {
+					t.Errorf("at first: %v", err)
+				}
+				time.Sleep(reportDelay)
+				err := p.CheckCgroups()
+				if c.doubts != errors.Is(err, ErrNoPodCgroups) || !c.doubts && err != nil || c.doubts && !strings.Contains(err.Error(), "pod apps/b runs without a cgroup") {
+					t.Errorf("after a minute: %v", err)
+				}
+				want := CgroupAbsent
+				if c.doubts {
+					want = CgroupBusy
+				}
+				if got, err := p.cgroups.Pod(formerPod); got != want || (err != nil) != c.doubts {
+					t.Errorf("a pod that is gone: %v, %v", got, err)
+				}
+				if uids, err := p.cgroups.UIDs(); (err != nil) != c.doubts {
+					t.Errorf("all: %v, %v", uids, err)
+				}
+				f.v2("kubepods/burstable/pod"+podB, true)
+				if err := p.CheckCgroups(); err != nil {
+					t.Errorf("with its cgroup: %v", err)
+				}
+				if got, err := p.cgroups.Pod(formerPod); got != CgroupAbsent || err != nil {
+					t.Errorf("a pod that is gone, then: %v, %v", got, err)
+				}
+			})
 		})
 	}
 }

@@ -50,6 +50,8 @@ type Pods struct {
 	synced time.Time
 	// leftover are the pods that had a cgroup before the first list was requested, and that it did not contain: they were deleted.
 	leftover map[types.UID]bool
+	// missing is since when CheckCgroups has found no cgroup of a running pod.
+	missing map[types.UID]time.Time
 	// pods by the UID that kubelet uses. A deleted pod is kept until its cgroup is gone as well.
 	pods map[types.UID]seenPod
 }
