@@ -406,15 +406,16 @@ func (a *agent) newCleaner(c components) *handover.Cleaner {
 	return handover.New(handover.Options{
 		Pods: c.pods, Hardware: c.node, Inventory: c.devices, Ledger: c.book, Records: c.before, Managed: c.managed,
 		Reset: func(uuid string) bool { return a.config.ResetGPUs && a.resettable(c, uuid) == nil },
-		Outsider: func(uuid string, pid int) (string, bool) {
-			return c.pods.Outsider(a.config.ProcRoot, pid, uuid, podstate.Users{
-				Holds: c.book.Holds(), Driver: a.config.DriverName, Namespaces: a.monitorNamespaces(),
-			})
+		Outsiders: func(uuid string, pids []int) (outsiders []handover.Outsider) {
+			users := podstate.Users{Holds: c.book.Holds(), Driver: a.config.DriverName, Namespaces: a.monitorNamespaces()}
+			for _, o := range c.pods.Outsiders(a.config.ProcRoot, uuid, pids, users) {
+				outsiders = append(outsiders, handover.Outsider(o))
+			}
+			return outsiders
 		},
 		Report: func(uuid string, err error) {
-			a.event(corev1.EventTypeWarning, "GPUNotClean", fmt.Sprintf("GPU %s is withdrawn from claims and limits until it is clean: %v. "+
-				"The agent tries again each second. If a monitor's pod uses the GPU, add its namespace to tandem.handover.monitorNamespaces of the "+
-				"node configuration. If the GPU does not become clean otherwise, drain the node and reboot it", uuid, err))
+			a.event(corev1.EventTypeWarning, "GPUNotClean", fmt.Sprintf("GPU %s is withdrawn from claims and limits until it is clean: %s. "+
+				"The agent tries again each second. If the GPU does not become clean, drain the node and reboot it", uuid, handover.Detail(err)))
 		},
 	})
 }

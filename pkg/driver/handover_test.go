@@ -5,6 +5,7 @@ package driver
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"strings"
 	"testing"
@@ -12,6 +13,7 @@ import (
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/handover"
 )
 
 // A claim is prepared only when its GPUs are clean. kubelet tries again.
@@ -38,6 +40,19 @@ func TestPrepareHandsGPUsOver(t *testing.T) {
 	}
 	if want := []string{uuidOf(1), uuidOf(2)}; !slices.Equal(asked, want) {
 		t.Errorf("handed over %v, want %v", asked, want)
+	}
+}
+
+// What a claim reads of a process on its GPU does not name the pod of another namespace.
+func TestPrepareNamesNoPodOfOthers(t *testing.T) {
+	t.Parallel()
+	unclean := &handover.InUseError{Processes: []handover.Outsider{{Description: "process 7 (python3, state R) of pod 0a1b", Pod: "others/trainer"}}}
+	r := newRig(t, machine(2), func(c *Config) {
+		c.HandOver = func(_ context.Context, uuid string) error { return fmt.Errorf("hand over GPU %s: %w", uuid, unclean) }
+	})
+	err := r.ask(t.Context(), r.claim("next", "gpu-1"))
+	if err == nil || !strings.Contains(err.Error(), "of pod 0a1b") || strings.Contains(err.Error(), "others") || strings.Contains(err.Error(), "trainer") {
+		t.Errorf("the claim gets %v", err)
 	}
 }
 

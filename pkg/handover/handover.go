@@ -60,14 +60,14 @@ type Options struct {
 	Ledger    Ledger
 	// Records must be loaded.
 	Records *Records
-	// Outsider reports whether a process exists and runs in no living pod of this node that may use the GPU, and describes it. Before the
-	// pods are known, only ResetIdle calls it.
-	Outsider func(uuid string, pid int) (description string, outside bool)
+	// Outsiders returns those of the processes that exist and run in no living pod of this node that may use the GPU. Before the pods are
+	// known, only ResetIdle calls it.
+	Outsiders func(uuid string, pids []int) []Outsider
 	// Managed reports whether Tandem itself sets the compute mode of a GPU, for clients of MPS.
 	Managed func(uuid string) bool
 	// Reset reports whether each handover resets the GPU.
 	Reset func(uuid string) bool
-	// Report is called when a GPU turns out not to be clean, once until it is clean again.
+	// Report is called when a GPU turns out not to be clean, once until it is clean again. Detail says more of the error.
 	Report func(uuid string, err error)
 }
 
@@ -348,6 +348,7 @@ func (c *Cleaner) failed(ctx context.Context, uuid string, err error) error {
 		c.changed.Notify()
 	}
 	if known == nil || errors.Is(known, errBefore) {
+		klog.FromContext(ctx).Info("GPU is not clean", "gpu", uuid, "reason", Detail(err))
 		c.options.Report(uuid, err)
 	}
 	return fmt.Errorf("hand over GPU %s: %w", uuid, err)
@@ -383,16 +384,10 @@ func (c *Cleaner) clean(ctx context.Context, uuid string) error {
 // free returns an *InUseError while a process uses the GPU that is neither its holder's nor a monitor's.
 func (c *Cleaner) free(ctx context.Context, uuid string) error {
 	pids, err := c.options.Hardware.Processes(ctx, uuid)
-	if err != nil {
+	if err != nil || len(pids) == 0 {
 		return err
 	}
-	var outsiders []string
-	for _, pid := range pids {
-		if description, outside := c.options.Outsider(uuid, pid); outside {
-			outsiders = append(outsiders, description)
-		}
-	}
-	if len(outsiders) > 0 {
+	if outsiders := c.options.Outsiders(uuid, pids); len(outsiders) > 0 {
 		return &InUseError{Processes: outsiders}
 	}
 	return nil
@@ -464,20 +459,46 @@ func (c *Cleaner) recordUnclean(ctx context.Context, uuid string) {
 	}
 }
 
-// InUseError means that a GPU is used by processes of pods that may not use it, or by processes outside all running pods.
-type InUseError struct {
-	// Processes are descriptions.
-	Processes []string
+// Outsider is a process that uses a GPU and may not.
+type Outsider struct {
+	// Description names a pod by its UID only: events on claims and pods of other namespaces contain it.
+	Description string
+	// Pod is the namespace and name of its pod, for administrators; empty if it is in no living pod.
+	Pod string
 }
+
+// InUseError means that processes use a GPU whose pods do not hold it, or that are in no running pod. Tenants may read it.
+type InUseError struct{ Processes []Outsider }
 
 // most bounds how many processes an error names.
 const most = 5
 
 func (e *InUseError) Error() string {
-	named := e.Processes[:min(len(e.Processes), most)]
+	return e.text(func(o Outsider) string { return o.Description })
+}
+
+func (e *InUseError) text(describe func(Outsider) string) string {
+	var named []string
+	for _, o := range e.Processes[:min(len(e.Processes), most)] {
+		named = append(named, describe(o))
+	}
 	text := "used by " + strings.Join(named, ", ")
 	if more := len(e.Processes) - len(named); more > 0 {
 		text += fmt.Sprintf(" and %d more", more)
 	}
 	return text + ": end the process"
+}
+
+// Detail returns the text of an error of a Cleaner with the names of pods, which only administrators may read.
+func Detail(err error) string {
+	inUse, ok := errors.AsType[*InUseError](err)
+	if !ok {
+		return err.Error()
+	}
+	return strings.Replace(err.Error(), inUse.Error(), inUse.text(func(o Outsider) string {
+		if o.Pod == "" {
+			return o.Description
+		}
+		return o.Description + " (" + o.Pod + ")"
+	}), 1)
 }

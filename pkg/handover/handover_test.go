@@ -137,8 +137,11 @@ type fixture struct {
 	mu       sync.Mutex
 	// pods are the processes that run in pods.
 	pods, reports []string
-	managed       bool
-	node          nodePods
+	// names are those of the pods of processes that may not stay; asked counts the calls of Outsiders.
+	names   map[int]string
+	asked   int
+	managed bool
+	node    nodePods
 }
 
 // nodePods are the node's pods, which may be unknown.
@@ -166,17 +169,22 @@ func start(t *testing.T, f *fixture, reset bool) *fixture {
 	f.hardware = &inventory{}
 	f.Cleaner = New(Options{
 		Pods: &f.node, Hardware: f.driver, Inventory: f.hardware, Ledger: f.book, Records: records, Reset: func(string) bool { return reset },
-		Outsider: func(_ string, pid int) (string, bool) {
+		Outsiders: func(_ string, pids []int) (outsiders []Outsider) {
 			f.mu.Lock()
 			defer f.mu.Unlock()
-			name := fmt.Sprintf("process %d", pid)
-			return name, !slices.Contains(f.pods, name)
+			f.asked++
+			for _, pid := range pids {
+				if name := fmt.Sprintf("process %d", pid); !slices.Contains(f.pods, name) {
+					outsiders = append(outsiders, Outsider{Description: name, Pod: f.names[pid]})
+				}
+			}
+			return outsiders
 		},
 		Managed: func(string) bool { return f.managed },
 		Report: func(uuid string, err error) {
 			f.mu.Lock()
 			defer f.mu.Unlock()
-			f.reports = append(f.reports, uuid+": "+err.Error())
+			f.reports = append(f.reports, uuid+": "+Detail(err))
 		},
 	})
 	ctx, cancel := context.WithCancel(t.Context())
@@ -316,6 +324,41 @@ func TestProcessOfNoPodWithdrawsTheGPU(t *testing.T) {
 		case <-changed:
 		default:
 			t.Error("Changed did not report that the GPU is clean again")
+		}
+	})
+}
+
+// What a tenant reads of another tenant's process does not name its pod; what an administrator reads does.
+func TestPodsAreNamedToAdministratorsOnly(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := start(t, nil, false)
+		f.names = map[int]string{7: "secret-project/trainer"}
+		f.driver.set(func() { f.driver.processes[gpu] = []int{7, 8} })
+		f.book.hold(claim("a", gpu))
+		f.settle()
+		f.book.hold()
+		synctest.Wait()
+		before := f.asked
+		inUse, ok := errors.AsType[*InUseError](f.free(t.Context(), gpu))
+		if !ok || len(inUse.Processes) != 2 || f.asked != before+1 || f.free(t.Context(), otherGPU) != nil || f.asked != before+1 {
+			t.Errorf("%v, and asked %d times about two processes and none", inUse, f.asked-before)
+		}
+		f.book.hold(claim("b", gpu))
+		err := f.Ensure(t.Context(), gpu)
+		if err == nil || strings.Contains(err.Error(), "secret-project") || !strings.Contains(err.Error(), "process 7, process 8") {
+			t.Errorf("the next claim gets %v", err)
+		}
+		if got := f.unclean(gpu); strings.Contains(got, "secret-project") || !strings.Contains(got, "process 7, process 8") {
+			t.Errorf("the GPU's health: %s", got)
+		}
+		f.mu.Lock()
+		defer f.mu.Unlock()
+		const want = "GPU-0: used by process 7 (secret-project/trainer), process 8: end the process"
+		if len(f.reports) != 1 || f.reports[0] != want {
+			t.Errorf("reported %q, want %q", f.reports, want)
+		}
+		if got := Detail(err); !strings.HasPrefix(got, "hand over GPU GPU-0: used by process 7 (secret-project/trainer)") {
+			t.Errorf("detail %q", got)
 		}
 	})
 }

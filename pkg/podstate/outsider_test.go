@@ -5,10 +5,12 @@ package podstate
 import (
 	"fmt"
 	"hash/crc32"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
+	"strings"
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
@@ -78,13 +80,16 @@ func TestOutsider(t *testing.T) {
 		text := fmt.Sprintf(`{"Data":%q,"Checksum":%d}`, inner, crc32.ChecksumIEEE([]byte(inner)))
 		must(t, os.WriteFile(ClaimStatePath(f.kubeletDir), []byte(text), 0o600))
 	}
-	const noHolder = "process %d (python3, state R) of pod apps/%s, which does not hold the GPU"
+	const noHolder = "process %d (python3, state R) of pod %s, which does not hold the GPU"
 	without := map[int]string{
-		1: fmt.Sprintf(noHolder, 1, "a"), 2: "process 2 (python3, state R) of pod " + podB + ", which has ended",
+		1: fmt.Sprintf(noHolder, 1, podA), 2: "process 2 (python3, state R) of pod " + podB + ", which has ended",
 		3: "process 3 (train?, state R) of pod " + static + ", which has ended", 4: "process 4 (vectorAdd, state R)",
-		5: fmt.Sprintf(noHolder, 5, "c"), 6: fmt.Sprintf(noHolder, 6, "d"), 7: "process 7 (python3, state R) of pod monitoring/dcgm, which does not hold the GPU",
-		8: fmt.Sprintf(noHolder, 8, "admin"), 9: "",
+		5: fmt.Sprintf(noHolder, 5, podC), 6: fmt.Sprintf(noHolder, 6, podD), 7: fmt.Sprintf(noHolder, 7, monitor),
+		8: fmt.Sprintf(noHolder, 8, prepared), 9: "",
 	}
+	const one = `{"PoolName":"p","DeviceName":"gpu-0"}`
+	holdOfAdmin := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "admin-uid"}, Device: device.Ref{GPU: other}}
+	podNames := map[int]string{1: "apps/a", 5: "apps/c", 6: "apps/d", 7: "monitoring/dcgm", 8: "apps/admin"}
 	for name, c := range map[string]struct {
 		devices    string
 		holds      []ledger.Hold
@@ -98,20 +103,30 @@ func TestOutsider(t *testing.T) {
 		"a pod not known yet, of two":   {holds: []ledger.Hold{holdOf(limit(ledger.StateHeld, 0), gpu), holdOf(limit(ledger.StateHeld, 0, podC), other)}, may: []int{6}},
 		"a pod not known yet":           {holds: []ledger.Hold{holdOf(limit(ledger.StateHeld, 0), gpu)}, may: []int{5, 6}},
 		"a monitor":                     {namespaces: []string{"kube-system", "monitoring"}, may: []int{7}},
-		"admin access":                  {devices: `{"PoolName":"p","DeviceName":"gpu-0"}`, may: []int{8}},
+		"admin access":                  {devices: one, may: []int{8}},
 		"a claim that waits":            {},
-		"a claim with devices and hold": {devices: `{"PoolName":"p","DeviceName":"gpu-0"}`, holds: []ledger.Hold{{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: "admin-uid"}, Device: device.Ref{GPU: other}}}},
+		"a claim with devices and hold": {devices: one, holds: []ledger.Hold{holdOfAdmin}},
+		"the same device twice":         {devices: one + "," + one, holds: []ledger.Hold{holdOfAdmin}},
+		"a hold and admin access":       {devices: one + `,{"PoolName":"p","DeviceName":"gpu-1"}`, holds: []ledger.Hold{holdOfAdmin}, may: []int{8}},
 		"a namespace without a name":    {namespaces: []string{""}},
 	} {
 		stateOf(c.devices)
-		for pid, want := range without {
-			if slices.Contains(c.may, pid) {
-				want = ""
-			}
-			got, outside := f.Outsider(proc, pid, gpu, Users{Holds: c.holds, Driver: "gpu.nvidia.com", Namespaces: c.namespaces})
-			if got != want || outside != (want != "") {
-				t.Errorf("%s: process %d: %q, %t, want %q", name, pid, got, outside, want)
+		users := Users{Holds: c.holds, Driver: "gpu.nvidia.com", Namespaces: c.namespaces}
+		var want []Outsider
+		for _, pid := range slices.Sorted(maps.Keys(without)) {
+			if without[pid] != "" && !slices.Contains(c.may, pid) {
+				want = append(want, Outsider{without[pid], podNames[pid]})
 			}
 		}
+		if got := f.Outsiders(proc, gpu, slices.Sorted(maps.Keys(without)), users); !slices.Equal(got, want) {
+			t.Errorf("%s: %q, want %q", name, got, want)
+		}
+	}
+	// Without kubelet's state it is not known who has admin access. The reason says so.
+	must(t, os.WriteFile(ClaimStatePath(f.kubeletDir), []byte("nothing"), 0o600))
+	const unless = ", which does not hold the GPU, unless it has admin access: read kubelet's claim state"
+	got := f.Outsiders(proc, gpu, []int{7, 8}, Users{Driver: "gpu.nvidia.com", Namespaces: []string{"monitoring"}})
+	if len(got) != 1 || !strings.Contains(got[0].Description, prepared+unless) {
+		t.Errorf("without kubelet's state: %q", got)
 	}
 }

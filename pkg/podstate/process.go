@@ -11,11 +11,13 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"unicode"
 
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/tandem-gpu/tandem/internal/podstatus"
+	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
@@ -73,37 +75,68 @@ type Users struct {
 	Namespaces []string
 }
 
-// Outsider reports whether a process exists and its pod may not use the GPU: the process is in no pod, or the watch does not report its pod
-// as living, or the pod is not one of users. A process of a living pod that is not one of users must not stay: a tenant can hand an open
-// device to a second pod of its own, whose process would keep its memory on the next tenant's GPU. Outsider describes the process. proc is
-// the host's, which counts processes as the driver does. It is safe for concurrent use.
-func (p *Pods) Outsider(proc string, pid int, gpu string, users Users) (description string, outside bool) {
+// Outsider is a process that uses a GPU and may not.
+type Outsider struct {
+	// Description names a pod by its UID only, because tenants of other namespaces read it.
+	Description string
+	// Pod is the namespace and name of a living pod, for administrators; empty for other processes.
+	Pod string
+}
+
+// Outsiders returns those of the processes that exist and whose pods may not use the GPU: the process is in no pod, or the watch does not
+// report its pod as living, or the pod neither holds the GPU nor is one of users. A process of a living pod that no user may not stay either:
+// a tenant can hand an open device to a second pod of its own, whose process would keep its memory on the next tenant's GPU. proc is the
+// host's, which counts processes as the driver does. It is safe for concurrent use.
+func (p *Pods) Outsiders(proc, gpu string, pids []int, users Users) (outsiders []Outsider) {
+	claims := sync.OnceValues(func() ([]KubeletClaim, error) { return ReadClaimState(p.kubeletDir, users.Driver) })
+	for _, pid := range pids {
+		if o, outside := p.outsider(proc, gpu, pid, users, claims); outside {
+			outsiders = append(outsiders, o)
+		}
+	}
+	return outsiders
+}
+
+func (p *Pods) outsider(proc, gpu string, pid int, users Users, claims func() ([]KubeletClaim, error)) (o Outsider, outside bool) {
 	cgroups, err := os.ReadFile(filepath.Join(proc, strconv.Itoa(pid), "cgroup"))
 	if err != nil {
-		return "", false // it has ended, or proc is that of other processes
+		return Outsider{}, false // it has ended, or proc is that of other processes
 	}
 	uid := podOfProcess(cgroups)
-	lives := uid != "" && p.lives(uid)
-	if uid != "" && !p.Synced() || lives && p.mayUse(uid, gpu, users) {
-		return "", false
+	lives, may := uid != "" && p.lives(uid), uid != "" && !p.Synced()
+	var why error
+	if lives && !may {
+		may, why = p.mayUse(uid, gpu, users, claims)
+	}
+	if may {
+		return Outsider{}, false
 	}
 	found, ok := readProcess(proc, pid)
 	switch {
 	case !ok:
-		return "", false
+		return Outsider{}, false
 	case uid == "":
-		return found.String(), true
-	case lives:
-		pod := p.Name(uid)
-		return fmt.Sprintf("%s of pod %s/%s, which does not hold the GPU", found, pod.Namespace, pod.Name), true
+		return Outsider{Description: found.String()}, true
+	case !lives:
+		return Outsider{Description: fmt.Sprintf("%s of pod %s, which has ended", found, uid)}, true
 	}
-	return fmt.Sprintf("%s of pod %s, which has ended", found, uid), true
+	o.Description = fmt.Sprintf("%s of pod %s, which does not hold the GPU", found, uid)
+	if why != nil {
+		o.Description += fmt.Sprintf(", unless it has admin access: %v", why)
+	}
+	pod := p.Name(uid)
+	o.Pod = pod.Namespace + "/" + pod.Name
+	return o, true
 }
 
-// mayUse reports whether a living pod may have a process on a GPU.
-func (p *Pods) mayUse(uid, gpu string, users Users) bool {
+// mayUse reports whether a living pod may have a process on a GPU. After an error it is not known.
+func (p *Pods) mayUse(uid, gpu string, users Users, claims func() ([]KubeletClaim, error)) (bool, error) {
 	holds := func(h ledger.Hold) bool { return h.Device.GPU == gpu && p.mayHold(uid, h, users.Holds) }
-	return slices.Contains(users.Namespaces, p.Name(uid).Namespace) || slices.ContainsFunc(users.Holds, holds) || p.hasAdminAccess(uid, users)
+	if slices.Contains(users.Namespaces, p.Name(uid).Namespace) || slices.ContainsFunc(users.Holds, holds) {
+		return true, nil
+	}
+	prepared, err := claims()
+	return err == nil && hasAdminAccess(uid, prepared, users.Holds), err
 }
 
 // mayHold reports whether a hold is a pod's. A hold that names no pod yet may belong to any pod that has fewer devices than it requests.
@@ -118,13 +151,20 @@ func (p *Pods) mayHold(uid string, h ledger.Hold, all []ledger.Hold) bool {
 	return slices.Contains(wanting, uid)
 }
 
-// hasAdminAccess reports whether kubelet has prepared a claim for a pod that has devices and no hold: that is one with admin access, which
-// only users of labelled namespaces can create (KEP-5018).
-func (p *Pods) hasAdminAccess(uid string, users Users) bool {
-	claims, err := ReadClaimState(p.kubeletDir, users.Driver)
-	return err == nil && slices.ContainsFunc(claims, func(c KubeletClaim) bool {
-		held := func(h ledger.Hold) bool { return h.Holder.Kind == ledger.KindClaim && h.Holder.ID == c.UID }
-		return len(c.Devices) > 0 && slices.Contains(c.PodUIDs, uid) && !slices.ContainsFunc(users.Holds, held)
+// hasAdminAccess reports whether kubelet has prepared a claim for a pod that has more devices than holds: the others have admin access,
+// which only users of labelled namespaces can request (KEP-5018).
+func hasAdminAccess(uid string, prepared []KubeletClaim, all []ledger.Hold) bool {
+	return slices.ContainsFunc(prepared, func(c KubeletClaim) bool {
+		devices, held := map[PoolDevice]bool{}, map[device.Ref]bool{}
+		for _, d := range c.Devices {
+			devices[d] = true
+		}
+		for _, h := range all {
+			if h.Holder.Kind == ledger.KindClaim && h.Holder.ID == c.UID {
+				held[h.Device] = true
+			}
+		}
+		return slices.Contains(c.PodUIDs, uid) && len(devices) > len(held)
 	})
 }
 
