@@ -422,7 +422,7 @@ func (a *agent) newCleaner(c components) *handover.Cleaner {
 
 // monitorNamespaces returns the namespaces whose pods may have processes on GPUs that they do not hold. MPS daemons run in the agent's.
 func (a *agent) monitorNamespaces() []string {
-	trusted := append([]string{metav1.NamespaceSystem}, a.config.MonitorNamespaces...)
+	trusted := slices.Concat([]string{metav1.NamespaceSystem}, a.config.ExemptNamespaces, a.config.MonitorNamespaces)
 	if a.config.PodUID != "" {
 		trusted = append(trusted, a.config.Namespace)
 	}

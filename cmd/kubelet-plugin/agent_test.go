@@ -434,13 +434,13 @@ func TestProcess(t *testing.T) {
 // The namespace of the configuration counts only if the agent runs in a pod. Otherwise it is only assumed.
 func TestMonitorNamespaces(t *testing.T) {
 	c := config.Defaults()
-	c.MonitorNamespaces = []string{"monitoring"}
+	c.MonitorNamespaces, c.ExemptNamespaces = []string{"monitoring"}, []string{"gpu-operator"}
 	a := &agent{config: c}
-	if got, want := a.monitorNamespaces(), []string{"kube-system", "monitoring"}; !slices.Equal(got, want) {
+	if got, want := a.monitorNamespaces(), []string{"kube-system", "gpu-operator", "monitoring"}; !slices.Equal(got, want) {
 		t.Errorf("outside a pod: %q, want %q", got, want)
 	}
 	a.config.PodUID, a.config.Namespace = "own", "tandem-system"
-	if got, want := a.monitorNamespaces(), []string{"kube-system", "monitoring", "tandem-system"}; !slices.Equal(got, want) {
+	if got, want := a.monitorNamespaces(), []string{"kube-system", "gpu-operator", "monitoring", "tandem-system"}; !slices.Equal(got, want) {
 		t.Errorf("in a pod: %q, want %q", got, want)
 	}
 }

@@ -233,6 +233,26 @@ func TestPodPolicy(t *testing.T) {
 	}
 }
 
+// The namespaces that podPolicy exempts, also by default and without the policy, are those whose processes the handover lets stay.
+func TestExemptNamespacesOfTheHandover(t *testing.T) {
+	t.Parallel()
+	for want, set := range map[string][]string{
+		"--exempt-namespaces=kube-system,gpu-operator": nil,
+		"--exempt-namespaces=monitoring":               {`podPolicy={"action":"deny","exemptNamespaces":["monitoring"]}`},
+		"":                                             {`podPolicy={"exemptNamespaces":[]}`},
+	} {
+		got := ""
+		for _, arg := range ask[appsv1.DaemonSet](t, "DaemonSet", "", set...).Spec.Template.Spec.Containers[0].Args {
+			if strings.HasPrefix(arg, "--exempt-namespaces") {
+				got = arg
+			}
+		}
+		if got != want {
+			t.Errorf("%v: %q, want %q", set, got, want)
+		}
+	}
+}
+
 // What a pod may not say, in the spellings that NVIDIA's runtime understands (nvidia-container-toolkit, internal/config/image).
 func TestPodsAroundTheLedger(t *testing.T) {
 	t.Parallel()

@@ -53,6 +53,8 @@ type Config struct {
 	ResetGPUs bool
 	// MonitorNamespaces are those of pods whose processes may stay on a GPU between two holders.
 	MonitorNamespaces []string
+	// ExemptNamespaces are those that the chart's podPolicy exempts. Processes of their pods may stay as well.
+	ExemptNamespaces []string
 
 	DriverName   string
 	ResourceName string
@@ -237,6 +239,8 @@ func (c *Config) define(flags *flag.FlagSet) {
 	text((*string)(&c.Mode), "mode", "`mode` of the node: "+join(Modes)+"; the node's label "+ModeLabel+" overrides it")
 	flags.BoolVar(&c.Strict, "strict", c.Strict,
 		"in mode Dual, the scheduler binds a pod only after the node has reserved its devices (Kubernetes 1.36, up to 5 s for each pod)")
+	list(&c.ExemptNamespaces, "exempt-namespaces",
+		"namespaces whose pods may have processes on GPUs that they do not hold, besides those of the configuration: `list`")
 	text(&c.DriverName, "driver-name", "DRA driver `name`")
 	text(&c.ResourceName, "resource-name", "extended resource `name` of whole GPUs")
 	text((*string)(&c.MIGStrategy), "mig-strategy", "how the device plugin offers MIG partitions: `strategy` none, single or mixed")

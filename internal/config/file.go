@@ -157,8 +157,8 @@ type fileTandem struct {
 	Handover struct {
 		// Reset resets a GPU between two holders, unless it has static partitions or is shared.
 		Reset bool `json:"reset"`
-		// MonitorNamespaces are the namespaces of monitors: processes of their pods may use GPUs that the pods do not hold. kube-system and the
-		// agents' namespace are always among them. Name no namespace in which tenants may create pods.
+		// MonitorNamespaces are those of pods whose processes may use GPUs that they do not hold, beside kube-system, the agents' and
+		// podPolicy.exemptNamespaces of the chart. Name none in which tenants may create pods.
 		MonitorNamespaces []string `json:"monitorNamespaces"`
 	} `json:"handover"`
 }
