@@ -503,8 +503,8 @@ func (a *agent) confirm(delay time.Duration) {
 func (a *agent) register(delay time.Duration) {
 	a.registering = true
 	a.after(a.process, delay+a.latency(), "registers for limits", func() {
-		if a.kubelet.process.over {
-			return // the next kubelet makes its socket anew
+		if a.kubelet.process.over || !a.registering {
+			return // the next kubelet makes its socket anew, or it is registered already
 		}
 		a.registering = false
 		e := &stream{agent: a, lists: []*pluginapi.ListAndWatchResponse{a.list}}

@@ -47,6 +47,7 @@ func (k *kubelet) startDevices() {
 
 // checkpointWrite is a write of kubelet's checkpoint that waits for the disk.
 type checkpointWrite struct {
+	pods  kubeletmodel.PodDevices
 	data  []byte
 	named []string
 	then  []func()
@@ -57,7 +58,7 @@ type checkpointWrite struct {
 // land after a later Allocate, and that Allocate's own write after it.
 func (k *kubelet) write(c kubeletmodel.Checkpoint) {
 	data, named := k.host.encode(c)
-	k.writes = append(k.writes, &checkpointWrite{data: data, named: named})
+	k.writes = append(k.writes, &checkpointWrite{pods: c.Pods, data: data, named: named})
 	if len(k.writes) == 1 {
 		k.writeNext()
 	}
@@ -73,6 +74,7 @@ func (k *kubelet) writeNext() {
 
 func (k *kubelet) land() {
 	w := k.writes[0]
+	k.sawStale(w)
 	k.host.writeCheckpoint(w.data, w.named)
 	if k.writes = k.writes[1:]; len(k.writes) > 0 {
 		k.hit(checkpointLate)
@@ -80,6 +82,27 @@ func (k *kubelet) land() {
 	}
 	for _, then := range w.then {
 		then()
+	}
+}
+
+// sawStale counts a checkpoint that names another pod than the one that has a device by now.
+func (k *kubelet) sawStale(w *checkpointWrite) {
+	owners := map[string]string{}
+	for uid, containers := range k.devices.State().Pods {
+		for _, container := range containers {
+			for _, id := range container[resourceName] {
+				owners[id] = uid
+			}
+		}
+	}
+	for uid, containers := range w.pods {
+		for _, container := range containers {
+			for _, id := range container[resourceName] {
+				if now := owners[id]; now != "" && now != uid {
+					k.hit(checkpointStale)
+				}
+			}
+		}
 	}
 }
 

@@ -102,7 +102,7 @@ func (s *simulation) actions() []action {
 		{8, "an owner of pods comes", func() { s.own(pod{gpus: size(), init: s.chance(3), finite: !s.chance(3)}) }},
 		{1, "an owner of endless claim pods comes", func() { s.own(pod{own: []int{1}}) }},
 		{1, "an owner of endless pods comes", func() { s.own(pod{gpus: 1}) }},
-		{6, "a finite pod comes", func() { s.room(func() { c.create(pod{gpus: size(), finite: true, init: s.chance(3)}) }) }},
+		{6, finitePods, func() { s.room(func() { c.create(pod{gpus: size(), finite: true, init: s.chance(3)}) }) }},
 		{6, "a finite claim pod comes", func() { s.room(func() { c.create(pod{own: []int{size()}, finite: true}) }) }},
 		{4, "bare pods come", func() {
 			s.room(func() {

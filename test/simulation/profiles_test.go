@@ -68,6 +68,7 @@ const (
 	reboots         = "the node reboots"
 	claimOwners     = "an owner of claim pods comes"
 	claimPods       = "a finite claim pod comes"
+	finitePods      = "a finite pod comes"
 	endlessClaims   = "an owner of endless claim pods comes"
 	endlessPods     = "an owner of endless pods comes"
 	podOwners       = "an owner of pods comes"
@@ -177,9 +178,9 @@ var profiles = []profile{
 			do: func(s *simulation, _ string) { s.killKubelet() }},
 	}},
 	{name: "late checkpoints", actions: []string{burst, podOwners, clockSet, slowDisk}, faultInterval: 10 * time.Second, pace: 300 * time.Millisecond,
-		gpus: 2, rows: []row{checkpointLate}, injections: []inject{
-			{process: "kubelet", before: "admits ", oneIn: 2, name: "a device list comes", do: (*simulation).relist},
-		}},
+		gpus: 2, rows: []row{checkpointStale}, injections: relists},
+	{name: "late checkpoints of few pods", actions: []string{claimPods, finitePods, clockSet, slowDisk}, faultInterval: 5 * time.Second,
+		pace: 200 * time.Millisecond, gpus: 2, rows: []row{checkpointStale}, injections: relists},
 	{name: "no API", actions: []string{apiGoesWithPods}, faultInterval: 5 * time.Second, injections: []inject{
 		{process: "kubelet", before: "starts ", oneIn: 8, name: "the API server goes away",
 			do: func(s *simulation, _ string) { s.apiGoes() }},
@@ -242,6 +243,9 @@ var profiles = []profile{
 var daemonsLate = []inject{
 	{process: "kubelet", before: "starts tandem-mps", oneIn: 3, name: "later", late: 40 * time.Second},
 }
+
+// relists make kubelet write its checkpoint just before it admits a pod.
+var relists = []inject{{process: "kubelet", before: "admits ", oneIn: 2, name: "a device list comes", do: (*simulation).relist}}
 
 // watchView makes the scheduler decide by what was.
 var watchView = []inject{

@@ -36,6 +36,7 @@ const (
 	checkpointDeleted        row = "kubelets-device-checkpoint-deleted"
 	checkpointIsOld          row = "checkpoint-names-previous-pod"
 	checkpointLate           row = "checkpoint-waits-for-an-earlier-write"
+	checkpointStale          row = "checkpoint-of-before-lands-after-an-allocate"
 	clockSetBack             row = "clock-set-back"
 	apiAway                  row = "api-server-away"
 	prepareWithoutAPI        row = "prepare-while-api-server-is-away"
@@ -85,7 +86,7 @@ var allRows = []row{
 	prepareAgain, prepareWaits, prepareCancelled, prepareRetried, rebootReclaims, rebootPodsFail, restoredBlocksPod,
 	agentDiesBeforeAnswer, agentDiesOnDisk, agentRestarts, kubeletRestarts, kubeletDiesInCall, allocateUnknownPod, oldStreamEndsNew,
 	listForgetsInFlight, staleAllocatable, staleSlice, forceDeletedRuns, forceDeletedUnseen, stateDeleted, checkpointDeleted,
-	checkpointIsOld, checkpointLate, clockSetBack, apiAway, prepareWithoutAPI, sharedClaimOutlives, emptyCgroupEnds, unprepareByReconcileLoop,
+	checkpointIsOld, checkpointLate, checkpointStale, clockSetBack, apiAway, prepareWithoutAPI, sharedClaimOutlives, emptyCgroupEnds, unprepareByReconcileLoop,
 	allocatableLowered, pendingEvicted, evictionOvertaken, retried, latecomerRetried, pendingRefused, claimWaitsForPods,
 	severalPrepared, severalUnprepared, refusedTogether, someClaimsPrepared, attachedInPart, reservedInPart, claimBesideLimit,
 	clientStarts, daemonAwaited, daemonNotReady, podWithoutDaemon, daemonStopped, daemonLosesClients, daemonPodDeleted,
