@@ -89,7 +89,7 @@ var events = map[string][]event{
 		{"RuntimeTrustsImages", warning, "The container runtime has a known vulnerability: it restores containers from checkpoint images with the devices or privileges that the image names. Without CRIU on the node it restores none.",
 			"Upgrade the container runtime to a version that the event names. The agent looks again when the node reports another version. Ignore the event if the node has no CRIU, or if your distribution has fixed its version."},
 		{"NoPodCgroups", warning, "kubelet makes no cgroups for pods, so that the agent cannot see when their last process has ended. GPUs of pods that have ended stay taken. The agent may also be unable to read the cgroups; the message says why.",
-			"Set `cgroupsPerQOS: true` in kubelet's configuration, the default, and reboot the node."},
+			"Drain the node, set `cgroupsPerQOS: true` (the default) in kubelet's configuration, and reboot the node. If kubelet has that setting, correct the chart's `cgroupRoot`."},
 		{"ConfigRejected", warning, "The node configuration or a label that selects it is wrong. The previous configuration stays in use.",
 			"Correct what the event names."},
 		{"ConfigPostponed", warning, "The node configuration has changed, and a call of the agent to the driver does not return. The previous configuration stays in use, because the agent cannot start again.",
