@@ -71,7 +71,7 @@ var events = map[string][]event{
 		{"OtherDevicePlugin", warning, "Another process registers the same extended resource with kubelet. No GPU is given to new pods and claims.",
 			"Uninstall the other device plugin: the event names its socket."},
 		{"ConflictingDriver", warning, "Another process registers the same DRA driver name with kubelet, or a DRA driver of another name publishes GPUs of this node. No GPU is given to new pods and claims.",
-			"Uninstall one of the two DRA drivers: the event names the socket or the ResourceSlice of the other one. If the event names a claim of a driver that is gone, end the pods that use the claim."},
+			"Uninstall one of the two DRA drivers: the event names the socket or the ResourceSlice of the other one. If that has another name, end the pods with its claims first. If the event names a claim, end the pods that use it."},
 		{"DeviceOfUnknownGPU", warning, "A pod has a device of another device plugin, and the ID of the device does not say which GPU it is.",
 			"End the pods that the event names, or make the missing GPU available again."},
 		{"HoldersUnknown", warning, "The agent has started and cannot read which GPUs kubelet has given to pods.",

@@ -27,6 +27,7 @@ import (
 	"github.com/tandem-gpu/tandem/internal/regarding"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
 	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
@@ -73,8 +74,8 @@ type Pods interface {
 	Movable(ctx context.Context, claim ledger.ClaimRequest) bool
 	// WaitForPods waits until the pod watch has reported the pods that were bound before the claim's own, or ctx is done.
 	WaitForPods(ctx context.Context, claim ledger.ClaimRequest)
-	// Users returns the pods of a hold that may still run.
-	Users(h ledger.Hold) []ledger.Pod
+	// Uses reports whether a pod of a hold still uses its devices, although no driver will unprepare them.
+	Uses(h ledger.Hold) bool
 }
 
 // Partitions creates the partitions of claims. *partition.Maker implements it. A caller locks the GPU, records the partition,
@@ -182,9 +183,9 @@ type Driver struct {
 	probeAgain time.Duration
 	// withholds is set from the appearance of a conflicting driver until Tandem has taken over from it. Only Run and FindConflicting use it.
 	withholds bool
-	// foreign are the DRA drivers of other names because of which devices are withheld. foreignSaid is what was reported of them last. Only
-	// watchForeign and FindConflicting use them.
-	foreign     map[string]bool
+	// foreign are the devices of DRA drivers of other names because of which devices are withheld. foreignSaid is what was reported of them
+	// last. Only watchForeign and FindConflicting use them.
+	foreign     map[string]map[podstate.PoolDevice]bool
 	foreignSaid string
 	// takeOver is how long a conflicting driver must be gone before Tandem takes over from it.
 	takeOver time.Duration
@@ -212,7 +213,7 @@ func New(c Config) (*Driver, error) {
 	}
 	return &Driver{
 		Config: c, metrics: newMetrics(c.Registerer), statuses: make(chan claimStatus, 1000), probeAgain: 10 * time.Minute,
-		unusable: map[types.UID]unusable{}, foreign: map[string]bool{}, takeOver: time.Second, socketTimeout: time.Second,
+		unusable: map[types.UID]unusable{}, foreign: map[string]map[podstate.PoolDevice]bool{}, takeOver: time.Second, socketTimeout: time.Second,
 		// An earlier Driver of this process may have withheld devices: this one continues.
 		withholds: c.Ledger.Withholds(sourceConflicting),
 		slices:    fmt.Errorf("ResourceSlices of node %s are not published yet", c.NodeName),

@@ -45,11 +45,11 @@ type ForeignDriverError struct {
 // Error names the driver and the remedy.
 func (e *ForeignDriverError) Error() string {
 	if e.Claim != "" {
-		return fmt.Sprintf("DRA driver %s is gone, but pods of this node still use its claim %s, which may have the same GPUs: end these pods",
+		return fmt.Sprintf("DRA driver %s no longer publishes GPUs of this node, but pods still use its claim %s of them: end these pods",
 			e.DriverName, e.Claim)
 	}
-	return fmt.Sprintf("DRA driver %s publishes a GPU of this node, too (%s %s, device %s of ResourceSlice %s): uninstall one of the two drivers, "+
-		"or let only one of them manage this GPU", e.DriverName, e.Attribute, e.Value, e.Device, e.Slice)
+	return fmt.Sprintf("DRA driver %s publishes a GPU of this node, too (%s %s, device %s of ResourceSlice %s): end the pods with its claims and uninstall it, "+
+		"or let only one of the two drivers manage this GPU", e.DriverName, e.Attribute, e.Value, e.Device, e.Slice)
 }
 
 // foreignSlices selects the slices that other drivers publish for this node.
@@ -130,10 +130,16 @@ func (d *Driver) watchForeign(ctx context.Context) error {
 	return nil
 }
 
-// foreignOf returns, for each driver of these slices, a device that is one of our GPUs, or a partition of one: drivers publish its UUID as
-// an attribute of their own (NVIDIA: uuid), or its PCI address as the standard one.
-func (d *Driver) foreignOf(published []*resourceapi.ResourceSlice) map[string]*ForeignDriverError {
-	found := map[string]*ForeignDriverError{}
+// foreignDevices are the devices of a driver that are our GPUs, and an error about the first of them.
+type foreignDevices struct {
+	devices map[podstate.PoolDevice]bool
+	first   *ForeignDriverError
+}
+
+// foreignOf returns, for each driver of these slices, the devices that are our GPUs, or partitions of them: drivers publish their UUID as an
+// attribute of their own (NVIDIA: uuid), or their PCI address as the standard one.
+func (d *Driver) foreignOf(published []*resourceapi.ResourceSlice) map[string]foreignDevices {
+	found := map[string]foreignDevices{}
 	ours := map[string]bool{}
 	for _, gpu := range d.Inventory.Inventory().GPUs {
 		if !d.OfferedToClaims(gpu) && !d.OfferedToPods(gpu) {
@@ -145,40 +151,51 @@ func (d *Driver) foreignOf(published []*resourceapi.ResourceSlice) map[string]*F
 		}
 	}
 	delete(ours, "")
+	published = slices.SortedFunc(slices.Values(published), func(a, b *resourceapi.ResourceSlice) int { return strings.Compare(a.Name, b.Name) })
 	for _, slice := range published {
 		if slice.Spec.Driver == d.DriverName {
 			continue // fake API servers do not select by fields
 		}
 		for _, device := range slice.Spec.Devices {
-			for name, attribute := range device.Attributes {
+			for _, name := range slices.Sorted(maps.Keys(device.Attributes)) {
+				value := device.Attributes[name].StringValue
 				identifies := strings.HasSuffix(strings.ToLower(path.Base(string(name))), "uuid") ||
 					name == resourceapi.QualifiedName(deviceattribute.StandardDeviceAttributePCIBusID)
-				if identifies && attribute.StringValue != nil && ours[*attribute.StringValue] {
-					found[slice.Spec.Driver] = &ForeignDriverError{
-						DriverName: slice.Spec.Driver, Slice: slice.Name, Device: device.Name, Attribute: string(name), Value: *attribute.StringValue,
-					}
+				if !identifies || value == nil || !ours[*value] {
+					continue
 				}
+				f, known := found[slice.Spec.Driver]
+				if !known {
+					f = foreignDevices{map[podstate.PoolDevice]bool{}, &ForeignDriverError{
+						DriverName: slice.Spec.Driver, Slice: slice.Name, Device: device.Name, Attribute: string(name), Value: *value,
+					}}
+					found[slice.Spec.Driver] = f
+				}
+				f.devices[podstate.PoolDevice{Pool: slice.Spec.Pool.Name, Device: device.Name}] = true
 			}
 		}
 	}
 	return found
 }
 
-// withholdForeign withholds devices while there is a foreign driver, and after that while a pod uses a claim that the driver prepared: such a
-// claim names none of our devices, so the ledger cannot hold them for it. It reports whether devices are withheld.
-func (d *Driver) withholdForeign(ctx context.Context, found map[string]*ForeignDriverError) bool {
-	for name := range found {
-		d.foreign[name] = true
+// withholdForeign withholds devices while there is a foreign driver, and after that while a pod uses a claim of the devices that the driver
+// published: such a claim names none of our devices, so the ledger cannot hold them for it. It reports whether devices are withheld.
+func (d *Driver) withholdForeign(ctx context.Context, found map[string]foreignDevices) bool {
+	for name, f := range found {
+		if d.foreign[name] == nil {
+			d.foreign[name] = map[podstate.PoolDevice]bool{}
+		}
+		maps.Copy(d.foreign[name], f.devices)
 	}
 	var reason *ForeignDriverError
 	for _, name := range slices.Sorted(maps.Keys(d.foreign)) {
-		why := found[name]
+		why := found[name].first
 		if why == nil {
-			why = d.claimsOfForeign(name)
+			why = d.claimsOfForeign(name, d.foreign[name])
 		}
 		if why == nil {
 			delete(d.foreign, name)
-			klog.FromContext(ctx).Info("The other DRA driver and its pods are gone", "driverName", name)
+			klog.FromContext(ctx).Info("The other DRA driver no longer has GPUs of this node", "driverName", name)
 		}
 		reason = cmp.Or(reason, why)
 	}
@@ -188,7 +205,7 @@ func (d *Driver) withholdForeign(ctx context.Context, found map[string]*ForeignD
 		return false
 	}
 	d.Ledger.Withhold(sourceForeign, reason)
-	if text := reason.DriverName + " " + reason.Slice + " " + reason.Claim; text != d.foreignSaid {
+	if text := reason.Error(); text != d.foreignSaid {
 		d.foreignSaid = text
 		d.reportForeign(ctx, "Serving nothing new while another DRA driver has GPUs of this node", reason)
 	}
@@ -202,7 +219,7 @@ func (d *Driver) reportForeign(ctx context.Context, message string, reason error
 
 // claimsOfForeign returns a claim that a driver prepared and that a pod may use. kubelet's state has the claim until the driver unprepares
 // it, which never happens once the driver is gone. A claim with a hold of its own does not count.
-func (d *Driver) claimsOfForeign(driver string) *ForeignDriverError {
+func (d *Driver) claimsOfForeign(driver string, devices map[podstate.PoolDevice]bool) *ForeignDriverError {
 	claims, err := podstate.ReadClaimState(d.KubeletDir, driver)
 	if err != nil {
 		return &ForeignDriverError{DriverName: driver, Claim: fmt.Sprintf("(not known: %v)", err)}
@@ -213,11 +230,14 @@ func (d *Driver) claimsOfForeign(driver string) *ForeignDriverError {
 		if slices.ContainsFunc(holds, func(h ledger.Hold) bool { return h.Holder == ledger.Holder{Kind: ledger.KindClaim, ID: claim.UID} }) {
 			continue
 		}
-		h := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: claim.UID}, State: ledger.StateRestored}
+		if !slices.ContainsFunc(claim.Devices, func(named podstate.PoolDevice) bool { return devices[named] }) {
+			continue
+		}
+		h := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindClaim, ID: claim.UID}}
 		for _, uid := range claim.PodUIDs {
 			h.Pods = append(h.Pods, ledger.Pod{UID: uid})
 		}
-		if len(d.Pods.Users(h)) > 0 {
+		if d.Pods.Uses(h) {
 			return &ForeignDriverError{DriverName: driver, Claim: claim.Namespace + "/" + claim.Name}
 		}
 	}

@@ -77,7 +77,7 @@ func TestDriverOfAnotherName(t *testing.T) {
 			if foreign != test.ours {
 				t.Fatalf("withheld: %v", r.ledger.Withheld())
 			}
-			if foreign && (found.DriverName != otherDriver || found.Value != test.value || !strings.Contains(found.Error(), "uninstall one")) {
+			if foreign && (found.DriverName != otherDriver || found.Value != test.value || !strings.Contains(found.Error(), "uninstall it")) {
 				t.Errorf("says %v", found)
 			}
 		})
@@ -114,7 +114,7 @@ func TestDriverOfAnotherNameComesAndGoes(t *testing.T) {
 	if all := r.events.all(); !strings.Contains(all, "ConflictingDriver: DRA driver "+otherDriver) {
 		t.Errorf("events: %s", all)
 	}
-	r.writeClaimState(t, otherDriver)
+	r.writeClaimState(t, otherDriver, "gpu-7")
 	r.api.remove("resourceslices", "other")
 	eventually(t, "the claim of the driver that is gone", func() error {
 		if found := r.awaitForeign(true); found.Claim != "apps/one" {
@@ -178,7 +178,7 @@ func TestTwoDriversOfOtherNames(t *testing.T) {
 	second.Name = "second"
 	r.api.put("resourceslices", published(otherDriver, "uuid", uuid))
 	r.api.put("resourceslices", second)
-	r.writeClaimState(t, otherDriver)
+	r.writeClaimState(t, otherDriver, "gpu-7")
 	r.run()
 	r.awaitForeign(true)
 	r.api.remove("resourceslices", "other")
@@ -201,12 +201,24 @@ func TestTwoDriversOfOtherNames(t *testing.T) {
 }
 
 // writeClaimState makes kubelet name a claim of a pod that a driver has prepared.
-func (r *rig) writeClaimState(t *testing.T, driver string) {
+func (r *rig) writeClaimState(t *testing.T, driver, device string) {
 	t.Helper()
 	inner := fmt.Sprintf(`{"ClaimInfoStateList":[{"ClaimUID":"c1","ClaimName":"one","Namespace":"apps","PodUIDs":{"p1":{}},
-		"DriverState":{%q:{"Devices":[{"PoolName":"node-1","DeviceName":"gpu-7"}]}}}]}`, driver)
+		"DriverState":{%q:{"Devices":[{"PoolName":%q,"DeviceName":%q}]}}}]}`, driver, testNode, device)
 	state := fmt.Sprintf(`{"Data":%q,"Checksum":%d}`, inner, crc32.ChecksumIEEE([]byte(inner)))
 	if err := os.WriteFile(filepath.Join(r.dir, "dra_manager_state"), []byte(state), 0o600); err != nil {
 		t.Fatal(err)
 	}
+}
+
+// The other driver keeps other devices: its claims of these do not count.
+func TestDriverOfAnotherNameKeepsOtherDevices(t *testing.T) {
+	t.Parallel()
+	r := newRig(t, machine(1))
+	r.writeClaimState(t, otherDriver, "gpu-8")
+	r.api.put("resourceslices", published(otherDriver, "uuid", r.driver.Inventory.Inventory().GPUs[0].UUID))
+	r.run()
+	r.awaitForeign(true)
+	r.api.put("resourceslices", published(otherDriver, "uuid", "GPU-of-another-node"))
+	r.awaitForeign(false)
 }

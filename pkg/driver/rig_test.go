@@ -355,9 +355,7 @@ func (f *fakePods) WaitForPods(ctx context.Context, _ ledger.ClaimRequest) {
 	}
 }
 
-func (f *fakePods) Users(h ledger.Hold) []ledger.Pod {
-	return slices.DeleteFunc(slices.Clone(h.Pods), func(p ledger.Pod) bool { return f.ended.Load() })
-}
+func (f *fakePods) Uses(h ledger.Hold) bool { return len(h.Pods) > 0 && !f.ended.Load() }
 
 func (f *fakePods) Movable(context.Context, ledger.ClaimRequest) bool { return f.movable.Load() }
 

@@ -48,3 +48,39 @@ func TestDeserted(t *testing.T) {
 		})
 	}
 }
+
+// The pods of a claim that nothing unprepares: kubelet keeps their cgroups, and the API server keeps them.
+func TestUses(t *testing.T) {
+	for name, c := range map[string]struct {
+		pod    *corev1.Pod // nil for unknown
+		delete bool
+		group  int
+		want   bool
+	}{
+		"lives":                         {pod(podA, "a"), false, emptyGroup, true},
+		"lives, admitted":               {pod(podA, "a", pending), false, noGroup, true},
+		"to be deleted, with a process": {pod(podA, "a", beingDeleted), false, busyGroup, true},
+		"to be deleted, no process":     {pod(podA, "a", beingDeleted), false, emptyGroup, false},
+		"ended":                         {pod(podA, "a", phase(corev1.PodSucceeded)), false, emptyGroup, false},
+		"deleted, no process":           {pod(podA, "a"), true, emptyGroup, false},
+		"deleted, with a process":       {pod(podA, "a"), true, busyGroup, true},
+		"unknown, with a process":       {nil, false, busyGroup, true},
+		"unknown":                       {nil, false, noGroup, false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			f := newTree(t)
+			f.v2("kubepods/burstable", false)
+			f.group(podA, c.group)
+			p := known(t, f)
+			if c.pod != nil {
+				p.add(t, c.pod)
+			}
+			if c.delete {
+				p.forget(c.pod)
+			}
+			if got := p.Uses(claim(ledger.StateHeld, podA)); got != c.want {
+				t.Errorf("got %v, want %v", got, c.want)
+			}
+		})
+	}
+}

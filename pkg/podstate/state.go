@@ -248,6 +248,22 @@ func (p *Pods) Users(h ledger.Hold) []ledger.Pod {
 	})
 }
 
+// Uses reports whether a pod of a claim still uses its devices, although no driver will unprepare them. kubelet cannot end such a pod: it
+// keeps the pod's cgroup, and the API server keeps the pod. So a pod that is to end, or that is deleted or terminal, uses them while it
+// has a process. The DRA front-end asks about claims of another driver. It is safe for concurrent use.
+func (p *Pods) Uses(h ledger.Hold) bool {
+	return slices.ContainsFunc(h.Pods, func(named ledger.Pod) bool {
+		p.mu.Lock()
+		pod, known := p.pods[types.UID(named.UID)]
+		p.mu.Unlock()
+		if known && !pod.deleted && pod.DeletionTimestamp == nil && !podstatus.Ended(pod.Pod) {
+			return true
+		}
+		cgroup, err := p.cgroups.Pod(named.UID)
+		return err != nil || cgroup == CgroupBusy
+	})
+}
+
 // Deserted reports whether the API server has no pod left that uses a claim's hold: each pod that is recorded with it or names the claim
 // is deleted or terminal. Kubernetes then deallocates the claim, so that the scheduler believes the device free, while kubelet still
 // ends containers (k8s.io/kubernetes pkg/controller/resourceclaim, syncClaim). The reconciler calls it. It reads memory only, so it

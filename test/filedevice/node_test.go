@@ -230,7 +230,7 @@ type pods struct{}
 
 func (pods) Movable(context.Context, ledger.ClaimRequest) bool { return false }
 func (pods) WaitForPods(context.Context, ledger.ClaimRequest)  {}
-func (pods) Users(h ledger.Hold) []ledger.Pod                  { return h.Pods }
+func (pods) Uses(ledger.Hold) bool                             { return true }
 
 // A file is held as a whole, and no controller runs. A call of a method that one of these types lacks panics.
 type (
