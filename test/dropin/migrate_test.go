@@ -66,11 +66,12 @@ func TestMigratedValuesInstall(t *testing.T) {
 	t.Logf("configurations=%d", len(files))
 }
 
-// The chart makes the same of NVIDIA's values and of what migrate makes of them.
+// The chart makes the same of NVIDIA's values and of what migrate makes of them. One default is NVIDIA's with migrate only: the label of the
+// time (docs/design/0017-node-labels.md).
 func TestMigratedValuesDoTheSame(t *testing.T) {
 	same := func(t *testing.T, file string) {
 		t.Helper()
-		theirs, err := manifests(t, file)
+		theirs, err := manifests(t, withTimestamp(t, file))
 		if err != nil {
 			t.Fatalf("%v\n%.2000s", err, theirs)
 		}
@@ -103,6 +104,34 @@ func TestMigratedValuesDoTheSame(t *testing.T) {
 	}
 }
 
+// withTimestamp are the values with the default of NVIDIA's chart that Tandem's has otherwise, where the chart runs GPU Feature Discovery.
+func withTimestamp(t *testing.T, file string) string {
+	t.Helper()
+	text, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var values map[string]any
+	if err := yaml.Unmarshal(text, &values); err != nil {
+		t.Fatalf("%s: %v", file, err)
+	}
+	gfd, _ := values["gfd"].(map[string]any)
+	if gfd["enabled"] != true || gfd["noTimestamp"] != nil {
+		return file
+	}
+	gfd["noTimestamp"] = false
+	return valuesText(t, marshal(t, values))
+}
+
+func marshal(t *testing.T, values map[string]any) string {
+	t.Helper()
+	text, err := yaml.Marshal(values)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(text)
+}
+
 // nested returns a YAML map with one value at a path.
 func nested(path, value string) string {
 	keys := strings.Split(path, ".")
@@ -120,11 +149,7 @@ func together(t *testing.T, texts []string) string {
 		}
 		add(all, one)
 	}
-	text, err := yaml.Marshal(all)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return string(text)
+	return marshal(t, all)
 }
 
 func add(to, from map[string]any) {

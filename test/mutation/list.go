@@ -100,7 +100,7 @@ func List() []Mutation {
 			What: "a partition of another profile at the same placement counts as the requested one",
 			Harm: "a claim gets a partition without what its profile promises",
 			Changes: []Change{Edit("pkg/partition", "Maker", "find",
-				" && found.ProfileID == want.ProfileID", "")},
+				" || p.ProfileID != want.ProfileID", "")},
 		},
 		{
 			Name: "negative-counter", Tier: Test, Package: "./pkg/mig", By: "TestForeignInstances",

@@ -738,6 +738,14 @@ func (l parkedLedger) Holds() []ledger.Hold {
 	return holds
 }
 
+// Expect is how holds are restored, at the start and later.
+func (l parkedLedger) Expect(h ledger.Hold) error {
+	if l.s.faults.noRestore {
+		return nil
+	}
+	return l.Ledger.Expect(h)
+}
+
 func (l parkedLedger) has(uid string, state ledger.State) bool {
 	return slices.ContainsFunc(l.Holds(), func(h ledger.Hold) bool { return h.Holder.ID == uid && h.State == state })
 }
