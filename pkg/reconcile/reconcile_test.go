@@ -27,9 +27,8 @@ func TestLimitFromAllocateToEnd(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1")
 	g.group("p1", true)
-	g.group("before", false)
 	g.addPod(g.pod("p1"))
-	// A file of before names another pod.
+	// A file of before names another pod, which is gone.
 	g.checkpoint("before", "GPU-1")
 	must(t, os.Chtimes(podstate.DeviceCheckpointPath(g.dir), long, long))
 	g.run()
@@ -293,11 +292,13 @@ func TestNoRequestWhileAllIsConfirmed(t *testing.T) {
 	g.verifySoon()
 	g.addPod(g.asking("p1", "1"))
 	g.addPod(g.pod("p2", "one"))
-	g.claimState(kubeletClaim{"c1", "one", []string{"p2"}, []string{"gpu-2"}})
+	// kubelet records a claim before it calls Prepare, and the devices after the answer.
+	g.claimState(kubeletClaim{"c1", "one", []string{"p2"}, nil})
 	g.run()
 	g.allocate("GPU-1")
 	g.checkpoint("p1", "GPU-1")
 	g.prepare("c1", "one", "GPU-2", "p2")
+	g.claimState(kubeletClaim{"c1", "one", []string{"p2"}, []string{"gpu-2"}})
 	g.await("GPU-1: pod GPU-1 held [p1]", "GPU-2: claim c1 held [p2]")
 	g.change(func() { g.gets, g.lists = 0, 0 })
 	g.client.ClearActions()
