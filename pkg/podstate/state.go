@@ -70,8 +70,9 @@ func (p *Pods) PodState(h ledger.Hold) ledger.PodState {
 }
 
 // podState returns the state of one pod. kubelet starts no container of a pod with a terminal phase, so an empty cgroup ends it, also once
-// it is deleted. Another deleted pod must have lost its cgroup. A pod that the watch has not reported counts as deleted only if its hold is older than the first list.
-// For a newer hold, kubelet may have received the pod before our watch. If the kernel gives no answer, containers may still run.
+// it is deleted. Any other deleted pod must have lost its cgroup. A pod that the watch has not reported counts as deleted only if its hold is
+// older than the first list. For a newer hold, kubelet may have received the pod before our watch. If the kernel gives no answer, containers
+// may still run.
 func (p *Pods) podState(uid types.UID, since time.Time) ledger.PodState {
 	p.mu.Lock()
 	pod, known := p.pods[uid]
@@ -252,15 +253,9 @@ func (p *Pods) Users(h ledger.Hold) []ledger.Pod {
 // keeps the pod's cgroup, and the API server keeps the pod. So a pod that is to end, or that is deleted or terminal, uses them while it
 // has a process. The DRA front-end asks about claims of another driver. It is safe for concurrent use.
 func (p *Pods) Uses(h ledger.Hold) bool {
-	return slices.ContainsFunc(h.Pods, func(named ledger.Pod) bool {
-		p.mu.Lock()
-		pod, known := p.pods[types.UID(named.UID)]
-		p.mu.Unlock()
-		if known && !pod.deleted && pod.DeletionTimestamp == nil && !podstatus.Ended(pod.Pod) {
-			return true
-		}
-		cgroup, err := p.cgroups.Pod(named.UID)
-		return err != nil || cgroup == CgroupBusy
+	return slices.ContainsFunc(h.Pods, func(pod ledger.Pod) bool {
+		_, alive, _ := p.lifeOf(pod.UID)
+		return alive || p.mayHaveProcess(pod.UID)
 	})
 }
 
@@ -336,10 +331,7 @@ func (p *Pods) Started(h ledger.Hold, all []ledger.Hold) bool {
 			uids = append(uids, unknownPods...)
 		}
 	}
-	return slices.ContainsFunc(uids, func(uid string) bool {
-		cgroup, err := p.cgroups.Pod(uid)
-		return err != nil || cgroup == CgroupBusy
-	})
+	return slices.ContainsFunc(uids, p.mayHaveProcess)
 }
 
 // watchedSince reports whether the watch has reported every pod that existed at a moment or was created later.
@@ -354,11 +346,17 @@ func (p *Pods) watchedSince(at time.Time) bool {
 func (p *Pods) Busy(h ledger.Hold) bool {
 	uids := p.podsOf(h.Namespace, h.Name, h.Pods)
 	for uid := range uids {
-		if cgroup, err := p.cgroups.Pod(string(uid)); err != nil || cgroup == CgroupBusy {
+		if p.mayHaveProcess(string(uid)) {
 			return true
 		}
 	}
 	return len(uids) == 0
+}
+
+// mayHaveProcess reports whether a pod has a process, or the kernel gives no answer.
+func (p *Pods) mayHaveProcess(uid string) bool {
+	cgroup, err := p.cgroups.Pod(uid)
+	return err != nil || cgroup == CgroupBusy
 }
 
 // watchDelay is how long Movable waits for the watch to report a pod that kubelet already has.
