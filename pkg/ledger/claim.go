@@ -70,7 +70,7 @@ func (l *Ledger) CancelReservation(r Reservation) error {
 	for _, h := range holds {
 		if pods, revived := r.revived[h.taken]; revived {
 			errs = append(errs, l.amend(h, func(updated *Hold) {
-				updated.drain(l.options.Now())
+				l.drain(updated)
 				updated.Pods, updated.taken = pods, 0
 			}))
 		}
@@ -85,7 +85,7 @@ func (l *Ledger) CancelReservation(r Reservation) error {
 			continue
 		}
 		errs = append(errs, l.amend(h, func(updated *Hold) {
-			updated.drain(l.options.Now())
+			l.drain(updated)
 			updated.Pods, updated.taken = nil, 0
 		}))
 	}
@@ -95,9 +95,9 @@ func (l *Ledger) CancelReservation(r Reservation) error {
 	return nil
 }
 
-func (h *Hold) drain(stamp time.Time) {
+func (l *Ledger) drain(h *Hold) {
 	h.State = StateDraining
-	h.begin(stamp)
+	l.begin(h)
 }
 
 func (l *Ledger) reserveClaim(ctx context.Context, r ClaimRequest) (Reservation, error) {
@@ -180,10 +180,12 @@ func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflict *Confli
 			continue
 		}
 		l.serial++
-		taken = append(taken, Hold{
-			Holder: holder, Device: ref, Share: r.Shares[ref], State: StateHeld, Since: l.options.Now(), Began: time.Now(),
+		h := Hold{
+			Holder: holder, Device: ref, Share: r.Shares[ref], State: StateHeld,
 			Namespace: r.Namespace, Name: r.Name, Pods: slices.Clone(r.Pods), Generation: l.serial, taken: l.serial,
-		})
+		}
+		l.begin(&h)
+		taken = append(taken, h)
 	}
 	if l.yields(r.PodsFirst, taken) {
 		return nil, Reservation{}, errPodsFirst
@@ -234,7 +236,7 @@ func (l *Ledger) confirm(known *Hold, r ClaimRequest) error {
 	updated.Generation, updated.taken = l.serial, l.serial
 	if known.State != StateHeld {
 		updated.State = StateHeld
-		updated.begin(l.options.Now())
+		l.begin(&updated)
 	}
 	if updated.equal(*known) {
 		l.replace(known, updated)
@@ -246,13 +248,12 @@ func (l *Ledger) confirm(known *Hold, r ClaimRequest) error {
 // drainExcept drains the holder's other devices. Under l.mu.
 func (l *Ledger) drainExcept(holder Holder, keep []device.Ref) error {
 	var errs []error
-	now := l.options.Now()
 	for _, h := range l.holdsOf(holder) {
 		if h.State == StateDraining || slices.Contains(keep, h.Device) {
 			continue
 		}
 		updated := h
-		updated.drain(now)
+		l.drain(&updated)
 		errs = append(errs, l.change(l.holds[keyOf(h)], updated))
 	}
 	return errors.Join(errs...)
@@ -274,7 +275,7 @@ func (l *Ledger) DrainClaim(ctx context.Context, uid string) error {
 	var errs []error
 	for _, h := range holds {
 		if h.State != StateDraining {
-			h.drain(l.options.Now())
+			l.drain(&h)
 		}
 		if l.podState(h) == Gone {
 			errs = append(errs, l.Release(h))

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"time"
 
 	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -68,9 +67,9 @@ func (l *Ledger) tryReservePod(requests []PodRequest) ([]Hold, error) {
 	for _, r := range requests {
 		l.serial++
 		h := Hold{
-			Holder: Holder{KindPod, r.ID}, Device: r.Device, Share: r.Share, State: StateHeld, Since: l.options.Now(), Began: time.Now(),
-			Resource: r.Resource, Generation: l.serial,
+			Holder: Holder{KindPod, r.ID}, Device: r.Device, Share: r.Share, State: StateHeld, Resource: r.Resource, Generation: l.serial,
 		}
+		l.begin(&h)
 		if _, reuse := l.holds[keyOf(h)]; reuse {
 			reused = append(reused, h)
 		} else {

@@ -219,7 +219,7 @@ func (l *Ledger) complete(known *Hold, h Hold) error {
 	updated := *known
 	if updated.Unreadable {
 		updated.Unreadable = false
-		updated.begin(l.options.Now())
+		l.begin(&updated)
 	}
 	updated.Namespace = cmp.Or(updated.Namespace, h.Namespace)
 	updated.Name = cmp.Or(updated.Name, h.Name)
@@ -413,7 +413,7 @@ func (l *Ledger) holdsOf(holder Holder) []Hold {
 }
 
 // begin sets when the hold was taken, or began to drain, to this moment.
-func (h *Hold) begin(stamp time.Time) { h.Since, h.Began = stamp, time.Now() }
+func (l *Ledger) begin(h *Hold) { h.Since, h.Began = l.options.Now(), time.Now() }
 
 // newRecords returns the holds on disk, one file for each: <kind>~<holder>~<device>. An empty or unreadable file still holds its
 // device. A later version may add fields to a record and kinds of holders; this version ignores the fields, and such a holder holds.
