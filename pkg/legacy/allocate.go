@@ -141,14 +141,20 @@ func (p *Plugin) lookup(resource string, ids []string, seen map[string]bool) ([]
 	return items, nil
 }
 
-// handOver waits until the GPUs of a container are handed over to its pod.
-func (p *Plugin) handOver(ctx context.Context, resource string, ids []string) error {
-	if p.config.HandOver == nil {
+// beforeStart checks that the pod of a container may have its devices, and waits until their GPUs are handed over to the pod.
+func (p *Plugin) beforeStart(ctx context.Context, resource string, ids []string) error {
+	if !p.config.asksBeforeStart() {
 		return nil
 	}
 	items, err := p.lookup(resource, ids, map[string]bool{})
 	if err != nil {
 		return err
+	}
+	if err := p.admitPod(ctx, resource, items); err != nil {
+		return err
+	}
+	if p.config.HandOver == nil {
+		return nil
 	}
 	for _, uuid := range unique(items, func(i item) string { return i.GPU.UUID }) {
 		if err := p.config.HandOver(ctx, uuid); err != nil {

@@ -177,6 +177,9 @@ type Config struct {
 	Registerer prometheus.Registerer
 }
 
+// asksBeforeStart reports whether kubelet has to ask before it starts a container.
+func (c *Config) asksBeforeStart() bool { return c.HandOver != nil || c.NamespaceOf != nil }
+
 func (c *Config) uses(want func(Strategy) bool) bool { return slices.ContainsFunc(c.Strategies, want) }
 
 // warn records an event on the node.

@@ -294,9 +294,7 @@ type service struct {
 // options are sent with Register and again when kubelet asks. PreStartRequired is set only where it is needed: kubelet requires it for
 // pods whose GPUs come from a claim as well, and finds no devices for them.
 func (r *registrar) options() *pluginapi.DevicePluginOptions {
-	return &pluginapi.DevicePluginOptions{
-		GetPreferredAllocationAvailable: true, PreStartRequired: r.config.HandOver != nil || r.config.NamespaceOf != nil,
-	}
+	return &pluginapi.DevicePluginOptions{GetPreferredAllocationAvailable: true, PreStartRequired: r.config.asksBeforeStart()}
 }
 
 func (s *service) GetDevicePluginOptions(context.Context, *pluginapi.Empty) (*pluginapi.DevicePluginOptions, error) {
@@ -319,10 +317,7 @@ func (s *service) Allocate(ctx context.Context, request *pluginapi.AllocateReque
 // KubeletPreStartContainerRPCTimeoutInSecs).
 func (s *service) PreStartContainer(ctx context.Context, request *pluginapi.PreStartContainerRequest,
 ) (*pluginapi.PreStartContainerResponse, error) {
-	if err := s.registrar.admitPod(ctx, s.registrar.resource, request.GetDevicesIds()); err != nil {
-		return nil, err
-	}
-	if err := s.registrar.handOver(ctx, s.registrar.resource, request.GetDevicesIds()); err != nil {
+	if err := s.registrar.beforeStart(ctx, s.registrar.resource, request.GetDevicesIds()); err != nil {
 		return nil, err
 	}
 	return &pluginapi.PreStartContainerResponse{}, nil

@@ -45,13 +45,9 @@ func (p *Plugin) admit(ctx context.Context, resource string, containers [][]item
 }
 
 // admitPod checks the namespace again before a container starts, when kubelet's checkpoint names its pod.
-func (p *Plugin) admitPod(ctx context.Context, resource string, ids []string) error {
+func (p *Plugin) admitPod(ctx context.Context, resource string, items []item) error {
 	if p.config.NamespaceOf == nil {
 		return nil
-	}
-	items, err := p.lookup(resource, ids, map[string]bool{})
-	if err != nil {
-		return err
 	}
 	holds := p.config.Ledger.Holds()
 	for _, i := range items {
