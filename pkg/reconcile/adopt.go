@@ -56,8 +56,8 @@ func (r *Reconciler) Adopt(ctx context.Context) error {
 		if !errors.Is(err, errUnasked) {
 			errs = append(errs, err)
 		}
-		if missing && !slices.ContainsFunc(r.late, func(c podstate.KubeletClaim) bool { return c.UID == claim.UID }) {
-			r.late = append(r.late, claim)
+		if missing {
+			r.addLateClaim(claim)
 		}
 	}
 	return errors.Join(errs...)
@@ -105,6 +105,13 @@ func (r *Reconciler) addLate(ctx context.Context, d podstate.PodDevice) {
 	}
 	klog.FromContext(ctx).Info("A device that a pod has is not in the inventory", "device", d.ID, "resource", d.Resource, "podUID", d.PodUID)
 	r.latePodHolds = append(r.latePodHolds, d)
+}
+
+// addLateClaim is addLate for a claim.
+func (r *Reconciler) addLateClaim(claim podstate.KubeletClaim) {
+	if !slices.ContainsFunc(r.late, func(c podstate.KubeletClaim) bool { return c.UID == claim.UID }) {
+		r.late = append(r.late, claim)
+	}
 }
 
 // forgetUnlisted forgets late devices that only kubelet's pod resources named, once they have been missing there for a while: after

@@ -61,9 +61,7 @@ func (r *Reconciler) comeLate(ctx context.Context, devices []podstate.PodDevice,
 		r.addLate(ctx, d)
 	}
 	for _, claim := range claims {
-		if !slices.ContainsFunc(r.late, func(c podstate.KubeletClaim) bool { return c.UID == claim.UID }) {
-			r.late = append(r.late, claim)
-		}
+		r.addLateClaim(claim)
 	}
 	if len(r.latePodHolds)+len(r.late) > before {
 		r.lateAdded.Notify()
@@ -76,12 +74,12 @@ func (r *Reconciler) comeLate(ctx context.Context, devices []podstate.PodDevice,
 // until it has the answer to Unprepare. It asks the API server once for each claim: one for admin access, or one that has ended, has no
 // hold. Without an answer it takes none, because kubelet's state does not tell.
 func (r *Reconciler) expectUsed(ctx context.Context, holds []ledger.Hold, claims []podstate.KubeletClaim) error {
-	settled := map[string][]podstate.PoolDevice{}
+	holders, settled := byHolder(holds), map[string][]podstate.PoolDevice{}
 	var errs []error
 	var late []podstate.KubeletClaim
 	for _, claim := range claims {
-		held := slices.ContainsFunc(holds, func(h ledger.Hold) bool { return h.Holder == ledger.Holder{Kind: ledger.KindClaim, ID: claim.UID} })
-		if held || len(claim.Devices) == 0 {
+		holder := ledger.Holder{Kind: ledger.KindClaim, ID: claim.UID}
+		if _, held := holders[holder]; held || len(claim.Devices) == 0 {
 			continue
 		}
 		if slices.Equal(r.settled[claim.UID], claim.Devices) {
@@ -89,10 +87,10 @@ func (r *Reconciler) expectUsed(ctx context.Context, holds []ledger.Hold, claims
 			continue
 		}
 		callCtx, cancel := context.WithTimeout(ctx, r.times.call)
-		current, err := r.ask(callCtx, claim)
+		current, err := r.claim(callCtx, claim.Namespace, claim.Name, claim.UID)
 		cancel()
 		if err != nil {
-			errs = append(errs, fmt.Errorf("find out whether a claim without a hold needs one: %w", err))
+			errs = append(errs, fmt.Errorf("find out whether claim %s/%s needs a hold: %w", claim.Namespace, claim.Name, err))
 			continue
 		}
 		missing, err := r.expectClaim(ctx, claim, current, true)
@@ -100,7 +98,7 @@ func (r *Reconciler) expectUsed(ctx context.Context, holds []ledger.Hold, claims
 		if missing {
 			late = append(late, claim)
 		}
-		if _, held := r.holders()[ledger.Holder{Kind: ledger.KindClaim, ID: claim.UID}]; err == nil && !held {
+		if _, held := r.holders()[holder]; err == nil && !held {
 			settled[claim.UID] = claim.Devices
 		}
 	}

@@ -56,7 +56,7 @@ func (r *Reconciler) Restore(ctx context.Context) error {
 		}
 		if missing {
 			logger.Info("A device of the claim does not exist yet, or the size of its share is unknown", "claim", klog.KRef(claim.Namespace, claim.Name), "claimUID", claim.UID)
-			r.late = append(r.late, claim)
+			r.addLateClaim(claim)
 		}
 	}
 	late, err := r.restoreUsed(ctx, checkpoint, claims)
@@ -161,9 +161,12 @@ func (r *Reconciler) tryLatePodHolds(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-func (r *Reconciler) holders() map[ledger.Holder]ledger.Hold {
+func (r *Reconciler) holders() map[ledger.Holder]ledger.Hold { return byHolder(r.Ledger.Holds()) }
+
+// byHolder returns one hold of each holder.
+func byHolder(holds []ledger.Hold) map[ledger.Holder]ledger.Hold {
 	holders := map[ledger.Holder]ledger.Hold{}
-	for _, h := range r.Ledger.Holds() {
+	for _, h := range holds {
 		holders[h.Holder] = h
 	}
 	return holders
@@ -231,32 +234,33 @@ var errUnasked = errors.New("the API server has not said how much of its devices
 // restoreClaim reports whether the inventory lacks a device of the claim. It returns errUnasked if the claim's shares are
 // unknown.
 func (r *Reconciler) restoreClaim(ctx context.Context, claim podstate.KubeletClaim) (missing bool, err error) {
-	current, err := r.ask(ctx, claim)
+	if len(claim.Devices) == 0 {
+		return false, nil // kubelet has only begun to prepare it
+	}
+	current, err := r.claim(ctx, claim.Namespace, claim.Name, claim.UID)
 	if err != nil {
 		klog.FromContext(ctx).Error(err, "Restoring a claim by kubelet's state alone", "claim", klog.KRef(claim.Namespace, claim.Name))
 	}
 	return r.expectClaim(ctx, claim, current, err == nil)
 }
 
-// ask returns the claim as the API server has it; nil if it has none of that UID.
-func (r *Reconciler) ask(ctx context.Context, claim podstate.KubeletClaim) (*resourceapi.ResourceClaim, error) {
-	if len(claim.Devices) == 0 {
-		return nil, nil
-	}
-	current, err := r.Claims(claim.Namespace).Get(ctx, claim.Name, metav1.GetOptions{})
+// claim returns a claim as the API server has it; nil if that has none of the UID.
+func (r *Reconciler) claim(ctx context.Context, namespace, name, uid string) (*resourceapi.ResourceClaim, error) {
+	claim, err := r.Claims(namespace).Get(ctx, name, metav1.GetOptions{})
 	switch {
 	case apierrors.IsNotFound(err):
 		return nil, nil
 	case err != nil:
-		return nil, fmt.Errorf("get claim %s/%s: %w", claim.Namespace, claim.Name, err)
-	case string(current.UID) != claim.UID:
+		return nil, fmt.Errorf("get claim: %w", err)
+	case string(claim.UID) != uid:
 		return nil, nil
 	}
-	return current, nil
+	return claim, nil
 }
 
 // expectClaim is restoreClaim once the API server has returned the claim. asked is false if it has not.
-func (r *Reconciler) expectClaim(ctx context.Context, claim podstate.KubeletClaim, current *resourceapi.ResourceClaim, asked bool) (missing bool, err error) {
+func (r *Reconciler) expectClaim(ctx context.Context, claim podstate.KubeletClaim, current *resourceapi.ResourceClaim, asked bool,
+) (missing bool, err error) {
 	devices, consumed := r.devicesOf(ctx, claim, current, asked)
 	found := r.resolve(devices)
 	unknown := false
@@ -282,13 +286,12 @@ func (r *Reconciler) expectClaim(ctx context.Context, claim podstate.KubeletClai
 	return len(found) < len(r.ofNode(devices)), nil
 }
 
-// devicesOf returns the claim's devices from kubelet's claim state: a claim that kubelet has only begun to prepare has none. Only
-// the API server knows which devices are for admin access and hold nothing. While it is away kubelet's list counts: no Prepare
+// devicesOf returns the claim's devices from kubelet's claim state. Only the API server knows which devices are for admin access and hold nothing. While it is away kubelet's list counts: no Prepare
 // can come before it is back. A device that is no longer allocated to the claim stays held while a pod of the claim has a cgroup.
 // For shared devices it returns what the claim consumed if the API server could be asked.
 func (r *Reconciler) devicesOf(ctx context.Context, claim podstate.KubeletClaim, current *resourceapi.ResourceClaim, asked bool,
 ) (devices []podstate.PoolDevice, consumed map[podstate.PoolDevice]device.Consumed) {
-	if !asked || len(claim.Devices) == 0 {
+	if !asked {
 		return claim.Devices, nil
 	}
 	var now uses

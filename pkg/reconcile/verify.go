@@ -165,12 +165,12 @@ func (r *Reconciler) verifyClaim(ctx context.Context, h ledger.Hold, d *unconfir
 	if h.State == ledger.StateDraining && !h.Unreadable && r.hasCleanup(h) {
 		return nil // Clear ends it
 	}
-	claim, err := r.Claims(h.Namespace).Get(ctx, h.Name, metav1.GetOptions{})
+	claim, err := r.claim(ctx, h.Namespace, h.Name, h.Holder.ID)
 	var podState ledger.PodState
 	switch {
-	case err != nil && !apierrors.IsNotFound(err):
-		return fmt.Errorf("get claim: %w", err)
-	case err != nil, string(claim.UID) != h.Holder.ID:
+	case err != nil:
+		return err
+	case claim == nil:
 		podState = r.Pods.StateWithoutClaim(h)
 	default:
 		uses := r.usesOf(claim)
@@ -327,11 +327,11 @@ func (r *Reconciler) checkConflicts(ctx context.Context) (time.Duration, error) 
 func (r *Reconciler) checkConflict(ctx context.Context, conflict ledger.Conflict) error {
 	ctx, cancel := context.WithTimeout(ctx, r.times.call)
 	defer cancel()
-	claim, err := r.Claims(conflict.Namespace).Get(ctx, conflict.Name, metav1.GetOptions{})
-	switch {
-	case err != nil && !apierrors.IsNotFound(err):
-		return fmt.Errorf("verify the conflict of claim %s/%s: get claim: %w", conflict.Namespace, conflict.Name, err)
-	case err == nil && string(claim.UID) == conflict.UID:
+	claim, err := r.claim(ctx, conflict.Namespace, conflict.Name, conflict.UID)
+	if err != nil {
+		return fmt.Errorf("verify the conflict of claim %s/%s: %w", conflict.Namespace, conflict.Name, err)
+	}
+	if claim != nil {
 		uses := r.usesOf(claim)
 		held := r.refs(uses.held)
 		if slices.ContainsFunc(conflict.Devices, func(ref device.Ref) bool { return slices.Contains(held, ref) }) {
