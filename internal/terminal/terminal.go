@@ -14,22 +14,18 @@ import (
 
 // Plain replaces characters that control a terminal or the direction of text, line breaks among them, and bytes that are not UTF-8. With ascii it
 // also replaces what ASCII does not have.
-func Plain(text string, ascii bool) string {
-	return strings.Map(func(r rune) rune {
-		if !harmless(r) || ascii && r > unicode.MaxASCII {
-			return '?'
-		}
-		return r
-	}, text)
-}
+func Plain(text string, ascii bool) string { return replace(text, ascii, "") }
 
 // Lines is Plain for several lines: line breaks and tabs stay.
-func Lines(text string, ascii bool) string {
+func Lines(text string, ascii bool) string { return replace(text, ascii, "\n\t") }
+
+// replace keeps the characters of kept, which are harmful to Plain.
+func replace(text string, ascii bool, kept string) string {
 	return strings.Map(func(r rune) rune {
-		if r != '\n' && r != '\t' && (!harmless(r) || ascii && r > unicode.MaxASCII) {
-			return '?'
+		if strings.ContainsRune(kept, r) || harmless(r) && !(ascii && r > unicode.MaxASCII) {
+			return r
 		}
-		return r
+		return '?'
 	}, text)
 }
 

@@ -184,9 +184,10 @@ type Driver struct {
 	// withholds is set from the appearance of a conflicting driver until Tandem has taken over from it. Only Run and FindConflicting use it.
 	withholds bool
 	// foreign are the devices of DRA drivers of other names because of which devices are withheld. foreignSaid is what was reported of them
-	// last. Only watchForeign and FindConflicting use them.
-	foreign     map[string]map[podstate.PoolDevice]bool
-	foreignSaid string
+	// last. foreignListed is set once the API server has listed such devices. Only watchForeign and FindConflicting use them.
+	foreign       map[string]map[podstate.PoolDevice]bool
+	foreignSaid   string
+	foreignListed bool
 	// takeOver is how long a conflicting driver must be gone before Tandem takes over from it.
 	takeOver time.Duration
 	// socketTimeout bounds one request to a socket. kubelet allows a second for GetInfo.

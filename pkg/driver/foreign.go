@@ -33,12 +33,12 @@ import (
 const sourceForeign = "foreign DRA driver"
 
 // ForeignDriverError means that a DRA driver of another name publishes a GPU of this node, so that the scheduler gives it away twice. Both
-// APIs withhold all devices until that driver is gone and no pod uses a claim that it prepared. Ready returns it.
+// APIs withhold all devices until the driver publishes none of them and no pod uses a claim of them. Ready returns it.
 type ForeignDriverError struct {
 	DriverName string
-	// Slice and Device publish the GPU, which Attribute identifies by Value. They are empty once the driver is gone.
+	// Slice and Device publish the GPU, which Attribute identifies by Value. They are empty if Claim is set.
 	Slice, Device, Attribute, Value string
-	// Claim is prepared by the driver that is gone: "namespace/name".
+	// Claim is one that the driver has prepared and a pod still uses, "namespace/name". It is set once the driver publishes no GPU of the node.
 	Claim string
 }
 
@@ -81,6 +81,7 @@ func (d *Driver) lookForForeign(ctx context.Context) error {
 		found[i] = &list.Items[i]
 	}
 	d.withholdForeign(ctx, d.foreignOf(found))
+	d.foreignListed = true
 	return nil
 }
 
@@ -88,6 +89,9 @@ func (d *Driver) lookForForeign(ctx context.Context) error {
 func (d *Driver) watchForeign(ctx context.Context) error {
 	said := ""
 	retry(ctx, klog.FromContext(ctx), "", func() error {
+		if d.foreignListed {
+			return nil // by FindConflicting
+		}
 		err := d.lookForForeign(ctx)
 		if err != nil && !apierrors.IsNotFound(err) && ctx.Err() == nil && err.Error() != said {
 			said = err.Error()
@@ -98,9 +102,8 @@ func (d *Driver) watchForeign(ctx context.Context) error {
 	factory := informers.NewSharedInformerFactoryWithOptions(d.KubeClient, 0, informers.WithTweakListOptions(d.foreignSlices))
 	informer := factory.Resource().V1().ResourceSlices()
 	var changed broadcast.Signal
-	notify := func(any) { changed.Notify() }
 	handler, err := informer.Informer().AddEventHandler(cache.ResourceEventHandlerFuncs{
-		AddFunc: notify, UpdateFunc: func(_, now any) { notify(now) }, DeleteFunc: notify,
+		AddFunc: func(any) { changed.Notify() }, UpdateFunc: func(any, any) { changed.Notify() }, DeleteFunc: func(any) { changed.Notify() },
 	})
 	if err != nil {
 		return fmt.Errorf("watch the ResourceSlices of other drivers: %w", err)
@@ -154,7 +157,7 @@ func (d *Driver) foreignOf(published []*resourceapi.ResourceSlice) map[string]fo
 	published = slices.SortedFunc(slices.Values(published), func(a, b *resourceapi.ResourceSlice) int { return strings.Compare(a.Name, b.Name) })
 	for _, slice := range published {
 		if slice.Spec.Driver == d.DriverName {
-			continue // fake API servers do not select by fields
+			continue // client-go's fake does not select by fields
 		}
 		for _, device := range slice.Spec.Devices {
 			for _, name := range slices.Sorted(maps.Keys(device.Attributes)) {
@@ -217,8 +220,8 @@ func (d *Driver) reportForeign(ctx context.Context, message string, reason error
 	d.Recorder.Event(regarding.Node(d.NodeName), corev1.EventTypeWarning, "ConflictingDriver", reason.Error())
 }
 
-// claimsOfForeign returns a claim that a driver prepared and that a pod may use. kubelet's state has the claim until the driver unprepares
-// it, which never happens once the driver is gone. A claim with a hold of its own does not count.
+// claimsOfForeign returns a claim of such devices that a driver prepared and a pod may use. kubelet's state has the claim until the driver
+// unprepares it, which never happens once the driver is gone.
 func (d *Driver) claimsOfForeign(driver string, devices map[podstate.PoolDevice]bool) *ForeignDriverError {
 	claims, err := podstate.ReadClaimState(d.KubeletDir, driver)
 	if err != nil {
@@ -226,7 +229,7 @@ func (d *Driver) claimsOfForeign(driver string, devices map[podstate.PoolDevice]
 	}
 	holds := d.Ledger.Holds()
 	for _, claim := range claims {
-		// Tandem prepared it, under an earlier driver name of its own.
+		// Tandem prepared it, under an earlier driverName.
 		if slices.ContainsFunc(holds, func(h ledger.Hold) bool { return h.Holder == ledger.Holder{Kind: ledger.KindClaim, ID: claim.UID} }) {
 			continue
 		}

@@ -234,9 +234,10 @@ func (n *Nodes) planNode(ctx context.Context, sets []daemonSet, node *corev1.Nod
 	}
 	if n.Back {
 		var agent *corev1.Pod
-		if agent, err = n.agent(ctx, node.Name); err == nil {
+		var unseen string
+		if agent, unseen, err = n.agentBack(ctx, node); err == nil {
 			one.agentless = agent == nil
-			one.refusals, err = n.checkBack(ctx, sets, node, claims)
+			one.refusals, err = n.checkBack(ctx, sets, node, unseen, claims)
 		}
 	} else {
 		one.refusals, err = n.checkForward(ctx, sets, node, one.pods, claims)
@@ -277,12 +278,10 @@ func (n *Nodes) checkForward(
 	return refusals, nil
 }
 
-// checkBack returns why NVIDIA's software cannot take over a node: it would give away the GPUs of these holders.
-func (n *Nodes) checkBack(ctx context.Context, sets []daemonSet, node *corev1.Node, claims []resourceapi.ResourceClaim) (refusals []string, err error) {
-	unseen, err := n.unseenAgent(ctx, node)
-	if err != nil {
-		return nil, err
-	}
+// checkBack returns why NVIDIA's software cannot take over a node: it would give away the GPUs of these holders. unseen is agentBack's.
+func (n *Nodes) checkBack(
+	ctx context.Context, sets []daemonSet, node *corev1.Node, unseen string, claims []resourceapi.ResourceClaim,
+) (refusals []string, err error) {
 	if unseen != "" {
 		refusals = append(refusals, unseen)
 	}
@@ -528,16 +527,12 @@ func (n *Nodes) restoreMode(ctx context.Context, name string) error {
 
 // prepareToLeave sets the mode and returns nil once NVIDIA's software can take over.
 func (n *Nodes) prepareToLeave(ctx context.Context, sets []daemonSet, node *corev1.Node) error {
-	unseen, err := n.unseenAgent(ctx, node)
+	agent, unseen, err := n.agentBack(ctx, node)
 	if err != nil {
 		return err
 	}
 	if unseen != "" {
 		return errors.New(unseen)
-	}
-	agent, err := n.agent(ctx, node.Name)
-	if err != nil {
-		return err
 	}
 	noClaims := string(config.ModeDevicePluginOnly)
 	if agent != nil {
@@ -590,7 +585,10 @@ func (n *Nodes) prepareToLeave(ctx context.Context, sets []daemonSet, node *core
 	if node, err = n.node(ctx, node.Name); err != nil {
 		return err
 	}
-	refusals, err := n.checkBack(ctx, sets, node, claims)
+	if _, unseen, err = n.agentBack(ctx, node); err != nil {
+		return err
+	}
+	refusals, err := n.checkBack(ctx, sets, node, unseen, claims)
 	if err != nil {
 		return err
 	}
@@ -600,16 +598,15 @@ func (n *Nodes) prepareToLeave(ctx context.Context, sets []daemonSet, node *core
 	return nil
 }
 
-// unseenAgent returns why Tandem serves a node although no agent is found there; empty if that is not so. Without the agent migrate would neither set
-// the mode nor wait until Tandem serves nothing.
-func (n *Nodes) unseenAgent(ctx context.Context, node *corev1.Node) (string, error) {
-	agent, err := n.agent(ctx, node.Name)
-	if err != nil || agent != nil {
-		return "", err
+// agentBack returns the agent of a node that is to move back. If none is found, unseen says why Tandem serves the node nevertheless; it is empty
+// if Tandem does not. Without the agent migrate would neither set the mode nor wait until Tandem serves nothing.
+func (n *Nodes) agentBack(ctx context.Context, node *corev1.Node) (agent *corev1.Pod, unseen string, err error) {
+	if agent, err = n.agent(ctx, node.Name); err != nil || agent != nil {
+		return agent, "", err
 	}
 	object, err := n.GPUNode(ctx, node.Name)
 	if err != nil && !apierrors.IsNotFound(err) {
-		return "", fmt.Errorf("get GPUNode %s: %w", node.Name, err)
+		return nil, "", fmt.Errorf("get GPUNode %s: %w", node.Name, err)
 	}
 	sign := ""
 	if err == nil && object.Status.ExtendedResource != "" {
@@ -617,16 +614,16 @@ func (n *Nodes) unseenAgent(ctx context.Context, node *corev1.Node) (string, err
 	} else if node.Labels[Label] != returning { // later they may be those of NVIDIA's DRA driver
 		left, err := n.slices(ctx, node.Name)
 		if err != nil {
-			return "", err
+			return nil, "", err
 		}
 		if left > 0 {
 			sign = fmt.Sprintf("it has %d ResourceSlices of %s", left, n.DriverName)
 		}
 	}
 	if sign == "" {
-		return "", nil
+		return nil, "", nil
 	}
-	return "no agent of Tandem is found there, although " + sign + ": " + namespaceHint +
+	return nil, "no agent of Tandem is found there, although " + sign + ": " + namespaceHint +
 		"; if no agent runs there any more, delete the node's ResourceSlices of " + n.DriverName + " and its GPUNode", nil
 }
 
@@ -672,18 +669,16 @@ func (n *Nodes) nvidiaMissing(ctx context.Context, sets []daemonSet, name string
 	if !serving {
 		return "a DaemonSet of NVIDIA's whose affinity and tolerations admit the node", nil
 	}
-	agent, err := n.agent(ctx, name)
-	if err == nil && agent != nil && isReady(agent) {
+	agent, unseen, err := n.agentBack(ctx, node)
+	switch {
+	case err != nil:
+		return "", err
+	case unseen != "":
+		return "Tandem's agent: " + unseen, nil
+	case agent != nil && isReady(agent):
 		return "Tandem's agent " + agent.Name + " to find NVIDIA's software and to serve nothing", nil
 	}
-	if err != nil || agent != nil {
-		return "", err
-	}
-	unseen, err := n.unseenAgent(ctx, node)
-	if unseen != "" {
-		return "Tandem's agent: " + unseen, err
-	}
-	return "", err
+	return "", nil
 }
 
 // await calls missing until nothing is missing, and prints each new reason.
