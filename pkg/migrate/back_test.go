@@ -33,11 +33,7 @@ func TestBackWithoutSeeingTheAgents(t *testing.T) {
 		"ClaimsOnly":       {true, false, "it has 1 ResourceSlices of gpu.nvidia.com"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t, plugin)
-			if err := w.migrate(w.nodes(false)); err != nil {
-				t.Fatal(err)
-			}
-			w.moved = nil
+			w := movedWorld(t, plugin)
 			if c.slices {
 				must[any](w, nil, w.client.Tracker().Add(slice.DeepCopy()))
 			}
@@ -66,11 +62,7 @@ func TestBackWithoutSeeingTheAgents(t *testing.T) {
 	}
 
 	// The same where an earlier run had the namespace, and while NVIDIA's software returns. ResourceSlices are NVIDIA's then.
-	w := newWorld(t, plugin)
-	if err := w.migrate(w.nodes(false)); err != nil {
-		t.Fatal(err)
-	}
-	w.moved = nil
+	w := movedWorld(t, plugin)
 	must[any](w, nil, w.client.Tracker().Add(slice.DeepCopy()))
 	w.label("a", Label, returning)
 	w.react("a")
@@ -90,11 +82,7 @@ func TestBackWithoutSeeingTheAgents(t *testing.T) {
 	w.wantMoved("a=")
 
 	// The agent is missed after the plan.
-	w = newWorld(t, plugin)
-	if err := w.migrate(w.nodes(false)); err != nil {
-		t.Fatal(err)
-	}
-	w.moved = nil
+	w = movedWorld(t, plugin)
 	n = w.nodes(true)
 	plan, err := n.Plan(t.Context())
 	must(w, plan, err)
@@ -108,11 +96,7 @@ func TestBackWithoutSeeingTheAgents(t *testing.T) {
 
 // Where nothing shows that Tandem serves a node, its agent is missed in the plan only.
 func TestBackWithoutAgents(t *testing.T) {
-	w := newWorld(t, plugin)
-	if err := w.migrate(w.nodes(false)); err != nil {
-		t.Fatal(err)
-	}
-	w.moved = nil
+	w := movedWorld(t, plugin)
 	plan, err := w.nodes(true).Plan(t.Context())
 	if text := must(w, plan, err).String(); strings.Contains(text, "no agent") {
 		t.Error(text)

@@ -31,11 +31,7 @@ func (w *world) planned(n *Nodes) error {
 // NVIDIA's plugin lists the partitions of a GPU where MIG_STRATEGY says so, without a configuration file.
 func TestBackOfAPartitionedGPU(t *testing.T) {
 	for _, excluded := range []bool{false, true} {
-		w := newWorld(t, plugin)
-		if err := w.migrate(w.nodes(false)); err != nil {
-			t.Fatal(err)
-		}
-		w.moved = nil
+		w := movedWorld(t, plugin)
 		w.interfere = func(node string) {
 			status := &w.gpuNodes[node].Status
 			status.Devices = append(status.Devices, v1alpha1.DeviceStatus{Name: "gpu-0-mig-1g10gb-19-0", Parent: "gpu-0", Excluded: excluded})

@@ -109,6 +109,17 @@ func newWorld(t *testing.T, sets ...appsv1.DaemonSet) *world {
 	return w
 }
 
+// movedWorld is newWorld after its nodes have moved to Tandem.
+func movedWorld(t *testing.T, sets ...appsv1.DaemonSet) *world {
+	t.Helper()
+	w := newWorld(t, sets...)
+	if err := w.migrate(w.nodes(false)); err != nil {
+		t.Fatal(err)
+	}
+	w.moved = nil
+	return w
+}
+
 var agentLabels = map[string]string{"app.kubernetes.io/part-of": "tandem", "app.kubernetes.io/component": "kubelet-plugin"}
 
 // tandem is the DaemonSet of Tandem's agents. binding gives its ServiceAccount rights.
@@ -359,11 +370,7 @@ func TestAbortAndResume(t *testing.T) {
 
 // TestChangeOfMind: a way back that was interrupted turns round, and the mode is as before.
 func TestChangeOfMind(t *testing.T) {
-	w := newWorld(t, plugin)
-	if err := w.migrate(w.nodes(false)); err != nil {
-		t.Fatal(err)
-	}
-	w.moved = nil
+	w := movedWorld(t, plugin)
 	w.interfere = func(node string) { w.gpuNodes[node].Status.Mode = "Dual" } // the agent is slow
 	w.wantError(w.migrate(w.nodes(true)), "node a: gave up", "the agent to use mode DevicePluginOnly; it is Dual")
 	w.interfere = nil
@@ -433,11 +440,7 @@ func TestMissingHolder(t *testing.T) {
 
 // TestTandemGoesOn: NVIDIA's plugin is back, and Tandem's agent still serves.
 func TestTandemGoesOn(t *testing.T) {
-	w := newWorld(t, plugin)
-	if err := w.migrate(w.nodes(false)); err != nil {
-		t.Fatal(err)
-	}
-	w.moved = nil
+	w := movedWorld(t, plugin)
 	w.interfere = func(node string) {
 		pods := corev1.SchemeGroupVersion.WithResource("pods")
 		agent := agentOn(node)
@@ -492,11 +495,7 @@ func TestClaims(t *testing.T) {
 	w.wantError(w.migrate(w.nodes(true)), "node a: NVIDIA's DRA driver would give the GPUs of pods with limits to claims: gpu-0, gpu-1")
 	w.wantMoved()
 
-	w = newWorld(t, plugin)
-	if err := w.migrate(w.nodes(false)); err != nil {
-		t.Fatal(err)
-	}
-	w.moved = nil
+	w = movedWorld(t, plugin)
 	w.gpuNodes["c"].Status.Devices = append(w.gpuNodes["c"].Status.Devices, v1alpha1.DeviceStatus{
 		Holders: []v1alpha1.DeviceHolder{{Kind: v1alpha1.HolderClaim, Namespace: "default", Name: "held"}},
 	})
@@ -553,11 +552,7 @@ func TestNodeChangesAfterThePlan(t *testing.T) {
 // On the way back NVIDIA's plugin returns only after the scheduler can no longer allocate devices of the node. Claims that get devices
 // afterwards have them from NVIDIA's DRA driver.
 func TestSlicesAndClaimsOnTheWayBack(t *testing.T) {
-	w := newWorld(t, plugin)
-	if err := w.migrate(w.nodes(false)); err != nil {
-		t.Fatal(err)
-	}
-	w.moved = nil
+	w := movedWorld(t, plugin)
 	slice := &resourceapi.ResourceSlice{ObjectMeta: metav1.ObjectMeta{Name: "a-gpus"}, Spec: resourceapi.ResourceSliceSpec{Driver: "gpu.nvidia.com", NodeName: ptr.To("a")}}
 	if err := w.client.Tracker().Add(slice); err != nil {
 		t.Fatal(err)

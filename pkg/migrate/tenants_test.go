@@ -171,11 +171,7 @@ func TestBackWaitsForEndedPods(t *testing.T) {
 		"not identified":  {func(h *v1alpha1.DeviceHolder) { h.Pods = nil }, false},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t, plugin)
-			if err := w.migrate(w.nodes(false)); err != nil {
-				t.Fatal(err)
-			}
-			w.moved = nil
+			w := movedWorld(t, plugin)
 			w.interfere = func(node string) { c.change(&w.gpuNodes[node].Status.Devices[0].Holders[0]) }
 			w.react("a")
 			n := w.nodes(true)
@@ -238,11 +234,7 @@ func TestBackWithOtherDeviceIDs(t *testing.T) {
 		"GPU Operator's configuration": {operator, func(*v1alpha1.DeviceStatus) {}, false},
 	} {
 		t.Run(name, func(t *testing.T) {
-			w := newWorld(t, c.set)
-			if err := w.migrate(w.nodes(false)); err != nil {
-				t.Fatal(err)
-			}
-			w.moved = nil
+			w := movedWorld(t, c.set)
 			w.interfere = func(node string) { c.change(&w.gpuNodes[node].Status.Devices[0]) }
 			w.react("a")
 			n := w.nodes(true)
@@ -262,11 +254,7 @@ func TestBackWithOtherDeviceIDs(t *testing.T) {
 	}
 
 	// A drained node has no pods, and gets none.
-	w := newWorld(t, sharing)
-	if err := w.migrate(w.nodes(false)); err != nil {
-		t.Fatal(err)
-	}
-	w.moved = nil
+	w := movedWorld(t, sharing)
 	w.interfere = func(node string) {
 		for i := range w.gpuNodes[node].Status.Devices {
 			w.gpuNodes[node].Status.Devices[i].Holders = nil
