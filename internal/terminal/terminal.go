@@ -12,8 +12,8 @@ import (
 	"unicode/utf8"
 )
 
-// Plain replaces characters that control a terminal or the direction of text, line breaks among them, and bytes that are not UTF-8. With ascii it
-// also replaces what ASCII does not have.
+// Plain replaces characters that control a terminal or the direction of text, line breaks among them, and bytes that are not UTF-8. With
+// ascii it also replaces what ASCII does not have.
 func Plain(text string, ascii bool) string { return replace(text, ascii, "") }
 
 // Lines is Plain for several lines: line breaks and tabs stay.
@@ -51,8 +51,8 @@ func escape(text string, surrogates bool) string {
 	return b.String()
 }
 
-// harmless reports whether a terminal shows the character, and does nothing else. Letters and marks are, control characters (C0, C1), controls of the
-// direction and other invisible ones are not.
+// harmless reports whether a terminal shows the character and does nothing else. Letters and marks are harmless. Control characters (C0, C1),
+// controls of the direction and other invisible ones are not.
 func harmless(r rune) bool { return unicode.IsPrint(r) && r != utf8.RuneError }
 
 // Writer returns a writer that passes Lines of what it gets on to w. Bytes of a character that never becomes complete are lost.

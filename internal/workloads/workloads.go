@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package workloads finds the workloads of Tandem's releases in a cluster. A tenant can give any label to its own objects, and any owner reference.
-// So what counts is what only administrators write: the ClusterRoleBindings of a release name its ServiceAccounts, and so its namespace.
+// Package workloads finds the workloads of Tandem's releases in a cluster. Tenants can give their own objects any label and any owner
+// reference. So the package starts from what only administrators write: the ClusterRoleBindings of a release name its ServiceAccounts, and
+// so its namespace.
 package workloads
 
 import (
@@ -30,7 +31,8 @@ const (
 var ErrNoBinding = errors.New("no ClusterRoleBinding has the labels of Tandem " +
 	"(if it is installed with rbac.create=false, give its namespace with --namespace)")
 
-// DaemonSets returns those of the agents. namespace is the one that the user names as a release's; if it is empty, those of all releases are found.
+// DaemonSets returns those of the agents. namespace is the one that the user names as a release's. If it is empty, those of all releases are
+// found.
 func DaemonSets(ctx context.Context, client kubernetes.Interface, namespace string) ([]appsv1.DaemonSet, error) {
 	list := func(namespace string) ([]appsv1.DaemonSet, error) {
 		list, err := client.AppsV1().DaemonSets(namespace).List(ctx, metav1.ListOptions{LabelSelector: AgentLabels})

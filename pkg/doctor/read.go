@@ -34,8 +34,8 @@ const (
 
 var definitions = schema.GroupVersionResource{Group: "apiextensions.k8s.io", Version: "v1", Resource: "customresourcedefinitions"}
 
-// Read reads what Examine needs. It writes nothing. What the viewer may not read is in NotRead. namespace is that of the release; if it is empty, the
-// releases are found. It is an error if the namespace has no agents: everything else that Examine would say of it is misleading.
+// Read reads what Examine needs. It writes nothing. What the viewer may not read is in NotRead. namespace is that of the release. If it is
+// empty, Read finds the releases. A namespace without agents is an error: whatever Examine said about it would mislead.
 func Read(ctx context.Context, c overview.Cluster, namespace, client string, now time.Time) (Facts, error) {
 	f := Facts{Client: client, Now: now, Leases: map[string]coordinationv1.Lease{}, Withheld: map[string]bool{}, Endpoints: map[string]int{}}
 	server, err := c.Client.Discovery().ServerVersion()

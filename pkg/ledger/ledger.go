@@ -61,7 +61,7 @@ type Hold struct {
 	// does not change it.
 	Since time.Time `json:"since"`
 	// Began is the same moment by this process's monotonic clock, which setting the time does not change. Compare it with other moments of
-	// this process, and Since with the stamps of files. It is zero for a hold that Expect has restored, which is older than it seems.
+	// this process, and Since with the stamps of files. It is zero for a hold that Expect has restored, whose age is not known.
 	Began time.Time `json:"-"`
 	// Resource is the extended resource that a pod requested; empty for claims.
 	Resource string `json:"resource,omitempty"`

@@ -137,9 +137,10 @@ func setNames(sets []daemonSet) string {
 // kubernetesTaints is the prefix of the taints that kubelet and the controllers of Kubernetes set. Pods of DaemonSets tolerate most of them.
 const kubernetesTaints = "node.kubernetes.io/"
 
-// mayShare reports whether a device plugin may list a GPU without partitions otherwise than whole, by its UUID and as nvidia.com/gpu: NVIDIA's does so
-// by a configuration file only. Its chart names the file in a variable. GPU Operator runs a config-manager beside the plugin if there is one
-// (handleDevicePluginConfig). Whether NVIDIA's plugin lists partitions depends on MIG_STRATEGY and --mig-strategy as well.
+// mayShare reports whether a device plugin may list a GPU without partitions in another way than whole, by its UUID and as nvidia.com/gpu.
+// NVIDIA's does so only with a configuration file. Its chart names the file in a variable. GPU Operator runs a config-manager beside the
+// plugin if there is one (handleDevicePluginConfig). Whether NVIDIA's plugin lists partitions also depends on MIG_STRATEGY and
+// --mig-strategy.
 func (d daemonSet) mayShare() bool {
 	if _, known := roleOf(d.DaemonSet); !known {
 		return true

@@ -53,9 +53,10 @@ func heldFor(d v1alpha1.DeviceStatus, h v1alpha1.DeviceHolder) string {
 	return fmt.Sprintf("%s (by %s)", d.Name, h.WaitsFor)
 }
 
-// checkHolders returns why NVIDIA's software would not know what pods by limits hold of a node. kubelet keeps a device of a living pod by
-// resource and ID. NVIDIA's plugin has to list it under the same, or kubelet gives the GPU to another pod. A GPU without partitions is nvidia.com/gpu
-// and its UUID, unless the plugin shares it. The rest depends on the plugin's configuration. NVIDIA's DRA driver knows nothing of limits.
+// checkHolders returns why NVIDIA's software would not know what pods with limits hold on a node. kubelet keeps a device of a living pod by
+// resource and ID. NVIDIA's plugin has to list it under the same resource and ID, or kubelet gives the GPU to another pod. For a GPU without
+// partitions these are nvidia.com/gpu and its UUID, unless the plugin shares it. Otherwise they depend on the plugin's configuration. NVIDIA's
+// DRA driver knows nothing about limits.
 func (n *Nodes) checkHolders(sets []daemonSet, node *corev1.Node, status v1alpha1.GPUNodeStatus) (refusals []string, err error) {
 	if status.Omitted > 0 {
 		return []string{"its GPUNode does not list all devices and holders"}, nil
@@ -64,17 +65,17 @@ func (n *Nodes) checkHolders(sets []daemonSet, node *corev1.Node, status v1alpha
 	if err != nil {
 		return nil, err
 	}
-	// Until NVIDIA's software has registered, further pods get devices, unless none can come.
+	// Until NVIDIA's software has registered, further pods may get devices, unless the node is cordoned.
 	comes := !node.Spec.Unschedulable
 	partitioned := map[string]bool{}
 	for _, d := range status.Devices {
 		partitioned[d.Parent] = true
 	}
-	// The mode of the way back gives all GPUs to limits, whatever the mode is before.
+	// On the way back all GPUs are offered to limits, whatever the mode was.
 	allowsMore := status.Mode == string(config.ModeClaimsOnly) || status.Mode == string(config.ModeSplit)
 	var ended, taken, unlike, unlikeSoon []string
 	for _, d := range status.Devices {
-		// What a device will be that is not offered yet is known only afterwards, and is checked again then.
+		// How such a device will be offered is known only once the mode has changed. The move checks again then.
 		unoffered := allowsMore && d.ExtendedResource == "" && d.Parent == "" && !d.Excluded
 		held, like := false, !configured && (d.ExtendedResource == config.Defaults().ResourceName || unoffered) && d.Parent == "" &&
 			!partitioned[d.Name] && (d.Sharing == nil || d.Sharing.Replicas == 0)

@@ -20,8 +20,8 @@ import (
 // pluginDirectories are those in which kubelet looks for the sockets of device plugins and DRA drivers, where it is not told otherwise.
 var pluginDirectories = []string{"/var/lib/kubelet/device-plugins", "/var/lib/kubelet/plugins_registry"}
 
-// namespaces tells in which namespaces tenants cannot create pods. It reads a namespace once, because a tenant may create any number of DaemonSets
-// and Secrets in it.
+// namespaces says in which namespaces tenants cannot create pods. It reads a namespace once, because a tenant may create any number of
+// DaemonSets and Secrets in it.
 type namespaces struct {
 	client kubernetes.Interface
 	// tandem is the namespace of Tandem's release; empty if it is to be found.
@@ -45,9 +45,9 @@ func newNamespaces(client kubernetes.Interface, tandem string) *namespaces {
 	return &namespaces{client: client, tandem: tandem, seen: map[string]answer{}}
 }
 
-// administered reports whether tenants cannot create pods in a namespace. What is in it may look as if it were NVIDIA's: names, labels, images and
-// owner references are its creator's choice. But NVIDIA's pods mount a directory of kubelet's, and a user who may create such a pod has the node
-// and its GPUs anyway. A DaemonSet proves nothing: admission refuses its pods.
+// administered reports whether tenants cannot create pods in a namespace. What is in it may look as if it were NVIDIA's: names, labels,
+// images and owner references are its creator's choice. But NVIDIA's pods mount a directory of kubelet's, and a user who may create such a
+// pod has the node and its GPUs anyway. A DaemonSet alone proves nothing: admission may refuse its pods.
 func (n *namespaces) administered(ctx context.Context, namespace string) (bool, error) {
 	if namespace == metav1.NamespaceSystem {
 		return true, nil
@@ -80,7 +80,7 @@ func (n *namespaces) read(ctx context.Context, namespace string) (bool, error) {
 	return mount(n.agents.paths), n.agents.err
 }
 
-// agentDirectories returns the pluginDirectories of nodes with another directory of kubelet's: those that the DaemonSets of Tandem's agents mount.
+// agentDirectories returns what is pluginDirectories where kubelet has another root directory: the DaemonSets of Tandem's agents mount them.
 func agentDirectories(ctx context.Context, client kubernetes.Interface, namespace string) (paths []string, err error) {
 	sets, err := workloads.DaemonSets(ctx, client, namespace)
 	if err != nil && !errors.Is(err, workloads.ErrNoBinding) {
@@ -105,7 +105,8 @@ func hostPaths(pod corev1.PodSpec) (paths []string) {
 	return paths
 }
 
-// setsThatLeft returns the DaemonSets that left nodes in earlier runs, by namespace/name. They may have no pods by which administered knows them.
+// setsThatLeft returns the DaemonSets that left nodes in earlier runs, as namespace/name. They may have no pods, and administered looks at
+// pods.
 func setsThatLeft(ctx context.Context, client kubernetes.Interface) (names []string, err error) {
 	list, err := client.CoreV1().Nodes().List(ctx, metav1.ListOptions{LabelSelector: Label})
 	if err != nil {

@@ -66,8 +66,8 @@ type Nodes struct {
 	DaemonSets []types.NamespacedName
 	// Namespace is that of Tandem's release. If it is empty, the releases are found.
 	Namespace string
-	// SameConfig is the user's word that NVIDIA's plugin has the sharing, the MIG strategy and the resource names of Tandem, so that kubelet knows
-	// the devices of pods by the same resources and IDs. Back needs it where that cannot be known.
+	// SameConfig says that NVIDIA's plugin has the sharing, the MIG strategy and the resource names of Tandem, so that kubelet knows the devices
+	// of pods by the same resources and IDs. The user confirms that with Back where migrate cannot know it.
 	SameConfig bool
 	// Patience is how long the move of one node may take.
 	Patience time.Duration
@@ -491,7 +491,8 @@ func (n *Nodes) back(ctx context.Context, sets []daemonSet, name string) error {
 	return n.patchNode(ctx, name, labels, annotations)
 }
 
-// leave lets NVIDIA's software return to a node, once no claim can get a GPU there and every GPU that is used belongs to a pod that kubelet knows.
+// leave lets NVIDIA's software return to a node, once no claim can get a GPU there and every GPU that is used belongs to a pod that kubelet
+// knows.
 //
 // Tandem gives GPUs to pods until NVIDIA's plugin has registered. That is safe: kubelet keeps one plugin for a resource, the one that
 // registered last, and does not give a device of a living pod to another pod, whichever plugin served it. It knows devices by resource and
@@ -598,8 +599,8 @@ func (n *Nodes) prepareToLeave(ctx context.Context, sets []daemonSet, node *core
 	return nil
 }
 
-// agentBack returns the agent of a node that is to move back. If none is found, unseen says why Tandem serves the node nevertheless; it is empty
-// if Tandem does not. Without the agent migrate would neither set the mode nor wait until Tandem serves nothing.
+// agentBack returns the agent of a node that is to move back. If it finds none, unseen says what shows that Tandem serves the node
+// nevertheless; it is empty if nothing does. Without the agent migrate would neither set the mode nor wait until Tandem serves nothing.
 func (n *Nodes) agentBack(ctx context.Context, node *corev1.Node) (agent *corev1.Pod, unseen string, err error) {
 	if agent, err = n.agent(ctx, node.Name); err != nil || agent != nil {
 		return agent, "", err

@@ -84,9 +84,9 @@ type Outsider struct {
 }
 
 // Outsiders returns those of the processes that exist and whose pods may not use the GPU: the process is in no pod, or the watch does not
-// report its pod as living, or the pod neither holds the GPU nor is one of users. A process of a living pod that no user may not stay either:
-// a tenant can hand an open device to a second pod of its own, whose process would keep its memory on the next tenant's GPU. proc is the
-// host's, which counts processes as the driver does. It is safe for concurrent use.
+// report its pod as living, or the pod is not one of users. A process of a living pod that is not one of users must not stay: a tenant can
+// hand an open device to a second pod of its own, whose process would keep its memory on the next tenant's GPU. proc is the host's, which
+// counts processes as the driver does. It is safe for concurrent use.
 func (p *Pods) Outsiders(proc, gpu string, pids []int, users Users) (outsiders []Outsider) {
 	claims := sync.OnceValues(func() ([]KubeletClaim, error) { return ReadClaimState(p.kubeletDir, users.Driver) })
 	for _, pid := range pids {

@@ -37,9 +37,9 @@ func (p *Pods) requesters(resource string) (namespaces []string) {
 	return namespaces
 }
 
-// NamespaceOf returns the namespace of the pod that has a pod's hold: as the hold names it, or kubelet's checkpoint, which kubelet writes
-// before it starts the pod's containers. known is false while neither names the pod, or the watch has not reported it yet. The checkpoint
-// may name the pod before, which has ended. The device plugin calls it. It is safe for concurrent use.
+// NamespaceOf returns the namespace of the pod of a hold. The hold names the pod, or kubelet's checkpoint does, which kubelet writes before it
+// starts the pod's containers. known is false while neither names the pod, or the watch has not reported it yet. A checkpoint that names the
+// previous pod does not count. The device plugin calls it. It is safe for concurrent use.
 func (p *Pods) NamespaceOf(h ledger.Hold) (namespace string, known bool, err error) {
 	for _, pod := range h.Pods {
 		if pod.Namespace != "" {

@@ -13,7 +13,7 @@ import (
 
 // CheckCgroups returns why the cgroups of pods prove nothing: they cannot be read, or the agent's pod has none, or a pod that kubelet started
 // since Run began has had none for a minute, because kubelet came back with --cgroups-per-qos=false. Then no pod counts as gone until
-// CheckCgroups returns nil. The agent calls it all the time, from one goroutine.
+// CheckCgroups returns nil. The agent calls it every few seconds, from one goroutine.
 func (p *Pods) CheckCgroups() error {
 	roots, err := p.cgroups.podRoots()
 	if err != nil {

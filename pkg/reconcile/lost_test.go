@@ -94,7 +94,7 @@ func TestLostHoldOfAPod(t *testing.T) {
 	}
 }
 
-// A claim got the GPU while its pod's hold was lost: both hold it, and the GPU is offered to neither API.
+// A claim got the GPU while its pod's hold was lost: from then on both hold it, as on the node.
 func TestLostHoldOfAPodThatAClaimGot(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1")
