@@ -269,7 +269,7 @@ func (g *rig) awaitDeleted(uids ...string) {
 	g.t.Helper()
 	deadline := time.Now().Add(time.Minute)
 	for _, uid := range uids {
-		for g.pods.EndedAt(uid).IsZero() {
+		for g.pods.UnwantedSince(uid).IsZero() {
 			if time.Now().After(deadline) {
 				g.t.Fatalf("pod %s is not deleted", uid)
 			}
