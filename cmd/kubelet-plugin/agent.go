@@ -327,7 +327,7 @@ func (a *agent) reservesAtOnce() bool { return a.config.Strict && a.config.Mode 
 
 func (a *agent) serveDevices(ctx context.Context, c components) error {
 	c.devices = partition.NewMaker(c.partitions, c.node, a.partitionPolicy())
-	c.specs = a.newSpecs(c.node)
+	c.specs = a.newSpecs(c)
 	c.shared = sharing.NewManager(sharing.Options{
 		Records: c.settings, RunDir: a.config.RunDir, DriverRoot: c.node.DriverRoot(), Hardware: c.node, Specs: c.specs,
 	})
@@ -357,12 +357,15 @@ func (a *agent) serveDevices(ctx context.Context, c components) error {
 	if err := c.specs.Load(); err != nil {
 		return err
 	}
+	if a.config.CDIDeviceNames != config.CDINamesAuto {
+		c.specs.UseSecretNames(a.config.CDIDeviceNames == config.CDINamesSecret)
+	}
 	a.status.Waiting("claims", errNoPods)
 	a.status.Waiting("limits", errNoPods)
 	group, ctx := errgroup.WithContext(ctx)
 	for _, run := range []func(context.Context) error{
 		reconciler.Run, c.specs.Run, c.shared.Run, c.policy.Run, c.cleaner.Run,
-		func(ctx context.Context) error { return a.checkRuntime(ctx, c.self) },
+		func(ctx context.Context) error { return a.checkRuntime(ctx, c.self, c.specs) },
 		func(ctx context.Context) error { return a.checkCgroups(ctx, c.pods) },
 		func(ctx context.Context) error {
 			if err := a.awaitAPIServer(ctx, c); err != nil || ctx.Err() != nil {
@@ -461,10 +464,42 @@ func (a *agent) hookPath() string {
 	return filepath.Join(a.config.KubeletDir, "plugins", a.config.DriverName, "nvidia-cdi-hook")
 }
 
-func (a *agent) newSpecs(node *nvml.Node) *cdi.Specs {
-	options := cdi.Options{Dir: a.config.CDIDir, Source: node}
+func (a *agent) newSpecs(c components) *cdi.Specs {
+	options := cdi.Options{
+		Dir: a.config.CDIDir, Source: c.node,
+		NamesFile: filepath.Join(a.config.KubeletDir, "plugins", a.config.DriverName, "cdi-names.json"),
+		InUse:     func() map[string]bool { return a.devicesInUse(c) },
+	}
 	if a.config.CDIHook == "install" {
 		options.Hook = cdi.NewHook(a.config.CDIHookSource, a.hookPath())
 	}
 	return cdi.New(options)
+}
+
+// devicesInUse returns the UUIDs of the devices that are held, and the CDI names that kubelet keeps: a claim with admin access holds nothing.
+// It returns nil while they are not known.
+func (a *agent) devicesInUse(c components) map[string]bool {
+	claims, err := podstate.ReadClaimState(a.config.KubeletDir, a.config.DriverName)
+	if err != nil {
+		return nil
+	}
+	used := map[string]bool{}
+	for _, claim := range claims {
+		for _, name := range claim.CDIDevices {
+			used[name] = true
+		}
+	}
+	inv := c.devices.Inventory()
+	for _, h := range c.book.Holds() {
+		if h.Device.Whole() {
+			used[h.Device.GPU] = true
+			continue
+		}
+		held, known := inv.ByRef(h.Device)
+		if !known || held.UUID() == "" {
+			return nil
+		}
+		used[held.UUID()] = true
+	}
+	return used
 }

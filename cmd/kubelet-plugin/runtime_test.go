@@ -7,6 +7,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -26,13 +27,17 @@ func TestARuntimeWithoutCDIGetsAnEvent(t *testing.T) {
 	for name, c := range map[string]struct {
 		runtime    string
 		strategies []string
+		names      string // cdiDeviceNames
 		want       string // "" for no event
 		notWant    string
+		wantNames  []bool // whether they are secret, after each change
 	}{
-		"has it":                      {runtime: "containerd://2.4.2", strategies: []string{"cdi-cri"}},
+		"has it":                      {runtime: "containerd://2.4.2", strategies: []string{"cdi-cri"}, names: "auto", wantNames: []bool{false, false}},
 		"lacks it":                    {runtime: "containerd://1.6.38", strategies: []string{"cdi-cri"}, want: "Warning RuntimeWithoutCDI Containers will start without the GPUs of their claims and limits"},
 		"lacks it, limits do without": {runtime: "containerd://1.6.38", strategies: []string{"envvar"}, want: "Warning RuntimeWithoutCDI", notWant: "limits"},
-		"trusts images":               {runtime: "containerd://2.1.4", strategies: []string{"cdi-cri"}, want: "Warning RuntimeTrustsImages If CRIU is installed on the node, everyone who may create pods can get the GPUs of others: containerd 2.1.4"},
+		"trusts images":               {runtime: "containerd://2.1.4", strategies: []string{"cdi-cri"}, names: "auto", wantNames: []bool{true, false}, want: "Warning RuntimeTrustsImages If CRIU is installed on the node, everyone who may create pods can get the GPUs of others: containerd 2.1.4"},
+		"restores with privileges":    {runtime: "containerd://2.2.5", strategies: []string{"cdi-cri"}, names: "auto", wantNames: []bool{false, false}, want: "Warning RuntimeTrustsImages"},
+		"names are chosen":            {runtime: "containerd://2.1.4", strategies: []string{"cdi-cri"}, names: "stable", want: "Warning RuntimeTrustsImages"},
 		"may lack it":                 {runtime: "containerd://1.7.27", strategies: []string{"cdi-cri"}, want: "Warning RuntimeMayLackCDI"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -41,7 +46,7 @@ func TestARuntimeWithoutCDIGetsAnEvent(t *testing.T) {
 				node.Status.NodeInfo.ContainerRuntimeVersion = c.runtime
 				events := record.NewFakeRecorder(1)
 				a := &agent{
-					config:   config.Config{NodeName: "node-1", HostRoot: t.TempDir(), DeviceListStrategies: c.strategies},
+					config:   config.Config{NodeName: "node-1", HostRoot: t.TempDir(), DeviceListStrategies: c.strategies, CDIDeviceNames: c.names},
 					client:   fake.NewClientset(node),
 					recorder: events,
 				}
@@ -50,7 +55,8 @@ func TestARuntimeWithoutCDIGetsAnEvent(t *testing.T) {
 				watched := make(chan error, 1)
 				go func() { watched <- self.Run(ctx) }()
 				checked := make(chan error, 1)
-				go func() { checked <- a.checkRuntime(ctx, self) }()
+				var names kindsOfNames
+				go func() { checked <- a.checkRuntime(ctx, self, &names) }()
 				synctest.Wait()
 				said := ""
 				if len(events.Events) > 0 {
@@ -75,10 +81,18 @@ func TestARuntimeWithoutCDIGetsAnEvent(t *testing.T) {
 				if err := errors.Join(<-watched, <-checked); err != nil {
 					t.Error(err)
 				}
+				if !slices.Equal(names, c.wantNames) {
+					t.Errorf("secret names: %v, want %v", names, c.wantNames)
+				}
 			})
 		})
 	}
 }
+
+// kindsOfNames records whether names became secret.
+type kindsOfNames []bool
+
+func (k *kindsOfNames) UseSecretNames(secret bool) { *k = append(*k, secret) }
 
 // With --cgroups-per-qos=false kubelet makes no cgroup for a pod, and no pod counts as ended.
 func TestNodeWithoutPodCgroups(t *testing.T) {

@@ -86,6 +86,8 @@ type Config struct {
 	PartitionUUIDs bool
 	// NVML is "auto", the path of a libnvidia-ml.so.1, or "simulated:<profile>".
 	NVML string
+	// CDIDeviceNames is auto, stable or secret: whether everyone can know the names of CDI devices. auto chooses by the container runtime.
+	CDIDeviceNames string
 	// CDIHook is "install", "none" or the absolute path of a nvidia-cdi-hook on the host.
 	CDIHook       string
 	CDIHookSource string
@@ -127,6 +129,13 @@ const (
 	UnknownKeysWarn  = "Warn"
 )
 
+// Values of CDIDeviceNames.
+const (
+	CDINamesAuto   = "auto"
+	CDINamesStable = "stable"
+	CDINamesSecret = "secret"
+)
+
 // Defaults returns the settings of a node without any configuration.
 func Defaults() Config {
 	return Config{
@@ -147,6 +156,7 @@ func Defaults() Config {
 		DriverRoot:           "auto",
 		DevRoot:              "auto",
 		NVML:                 "auto",
+		CDIDeviceNames:       CDINamesAuto,
 		CDIHook:              "install",
 		CDIHookSource:        "/usr/bin/nvidia-cdi-hook",
 		DeviceListStrategies: []string{"cdi-cri"},
@@ -267,6 +277,8 @@ func (c *Config) define(flags *flag.FlagSet) {
 	flags.BoolVar(&c.DeviceMetadata, "device-metadata", c.DeviceMetadata,
 		"give containers a file with the attributes of their claims' devices (KEP-5304)")
 	text(&c.NVML, "nvml", "auto, the `path` of a libnvidia-ml.so.1, or simulated:<profile>")
+	text(&c.CDIDeviceNames, "cdi-device-names",
+		"names of CDI devices: stable (UUIDs), secret, or auto: secret where images can name CDI devices (a flaw of some container runtimes)")
 	text(&c.CDIHook, "cdi-hook", "install, none, or the `path` of a nvidia-cdi-hook on the host")
 	text(&c.CDIHookSource, "cdi-hook-source", "`path` of the nvidia-cdi-hook to install")
 	list(&c.CDIDisabledHooks, "cdi-disable-hooks", "hooks that CDI specs shall not have: `list` of "+strings.Join(cdiHooks, ", "))
@@ -624,6 +636,7 @@ func (c *Config) checkDriver(p *problems) {
 	p.path("--host-root", c.HostRoot)
 	p.path("--driver-root", c.DriverRoot, "auto")
 	p.path("--dev-root", c.DevRoot, "auto")
+	oneOf(p, "--cdi-device-names", c.CDIDeviceNames, CDINamesAuto, CDINamesStable, CDINamesSecret)
 	p.path("--cdi-hook", c.CDIHook, "install", "none")
 	if !strings.HasPrefix(c.NVML, "simulated:") {
 		p.path("--nvml", c.NVML, "auto", "simulated:<profile>")

@@ -53,16 +53,32 @@ var safe = map[string]string{"containerd": "2.2.7, 2.3.4, 2.4 or newer", "cri-o"
 // name and version in the node's status ("containerd://2.2.4"); empty if it is not known to. It needs CRIU on the node. A distribution may
 // have fixed a version that counts as affected here.
 func TrustsImages(reported string) string {
+	f := worst(reported)
+	if f == nil {
+		return ""
+	}
+	name, text, _ := strings.Cut(reported, "://")
+	return fmt.Sprintf("%s %s %s (%s): use %s, or make sure that the node has no CRIU", name, text, f.takes, f.id, safe[name])
+}
+
+// TakesDevices reports whether a container runtime gives a container the CDI devices that its image names, as TrustsImages does.
+func TakesDevices(reported string) bool {
+	f := worst(reported)
+	return f != nil && f.takes != privileges
+}
+
+// worst returns the worst flaw of a container runtime; nil if it has none.
+func worst(reported string) *flaw {
 	name, text, _ := strings.Cut(reported, "://")
 	v, err := version.ParseGeneric(text)
 	if err != nil {
-		return ""
+		return nil
 	}
 	for _, f := range flaws[name] {
 		of := version.MustParseGeneric(f.minor)
 		if v.Major() == of.Major() && v.Minor() == of.Minor() && (f.fixed == "" || v.LessThan(version.MustParseGeneric(f.fixed))) {
-			return fmt.Sprintf("%s %s %s (%s): use %s, or make sure that the node has no CRIU", name, text, f.takes, f.id, safe[name])
+			return &f
 		}
 	}
-	return ""
+	return nil
 }

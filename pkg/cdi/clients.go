@@ -21,21 +21,34 @@ func (s *Specs) WriteClientDevice(name string, edits specs.ContainerEdits) (qual
 	if err := parser.ValidateDeviceName(name); err != nil {
 		return "", fmt.Errorf("write client device: %w", err)
 	}
-	want, err := encode(clientClass, specs.ContainerEdits{}, []specs.Device{{Name: name, ContainerEdits: edits}})
-	if err != nil {
-		return "", err
-	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	file := s.clients[name]
 	if file == nil {
-		file = &specFile{ownedFile: ownedFile{path: s.clientPath(name)}}
+		file = &clientFile{specFile: specFile{ownedFile: ownedFile{path: s.clientPath(name)}}}
 	}
-	if err := file.write(want); err != nil {
+	file.edits = edits
+	if err := s.updateClient(name, file); err != nil {
 		return "", err
 	}
 	s.clients[name] = file
-	return parser.QualifiedName(vendor, clientClass, name), nil
+	return parser.QualifiedName(vendor, clientClass, s.names.Load().of(clientClass, name)), nil
+}
+
+// clientFile is the spec file of one client device.
+type clientFile struct {
+	specFile
+	edits specs.ContainerEdits
+}
+
+// updateClient writes the file of a client device. Under s.mu.
+func (s *Specs) updateClient(name string, f *clientFile) error {
+	entries := s.written.entries(clientClass, []specs.Device{{Name: name, ContainerEdits: f.edits}})
+	data, err := encode(clientClass, specs.ContainerEdits{}, entries)
+	if err != nil {
+		return err
+	}
+	return f.write(data, s.written.mode())
 }
 
 // RemoveClientDevices removes the client device name, and all named name.<suffix>, also those of an earlier process. Idempotent.
@@ -60,7 +73,7 @@ func (s *Specs) removeClients(match func(name string) bool) error {
 	if err := errors.Join(errs...); err != nil {
 		return err
 	}
-	maps.DeleteFunc(s.clients, func(name string, _ *specFile) bool { return match(name) })
+	maps.DeleteFunc(s.clients, func(name string, _ *clientFile) bool { return match(name) })
 	return nil
 }
 

@@ -158,17 +158,18 @@ func (f *ownedFile) removeTemporaries() error {
 type specFile struct {
 	ownedFile
 	want []byte
+	mode fs.FileMode
 }
 
 // write puts data in the file, and remembers it only if that succeeded: until then repair restores the content before it.
-func (f *specFile) write(data []byte) error {
-	if bytes.Equal(f.want, data) && f.intact() {
+func (f *specFile) write(data []byte, mode fs.FileMode) error {
+	if bytes.Equal(f.want, data) && f.mode == mode && f.intact() {
 		return nil
 	}
-	if err := f.put(io.NewSectionReader(bytes.NewReader(data), 0, int64(len(data))), 0o644, validate); err != nil {
+	if err := f.put(io.NewSectionReader(bytes.NewReader(data), 0, int64(len(data))), mode, validate); err != nil {
 		return err
 	}
-	f.want = data
+	f.want, f.mode = data, mode
 	return nil
 }
 
@@ -176,6 +177,9 @@ func (f *specFile) write(data []byte) error {
 func (f *specFile) adopt() (err error) {
 	if f.want, err = os.ReadFile(f.path); err == nil {
 		err = f.accept()
+	}
+	if err == nil {
+		f.mode = fs.FileMode(f.seen.Load().Mode).Perm()
 	}
 	if err != nil {
 		return fmt.Errorf("read the CDI spec of an earlier agent: %w", err)
@@ -188,7 +192,7 @@ func (f *specFile) repair() error {
 	if f.intact() {
 		return nil
 	}
-	return f.write(f.want)
+	return f.write(f.want, f.mode)
 }
 
 // Hook keeps a copy of the image's hook binary on the host, where the container runtime runs it. A nil Hook does nothing.

@@ -45,7 +45,7 @@ func (s *Specs) Add(ctx context.Context, p device.Partition) error {
 	if at := slices.IndexFunc(s.devices, func(d specs.Device) bool { return d.Name == p.UUID }); at >= 0 {
 		return s.replaceEntry(at, entry) // a refresh found it, now or before it was made again
 	}
-	if err := s.removePlaceholder(entry.Name); err != nil {
+	if err := s.removePlaceholder(entry); err != nil {
 		return err
 	}
 	f := s.partitions[entry.Name]
@@ -53,7 +53,7 @@ func (s *Specs) Add(ctx context.Context, p device.Partition) error {
 		f = &partitionFile{specFile: specFile{ownedFile: ownedFile{path: s.partitionPath(entry.Name)}}}
 	}
 	f.entry, f.of = entry, &p
-	if s.unwritable = f.update(s.common); s.unwritable != nil {
+	if s.unwritable = s.update(f); s.unwritable != nil {
 		f.of = nil
 		return s.unwritable
 	}
@@ -100,13 +100,13 @@ func (s *Specs) hasEntry(uuid string) bool {
 	return s.partitions[uuid] != nil || hasName(s.devices, uuid)
 }
 
-// update writes the file with these common edits, which change with the driver and the hook.
-func (f *partitionFile) update(common specs.ContainerEdits) error {
-	data, err := encode(class, common, []specs.Device{f.entry})
+// update writes a partition's file with the common edits, which change with the driver and the hook. Under s.mu.
+func (s *Specs) update(f *partitionFile) error {
+	data, err := encode(class, s.common, s.written.entries(class, []specs.Device{f.entry}))
 	if err != nil {
 		return err
 	}
-	return f.write(data)
+	return f.write(data, s.written.mode())
 }
 
 func (s *Specs) partitionPath(uuid string) string { return s.path(class + "-" + uuid) }
@@ -122,7 +122,7 @@ func (s *Specs) loadPartitions() error {
 		return fmt.Errorf("list the specs of partitions: %w", err)
 	}
 	for _, path := range paths {
-		devices := readDevices(path)
+		devices := s.written.devices(readSpec(path).Devices)
 		if len(devices) != 1 || s.partitionPath(devices[0].Name) != path {
 			// Prepare writes it again if a claim needs it. A file that cannot be removed must not block the other partitions.
 			if err := os.Remove(path); err != nil {

@@ -45,11 +45,15 @@ func (s *Specs) Unwritable() error {
 // Verify makes Run restore the files at once if one that all devices need was removed or changed. It costs two stats and does not wait.
 // Allocate calls it: the container starts later.
 func (s *Specs) Verify() {
-	if s.main.intact() && s.options.Hook.intact() {
-		return
+	if !s.main.intact() || !s.options.Hook.intact() {
+		s.wake()
 	}
+}
+
+// wake makes Run look at once.
+func (s *Specs) wake() {
 	select {
-	case s.damaged <- struct{}{}:
+	case s.woken <- struct{}{}:
 	default:
 	}
 }

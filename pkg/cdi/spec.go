@@ -98,13 +98,13 @@ func validate(path string) error {
 	return nil
 }
 
-// readDevices returns the entries of an earlier spec of GPUs or partitions, none if the file is unreadable.
-func readDevices(path string) []specs.Device {
+// readSpec returns the content of an earlier spec of GPUs or partitions, an empty one if the file is unreadable.
+func readSpec(path string) specs.Spec {
 	spec, err := cdilib.ReadSpec(path, 0)
 	if err != nil || spec.GetVendor() != vendor || spec.GetClass() != class {
-		return nil
+		return specs.Spec{}
 	}
-	return spec.Devices
+	return *spec.Spec
 }
 
 // placeholderEnv is the only edit of a placeholder device. CDI requires one, and every container has this variable anyway.
@@ -122,46 +122,52 @@ func (s *Specs) AddPlaceholders(names []string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, name := range names {
-		_, _, uuid, err := parser.ParseQualifiedName(name)
-		if err == nil && strings.HasPrefix(uuid, "MIG-") && name == s.QualifiedName(uuid) {
-			s.placeholders[uuid] = true
+		_, _, of, err := parser.ParseQualifiedName(name)
+		if err == nil && strings.HasPrefix(of, "MIG-") && name == parser.QualifiedName(vendor, class, of) {
+			s.placeholders[of] = true
 		}
 	}
 }
 
-// withPlaceholders adds a placeholder device for each name that no device has. Under s.mu.
-func (s *Specs) withPlaceholders(devices []specs.Device) []specs.Device {
-	all := slices.Clone(devices)
+// withPlaceholders adds a placeholder device for each name that no entry has. Under s.mu.
+func (s *Specs) withPlaceholders(entries []specs.Device) []specs.Device {
+	taken := slices.Clone(entries)
+	for _, f := range s.partitions {
+		taken = append(taken, s.written.entries(class, []specs.Device{f.entry})...)
+	}
 	for _, name := range slices.Sorted(maps.Keys(s.placeholders)) {
-		if s.partitions[name] == nil && !hasName(devices, name) {
-			all = append(all, specs.Device{Name: name, ContainerEdits: specs.ContainerEdits{Env: []string{placeholderEnv}}})
+		if !hasName(taken, name) {
+			entries = append(entries, specs.Device{Name: name, ContainerEdits: specs.ContainerEdits{Env: []string{placeholderEnv}}})
 		}
 	}
-	return all
+	return entries
 }
 
-// removePlaceholder makes room for a device of that name. Under s.mu.
-func (s *Specs) removePlaceholder(name string) error {
-	if !s.placeholders[name] {
+// removePlaceholder makes room for the names of a device. Under s.mu.
+func (s *Specs) removePlaceholder(d specs.Device) error {
+	before := maps.Clone(s.placeholders)
+	for _, entry := range s.written.entries(class, []specs.Device{d}) {
+		delete(s.placeholders, entry.Name)
+	}
+	if len(s.placeholders) == len(before) {
 		return nil
 	}
-	delete(s.placeholders, name)
 	err := s.write(s.common, s.devices)
 	if err != nil {
-		s.placeholders[name] = true // the file still has it
+		s.placeholders = before // the file still has it
 	}
 	return err
 }
 
-// splitPlaceholders separates the devices of an earlier spec from its placeholders.
-func splitPlaceholders(found []specs.Device) (devices []specs.Device, placeholders map[string]bool) {
+// splitPlaceholders separates the entries of an earlier spec from its placeholders.
+func splitPlaceholders(found []specs.Device) (entries []specs.Device, placeholders map[string]bool) {
 	placeholders = map[string]bool{}
 	for _, d := range found {
 		if slices.Equal(d.ContainerEdits.Env, []string{placeholderEnv}) && len(d.ContainerEdits.DeviceNodes) == 0 {
 			placeholders[d.Name] = true
 		} else {
-			devices = append(devices, d)
+			entries = append(entries, d)
 		}
 	}
-	return devices, placeholders
+	return entries, placeholders
 }

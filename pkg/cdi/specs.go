@@ -12,6 +12,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"maps"
 	"os"
 	"path/filepath"
@@ -22,7 +23,6 @@ import (
 
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/klog/v2"
-	"tags.cncf.io/container-device-interface/pkg/parser"
 	specs "tags.cncf.io/container-device-interface/specs-go"
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
@@ -46,6 +46,11 @@ type Options struct {
 	Source Source
 	// Hook is installed before the spec that names it. Optional.
 	Hook *Hook
+	// NamesFile keeps secret names over restarts and reboots. InUse returns the UUIDs of all devices that are held, and the CDI names that
+	// kubelet keeps; nil while they are not known. It is called by Load, and before each check while some devices have two names. Both are
+	// required for UseSecretNames.
+	NamesFile string
+	InUse     func() map[string]bool
 	// Interval is how often Run checks the files. Default: 2 s. After a failure Run tries again after half of it, and then less and less
 	// often, up to twice the Interval.
 	Interval time.Duration
@@ -80,15 +85,20 @@ type Specs struct {
 	// adds counts the calls of Add that had a partition written or found written; added has the number of the last one, by UUID.
 	adds    uint64
 	added   map[string]uint64
-	clients map[string]*specFile // by name
+	clients map[string]*clientFile // by name
+	// written are the names in the files, and names those in answers: the files have them first.
+	written *names
+	names   atomic.Pointer[names]
+	// wantsSecret is what UseSecretNames was called with last.
+	wantsSecret atomic.Pointer[bool]
 
 	// known is what Has, Problem and Unwritable answer from.
 	known   atomic.Pointer[knowledge]
 	changed broadcast.Signal
 	// asked is closed once the Source has answered for the first time, or failed to.
 	asked chan struct{}
-	// damaged wakes Run.
-	damaged chan struct{}
+	// woken wakes Run.
+	woken chan struct{}
 }
 
 // answer is an answer of the Source.
@@ -99,7 +109,7 @@ type answer struct {
 	adds uint64
 }
 
-// A CDI device has the name "<vendor>/<class>=<name>". In class the names are UUIDs; clientClass is for client devices. Neither may be
+// A CDI device has the name "<vendor>/<class>=<name>". In class the names are UUIDs, or secret (names); clientClass is for client devices. Neither may be
 // "claim", the class of NVIDIA's DRA driver: its files may still be in the directory.
 const (
 	vendor      = "k8s.gpu.nvidia.com"
@@ -116,12 +126,14 @@ func New(options Options) *Specs {
 		placeholders: map[string]bool{},
 		partitions:   map[string]*partitionFile{},
 		added:        map[string]uint64{},
-		clients:      map[string]*specFile{},
+		clients:      map[string]*clientFile{},
+		written:      &names{},
 		absent:       errors.New("its CDI device is not written yet"),
 		asked:        make(chan struct{}),
-		damaged:      make(chan struct{}, 1),
+		woken:        make(chan struct{}, 1),
 	}
 	s.main.path = s.path(class)
+	s.names.Store(s.written)
 	s.known.Store(&knowledge{absent: s.absent})
 	return s
 }
@@ -131,9 +143,6 @@ const jsonSuffix = ".json"
 func (s *Specs) path(name string) string {
 	return filepath.Join(s.options.Dir, "tandem-"+vendor+"-"+name+jsonSuffix)
 }
-
-// QualifiedName is the name of a GPU or partition that a container runtime gets.
-func (s *Specs) QualifiedName(uuid string) string { return parser.QualifiedName(vendor, class, uuid) }
 
 // Ensure returns once the spec and the hook are on disk. It fails if one of the devices has no entry. It costs two stats if nothing
 // changed, a write if another process removed or changed the files, and a call of the Source only until the first spec is written.
@@ -184,19 +193,20 @@ func (s *Specs) repair() (written bool, err error) {
 
 // restore restores hook and main spec. Under s.mu.
 func (s *Specs) restore() error {
-	s.broken = s.put(s.main.want)
+	s.broken = s.put(s.main.want, s.main.mode)
 	return s.broken
 }
 
-func (s *Specs) put(data []byte) error {
+func (s *Specs) put(data []byte, mode fs.FileMode) error {
 	if err := s.options.Hook.Ensure(); err != nil {
 		return err
 	}
-	return s.main.write(data)
+	return s.main.write(data, mode)
 }
 
-// settle writes what the Source answered, restores all files, and tries whether new files can be written again.
+// settle writes what the Source answered, restores and renames all files, and tries whether new files can be written again.
 func (s *Specs) settle() error {
+	of, used := s.usedNames()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	defer s.setAsked()
@@ -214,6 +224,7 @@ func (s *Specs) settle() error {
 	for _, name := range slices.Sorted(maps.Keys(s.clients)) {
 		errs = append(errs, s.clients[name].repair())
 	}
+	errs = append(errs, s.settleNames(of, used))
 	if s.unwritable != nil || s.wanted != nil {
 		s.unwritable = s.tryWriting()
 	}
@@ -268,7 +279,7 @@ func (s *Specs) Run(ctx context.Context) error {
 			return nil
 		case <-changed:
 			refresh = true
-		case <-s.damaged:
+		case <-s.woken:
 			refresh = false
 		case <-time.After(next):
 			refresh = err != nil
@@ -355,26 +366,36 @@ func (s *Specs) tryApply(edits answer) error {
 	maps.DeleteFunc(s.added, func(uuid string, _ uint64) bool { return !s.hasEntry(uuid) })
 	var errs []error
 	for _, uuid := range slices.Sorted(maps.Keys(s.partitions)) {
-		errs = append(errs, s.partitions[uuid].update(s.common))
+		errs = append(errs, s.update(s.partitions[uuid]))
 	}
 	return errors.Join(errs...)
 }
 
 // write writes devices and placeholders to the main spec. Under s.mu.
 func (s *Specs) write(common specs.ContainerEdits, devices []specs.Device) error {
-	data, err := encode(class, common, s.withPlaceholders(devices))
+	data, err := encode(class, common, s.withPlaceholders(s.written.entries(class, devices)))
 	if err != nil {
 		return err
 	}
-	return s.put(data)
+	return s.put(data, s.written.mode())
 }
 
 // Load adopts the files of an earlier process, of which Has reports the devices until Run or Ensure has updated them. Idempotent. Call it
 // before Has answers for the first time; Ensure does it otherwise.
 func (s *Specs) Load() error {
+	var used map[string]bool
+	if s.options.InUse != nil {
+		used = s.options.InUse()
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.load()
+	if s.loaded {
+		return nil
+	}
+	if err := s.load(); err != nil {
+		return err
+	}
+	return s.renew(used)
 }
 
 // load is Load, under s.mu.
@@ -382,17 +403,25 @@ func (s *Specs) load() error {
 	if s.loaded {
 		return nil
 	}
-	if err := s.main.removeTemporaries(); err != nil {
+	if err := errors.Join(s.main.removeTemporaries(), s.loadNames()); err != nil {
 		return err
 	}
-	if found := readDevices(s.main.path); len(found) > 0 {
-		s.devices, s.placeholders = splitPlaceholders(found)
+	if found := readSpec(s.main.path); len(found.Devices) > 0 {
+		var entries []specs.Device
+		entries, s.placeholders = splitPlaceholders(found.Devices)
+		s.common, s.devices = found.ContainerEdits, s.written.devices(entries)
 		if err := s.main.adopt(); err != nil {
 			return err
 		}
 	}
 	if err := s.loadPartitions(); err != nil {
 		return err
+	}
+	if len(s.written.Key) > 0 {
+		// The earlier process may have ended before it had renamed the files.
+		if err := s.rename(); err != nil {
+			return err
+		}
 	}
 	s.loaded = true
 	s.announce()

@@ -34,8 +34,8 @@ type preparation struct {
 	consumed    map[device.Ref]device.Consumed
 	reservation ledger.Reservation
 	err         error
-	// visible are the UUIDs of the devices in the answer.
-	visible []string
+	// visible are the UUIDs of the devices in the answer, by index.
+	visible map[int]string
 	groups  []*sharedGroup
 	// keepOnError keeps the reservation after an error: the claim's MPS daemon is still starting, and kubelet's retry finds it.
 	keepOnError bool
@@ -75,7 +75,7 @@ func (p *preparation) sharingClaim() sharing.Claim {
 // plan translates the claim's allocation. It has no effect.
 func (d *Driver) plan(ctx context.Context, claim *resourceapi.ResourceClaim, inv device.Inventory, podsFirst *ledger.PodsFirst) *preparation {
 	p := &preparation{
-		claim: claim, names: map[device.Ref]string{}, consumed: map[device.Ref]device.Consumed{},
+		claim: claim, names: map[device.Ref]string{}, consumed: map[device.Ref]device.Consumed{}, visible: map[int]string{},
 		request: ledger.ClaimRequest{
 			UID: string(claim.UID), Namespace: claim.Namespace, Name: claim.Name, PodsFirst: podsFirst, Shares: map[device.Ref]device.Share{},
 		},
@@ -129,7 +129,7 @@ func (d *Driver) planResult(ctx context.Context, p *preparation, result resource
 	case found.UUID() == "":
 		// Admin access to a partition that does not exist.
 	default:
-		d.show(p, &prepared, found)
+		d.show(p, &prepared, len(p.answer), found)
 	}
 	p.answer = append(p.answer, prepared)
 	if admin {
@@ -229,10 +229,9 @@ func (p *preparation) addDevice(d device.Device, name string, consumed device.Co
 	p.request.Shares[ref] = d.Share(p.consumed[ref])
 }
 
-// show adds the device to the container, with its attributes.
-func (d *Driver) show(p *preparation, prepared *kubeletplugin.Device, shown device.Device) {
-	prepared.CDIDeviceIDs = []string{d.Specs.QualifiedName(shown.UUID())}
-	p.visible = append(p.visible, shown.UUID())
+// show gives containers the device, with its attributes, as an entry of the answer. ensureSpecs adds its CDI name.
+func (d *Driver) show(p *preparation, prepared *kubeletplugin.Device, entry int, shown device.Device) {
+	p.visible[entry] = shown.UUID()
 	if d.MetadataDir == "" {
 		return
 	}

@@ -7,6 +7,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -161,7 +162,6 @@ func (d *Driver) createPartitions(ctx context.Context, p *preparation) error {
 }
 
 func (d *Driver) createPartition(ctx context.Context, p *preparation, o onDemand) error {
-	entry := &p.answer[o.entry]
 	unlock, err := d.Partitions.Lock(ctx, o.device.GPU.UUID)
 	if err != nil {
 		return err
@@ -174,7 +174,7 @@ func (d *Driver) createPartition(ctx context.Context, p *preparation, o onDemand
 		if err := d.Partitions.EnsureWhole(ctx, o.device.GPU.UUID); err != nil {
 			return err
 		}
-		d.show(p, entry, device.Device{GPU: o.device.GPU})
+		d.show(p, &p.answer[o.entry], o.entry, device.Device{GPU: o.device.GPU})
 		return nil
 	}
 	// The record keeps the hold from ending before the partition is destroyed. So it comes before the check.
@@ -191,7 +191,7 @@ func (d *Driver) createPartition(ctx context.Context, p *preparation, o onDemand
 	if err := d.Specs.Add(ctx, created); err != nil {
 		return fmt.Errorf("write its CDI device: %w", err)
 	}
-	d.show(p, entry, device.Device{GPU: o.device.GPU, Partition: created})
+	d.show(p, &p.answer[o.entry], o.entry, device.Device{GPU: o.device.GPU, Partition: created})
 	for _, g := range p.groups {
 		for i := range g.devices {
 			if g.devices[i].Ref() == created.Ref {
@@ -310,12 +310,17 @@ func (d *Driver) explainSharing(p *preparation, g *sharedGroup) error {
 	return refuseParameters(g.request, field.Invalid(path, value, g.err.Error()))
 }
 
-// Step 7: make sure that the answered CDI devices are on disk.
+// Step 7: make sure that the CDI devices are on disk, and answer with their names.
 func (d *Driver) ensureSpecs(ctx context.Context, preparations []*preparation) (ok bool) {
 	ok = true
 	for _, p := range preparations {
-		if err := d.Specs.Ensure(ctx, p.visible...); err != nil {
+		if err := d.Specs.Ensure(ctx, slices.Collect(maps.Values(p.visible))...); err != nil {
 			p.err, ok = fmt.Errorf("write CDI specs: %w", err), false
+			continue
+		}
+		for entry, uuid := range p.visible {
+			ids := &p.answer[entry].CDIDeviceIDs
+			*ids = slices.Insert(*ids, 0, d.Specs.QualifiedName(uuid))
 		}
 	}
 	return ok

@@ -1,0 +1,325 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package cdi_test
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+	cdilib "tags.cncf.io/container-device-interface/pkg/cdi"
+
+	"github.com/tandem-gpu/tandem/pkg/cdi"
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// nameWorld is a node with two GPUs whose agents start again.
+type nameWorld struct {
+	t         *testing.T
+	dir, file string
+	from      *source
+	*cdi.Specs
+	end func()
+
+	mu   sync.Mutex
+	used map[string]bool
+}
+
+func newNameWorld(t *testing.T) *nameWorld {
+	w := &nameWorld{
+		t: t, dir: filepath.Join(t.TempDir(), "cdi"), file: filepath.Join(t.TempDir(), "plugin", "cdi-names.json"),
+		from: newSource(entry("GPU-a", "/dev/nvidia0", 0), entry("GPU-b", "/dev/nvidia1", 1)), end: func() {},
+	}
+	w.restart()
+	return w
+}
+
+// make returns the Specs of another agent.
+func (w *nameWorld) make() *cdi.Specs {
+	return cdi.New(cdi.Options{
+		Dir: w.dir, Source: w.from, Interval: 2 * time.Millisecond, NamesFile: w.file,
+		InUse: func() map[string]bool {
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			return w.used
+		},
+	})
+}
+
+func (w *nameWorld) restart() {
+	w.t.Helper()
+	w.end()
+	w.Specs = w.make()
+	check(w.t, w.Load())
+	w.end = sync.OnceFunc(run(w.t, w.Specs))
+	check(w.t, w.Ensure(w.t.Context(), "GPU-a", "GPU-b"))
+}
+
+// use sets which UUIDs and names are in use; none of them means that nothing is.
+func (w *nameWorld) use(names ...string) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.used = map[string]bool{}
+	for _, name := range names {
+		w.used[name] = true
+	}
+}
+
+// wants awaits that a runtime finds exactly these names.
+func (w *nameWorld) wants(names ...string) {
+	w.t.Helper()
+	slices.Sort(names)
+	await(w.t, func() bool {
+		found, err := find(w.dir)
+		return err == nil && slices.Equal(found, names)
+	})
+}
+
+// isSecret awaits that answers have secret names.
+func (w *nameWorld) isSecret(want bool) {
+	w.t.Helper()
+	w.UseSecretNames(want)
+	await(w.t, func() bool { return (w.QualifiedName("GPU-a") != stableA) == want })
+}
+
+const (
+	stableA = "k8s.gpu.nvidia.com/gpu=GPU-a"
+	stableB = "k8s.gpu.nvidia.com/gpu=GPU-b"
+)
+
+func TestSecretNames(t *testing.T) {
+	w := newNameWorld(t)
+	w.use("GPU-a")
+	w.wants(stableA, stableB)
+	w.isSecret(true)
+	a, b := w.QualifiedName("GPU-a"), w.QualifiedName("GPU-b")
+	// A container of the pod that has GPU-a may start again with the name of before.
+	w.wants(a, stableA, b)
+	cache, err := cdilib.NewCache(cdilib.WithSpecDirs(w.dir), cdilib.WithAutoRefresh(false))
+	check(t, err)
+	for name, node := range map[string]string{a: "/dev/nvidia0", stableA: "/dev/nvidia0", b: "/dev/nvidia1"} {
+		if nodes := cache.GetDevice(name).ContainerEdits.DeviceNodes; len(nodes) != 1 || nodes[0].Path != node {
+			t.Errorf("%s gives %v, want %s", name, nodes, node)
+		}
+	}
+	for _, path := range []string{w.file, w.Path()} {
+		if info, err := os.Stat(path); err != nil || info.Mode() != 0o600 {
+			t.Errorf("%s: %v, %v", path, info.Mode(), err)
+		}
+	}
+
+	w.restart()
+	w.wants(a, stableA, b)
+	w.use()
+	w.wants(a, b)
+	w.use("GPU-b")
+	check(t, os.RemoveAll(w.dir)) // a reboot
+	w.restart()
+	if w.QualifiedName("GPU-a") != a {
+		t.Error("other names after a reboot")
+	}
+	w.wants(a, b)
+
+	// The runtime was upgraded. GPU-b keeps the name that its pod got.
+	w.isSecret(false)
+	w.wants(stableA, stableB, b)
+	w.isSecret(true)
+	w.use("GPU-a", "GPU-b")
+	w.wants(a, b, stableA, stableB)
+	w.isSecret(false)
+	w.use()
+	w.wants(stableA, stableB)
+	if info, err := os.Stat(w.Path()); err != nil || info.Mode() != 0o644 {
+		t.Errorf("%v, %v", info.Mode(), err)
+	}
+
+	if other := newNameWorld(t); true {
+		other.isSecret(true)
+		if other.QualifiedName("GPU-a") == a {
+			t.Error("two nodes have the same names")
+		}
+		other.end()
+	}
+	w.end()
+}
+
+// A claim with admin access holds nothing, but kubelet keeps its names.
+func TestSecretNamesWithoutHold(t *testing.T) {
+	w := newNameWorld(t)
+	w.use(stableB)
+	w.isSecret(true)
+	a, b := w.QualifiedName("GPU-a"), w.QualifiedName("GPU-b")
+	w.wants(a, b, stableB)
+	w.use(b)
+	w.isSecret(false)
+	w.wants(stableA, stableB, b)
+	w.end()
+}
+
+// While it is not known what is in use, no name is dropped.
+func TestSecretNamesAndAnUnknownLedger(t *testing.T) {
+	w := newNameWorld(t)
+	w.isSecret(true)
+	a, b := w.QualifiedName("GPU-a"), w.QualifiedName("GPU-b")
+	w.wants(a, b, stableA, stableB)
+	w.restart()
+	w.wants(a, b, stableA, stableB)
+	w.use("GPU-a")
+	w.wants(a, b, stableA)
+	w.end()
+}
+
+// A name that became known is not valid for ever: an agent that starts while nothing is in use takes other names.
+func TestSecretNamesAreRenewed(t *testing.T) {
+	w := newNameWorld(t)
+	w.use()
+	w.isSecret(true)
+	a := w.QualifiedName("GPU-a")
+	w.wants(a, w.QualifiedName("GPU-b"))
+	w.use("GPU-b")
+	w.restart()
+	if w.QualifiedName("GPU-a") != a {
+		t.Error("renewed under a holder")
+	}
+	w.use()
+	w.restart()
+	if w.QualifiedName("GPU-a") == a {
+		t.Error("not renewed")
+	}
+	w.wants(w.QualifiedName("GPU-a"), w.QualifiedName("GPU-b"))
+	w.restart()
+	w.end()
+}
+
+func TestSecretNamesOfPartitionsAndClients(t *testing.T) {
+	w := newNameWorld(t)
+	w.use("GPU-a", "MIG-1")
+	check(t, w.Add(t.Context(), device.Partition{UUID: "MIG-1"}))
+	w.from.set(editsOf(entry("GPU-a", "/dev/nvidia0", 0), entry("GPU-b", "/dev/nvidia1", 1), entry("MIG-1", "/dev/nvidia0", 0)), nil)
+	client, err := w.WriteClientDevice("uid-1-abc", pipe("/run/1"))
+	check(t, err)
+	w.isSecret(true)
+	a, b, mig := w.QualifiedName("GPU-a"), w.QualifiedName("GPU-b"), w.QualifiedName("MIG-1")
+	secret, err := w.WriteClientDevice("uid-1-abc", pipe("/run/1"))
+	check(t, err)
+	if secret == client || mig == "k8s.gpu.nvidia.com/gpu=MIG-1" {
+		t.Errorf("names %s, %s", secret, mig)
+	}
+	w.wants(a, b, stableA, mig, "k8s.gpu.nvidia.com/gpu=MIG-1", client, secret)
+	w.restart()
+	check(t, w.Add(t.Context(), device.Partition{UUID: "MIG-1"}))
+	again, err := w.WriteClientDevice("uid-1-abc", pipe("/run/1"))
+	check(t, err)
+	if again != secret {
+		t.Errorf("name %s after a restart, want %s", again, secret)
+	}
+	w.use()
+	w.wants(a, b, mig, secret)
+	check(t, filepath.WalkDir(w.dir, func(path string, d os.DirEntry, err error) error {
+		if info, _ := d.Info(); !d.IsDir() && info.Mode() != 0o600 {
+			t.Errorf("%s: %s", path, info.Mode())
+		}
+		return err
+	}))
+	check(t, w.RemoveClientDevices("uid-1-abc"))
+	w.end()
+
+	// After a reboot kubelet passes the name of a partition that no longer exists, until a partition has that name again.
+	check(t, os.RemoveAll(w.dir))
+	w.from.set(editsOf(entry("GPU-a", "/dev/nvidia0", 0), entry("GPU-b", "/dev/nvidia1", 1)), nil)
+	next := w.make()
+	next.AddPlaceholders([]string{mig})
+	check(t, next.Ensure(t.Context()))
+	w.wants(a, b, mig)
+	if next.Has("MIG-1") {
+		t.Error("a placeholder counts as a device")
+	}
+	check(t, next.Add(t.Context(), device.Partition{UUID: "MIG-1"}))
+	w.wants(a, b, mig)
+	if !next.Has("MIG-1") {
+		t.Error("the partition has no entry")
+	}
+}
+
+// The disk has the names before an answer does.
+func TestSecretNamesThatCannotBeWritten(t *testing.T) {
+	w := newNameWorld(t)
+	w.use()
+	for _, block := range []string{
+		filepath.Join(filepath.Dir(w.file), ".cdi-names.json.tmp"), filepath.Join(w.dir, ".tandem-k8s.gpu.nvidia.com-gpu.json.tmp"),
+	} {
+		check(t, os.MkdirAll(block, 0o755))
+		w.UseSecretNames(true)
+		for range 20 { // several attempts
+			time.Sleep(time.Millisecond)
+			if w.QualifiedName("GPU-a") != stableA {
+				t.Fatal("an answer has a name that the disk lacks")
+			}
+		}
+		check(t, os.Remove(block))
+		w.isSecret(true)
+		w.wants(w.QualifiedName("GPU-a"), w.QualifiedName("GPU-b"))
+		w.isSecret(false)
+		w.wants(stableA, stableB)
+	}
+	w.end()
+}
+
+// A process ends after it has saved the names and before it has renamed the files.
+func TestSecretNamesAfterACrash(t *testing.T) {
+	w := newNameWorld(t)
+	w.use("GPU-a")
+	w.end()
+	spec, err := os.ReadFile(w.Path())
+	check(t, err)
+	w.restart()
+	w.isSecret(true)
+	a := w.QualifiedName("GPU-a")
+	w.end()
+	check(t, os.WriteFile(w.Path(), spec, 0o644))
+	w.from.set(cdi.Edits{}, errors.New("a GPU hangs"))
+	next := w.make()
+	check(t, next.Load())
+	if name := next.QualifiedName("GPU-a"); name != a || !slices.Contains(resolves(t, w.dir), name) {
+		t.Errorf("%s, but the files have %v", name, resolves(t, w.dir))
+	}
+}
+
+func TestUnreadableNames(t *testing.T) {
+	for _, text := range []string{"", "{", `{"secret":true}`, `{"secret":true,"key":"YQ=="}`} {
+		file := filepath.Join(t.TempDir(), "cdi-names.json")
+		check(t, os.WriteFile(file, []byte(text), 0o600))
+		s := cdi.New(cdi.Options{Dir: filepath.Join(t.TempDir(), "cdi"), Source: newSource(entry("GPU-a", "/dev/nvidia0", 0)), NamesFile: file})
+		if err := s.Load(); err == nil || !strings.Contains(err.Error(), file) {
+			t.Errorf("%q: %v", text, err)
+		}
+		if err := s.Ensure(t.Context()); err == nil {
+			t.Errorf("%q: a spec was written", text)
+		}
+	}
+}
+
+// The source does not answer an agent that has just started: what it writes has the common edits of the earlier agent.
+func TestCommonEditsOfAnEarlierAgent(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "cdi")
+	from := newSource(entry("GPU-a", "/dev/nvidia0", 0))
+	check(t, newSpecs(t, dir, from, nil).Ensure(t.Context()))
+	from.set(cdi.Edits{}, errors.New("a GPU hangs"))
+	s := newSpecs(t, dir, from, nil)
+	check(t, s.Load())
+	stop := run(t, s)
+	s.Await(t.Context())
+	check(t, s.Add(t.Context(), device.Partition{UUID: "MIG-1"}))
+	stop()
+	spec, err := cdilib.ReadSpec(filepath.Join(dir, "tandem-k8s.gpu.nvidia.com-gpu-MIG-1.json"), 0)
+	check(t, err)
+	if diff := cmp.Diff([]string{"NVIDIA_VISIBLE_DEVICES=void"}, spec.ContainerEdits.Env); diff != "" {
+		t.Errorf("common edits (-want +got):\n%s", diff)
+	}
+}
