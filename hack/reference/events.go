@@ -86,7 +86,7 @@ var events = map[string][]event{
 			"Enable CDI, or upgrade the container runtime."},
 		{"RuntimeMayLackCDI", warning, "The container runtime supports CDI only with a setting that the agent cannot read.",
 			"Check the setting that the event names. Ignore the event if CDI is enabled."},
-		{"RuntimeTrustsImages", warning, "The container runtime has a known vulnerability: it restores containers from checkpoint images with the devices or privileges that the image names. Without CRIU on the node it restores none.",
+		{"RuntimeTrustsImages", warning, "The container runtime has a known vulnerability: it restores containers from checkpoint images with the devices or privileges that the image names. Without CRIU on the node it restores none. Where images can name CDI devices, those of Tandem get secret names (`cdiDeviceNames`).",
 			"Upgrade the container runtime to a version that the event names. The agent looks again when the node reports another version. Ignore the event if the node has no CRIU, or if your distribution has fixed its version."},
 		{"NoPodCgroups", warning, "kubelet makes no cgroups for pods, so that the agent cannot see when their last process has ended. GPUs of pods that have ended stay taken. The agent may also be unable to read the cgroups; the message says why.",
 			"Drain the node, set `cgroupsPerQOS: true` (the default) in kubelet's configuration, and reboot the node. If kubelet has that setting, correct the chart's `cgroupRoot`."},
