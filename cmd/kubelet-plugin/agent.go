@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -187,6 +188,8 @@ type components struct {
 	usable *health.Inventory
 	// adopt and adoptClaims are the reconciler's Adopt and AdoptClaims.
 	adopt, adoptClaims func(ctx context.Context) error
+	// adopted is set once Adopt has succeeded: the ledger knows all holders.
+	adopted *atomic.Bool
 	// endChoice ends choose before serveConfigured begins.
 	endChoice func()
 }
@@ -201,6 +204,7 @@ func (a *agent) newComponents() (components, error) {
 		before:     handover.NewRecords(filepath.Join(a.config.RunDir, "handover"), a.bootID),
 		faults:     health.NewRecords(filepath.Join(a.config.RunDir, "health"), a.bootID),
 		node:       nvml.New(a.nodeOptions()),
+		adopted:    &atomic.Bool{},
 	}
 	var err error
 	if c.pods, err = podstate.NewPods(a.client, a.config.NodeName, c.cgroups, a.config.KubeletDir); err != nil {
@@ -357,9 +361,7 @@ func (a *agent) serveDevices(ctx context.Context, c components) error {
 	if err := c.specs.Load(); err != nil {
 		return err
 	}
-	if a.config.CDIDeviceNames != config.CDINamesAuto {
-		c.specs.UseSecretNames(a.config.CDIDeviceNames == config.CDINamesSecret)
-	}
+	a.chooseNames(c.specs, c.self.RuntimeVersion())
 	a.status.Waiting("claims", errNoPods)
 	a.status.Waiting("limits", errNoPods)
 	group, ctx := errgroup.WithContext(ctx)
@@ -474,32 +476,4 @@ func (a *agent) newSpecs(c components) *cdi.Specs {
 		options.Hook = cdi.NewHook(a.config.CDIHookSource, a.hookPath())
 	}
 	return cdi.New(options)
-}
-
-// devicesInUse returns the UUIDs of the devices that are held, and the CDI names that kubelet keeps: a claim with admin access holds nothing.
-// It returns nil while they are not known.
-func (a *agent) devicesInUse(c components) map[string]bool {
-	claims, err := podstate.ReadClaimState(a.config.KubeletDir, a.config.DriverName)
-	if err != nil {
-		return nil
-	}
-	used := map[string]bool{}
-	for _, claim := range claims {
-		for _, name := range claim.CDIDevices {
-			used[name] = true
-		}
-	}
-	inv := c.devices.Inventory()
-	for _, h := range c.book.Holds() {
-		if h.Device.Whole() {
-			used[h.Device.GPU] = true
-			continue
-		}
-		held, known := inv.ByRef(h.Device)
-		if !known || held.UUID() == "" {
-			return nil
-		}
-		used[held.UUID()] = true
-	}
-	return used
 }

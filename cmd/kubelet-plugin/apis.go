@@ -89,6 +89,7 @@ func (a *agent) adopt(ctx context.Context, c components) error {
 	err := c.adopt(ctx)
 	if ctx.Err() == nil {
 		c.book.Withhold(sourceStart, err)
+		c.adopted.Store(err == nil)
 	}
 	return err
 }

@@ -3,6 +3,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"os"
@@ -27,17 +28,18 @@ func TestARuntimeWithoutCDIGetsAnEvent(t *testing.T) {
 	for name, c := range map[string]struct {
 		runtime    string
 		strategies []string
-		names      string // cdiDeviceNames
+		names      string // cdiDeviceNames; "" for auto
 		want       string // "" for no event
 		notWant    string
-		wantNames  []bool // whether they are secret, after each change
+		wantNames  []bool // whether they are secret, after each change; nil if never
 	}{
-		"has it":                      {runtime: "containerd://2.4.2", strategies: []string{"cdi-cri"}, names: "auto", wantNames: []bool{false, false}},
+		"has it":                      {runtime: "containerd://2.4.2", strategies: []string{"cdi-cri"}},
 		"lacks it":                    {runtime: "containerd://1.6.38", strategies: []string{"cdi-cri"}, want: "Warning RuntimeWithoutCDI Containers will start without the GPUs of their claims and limits"},
 		"lacks it, limits do without": {runtime: "containerd://1.6.38", strategies: []string{"envvar"}, want: "Warning RuntimeWithoutCDI", notWant: "limits"},
-		"trusts images":               {runtime: "containerd://2.1.4", strategies: []string{"cdi-cri"}, names: "auto", wantNames: []bool{true, false}, want: "Warning RuntimeTrustsImages If CRIU is installed on the node, everyone who may create pods can get the GPUs of others: containerd 2.1.4"},
-		"restores with privileges":    {runtime: "containerd://2.2.5", strategies: []string{"cdi-cri"}, names: "auto", wantNames: []bool{false, false}, want: "Warning RuntimeTrustsImages"},
-		"names are chosen":            {runtime: "containerd://2.1.4", strategies: []string{"cdi-cri"}, names: "stable", want: "Warning RuntimeTrustsImages"},
+		"trusts images":               {runtime: "containerd://2.1.4", strategies: []string{"cdi-cri"}, wantNames: []bool{true, false}, want: "Warning RuntimeTrustsImages If CRIU is installed on the node, everyone who may create pods can get the GPUs of others: containerd 2.1.4"},
+		"restores with privileges":    {runtime: "containerd://2.2.5", strategies: []string{"cdi-cri"}, want: "Warning RuntimeTrustsImages"},
+		"stable names":                {runtime: "containerd://2.1.4", strategies: []string{"cdi-cri"}, names: "stable", want: "Warning RuntimeTrustsImages"},
+		"secret names":                {runtime: "containerd://2.4.2", strategies: []string{"cdi-cri"}, names: "secret", wantNames: []bool{true, true}},
 		"may lack it":                 {runtime: "containerd://1.7.27", strategies: []string{"cdi-cri"}, want: "Warning RuntimeMayLackCDI"},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -46,7 +48,7 @@ func TestARuntimeWithoutCDIGetsAnEvent(t *testing.T) {
 				node.Status.NodeInfo.ContainerRuntimeVersion = c.runtime
 				events := record.NewFakeRecorder(1)
 				a := &agent{
-					config:   config.Config{NodeName: "node-1", HostRoot: t.TempDir(), DeviceListStrategies: c.strategies, CDIDeviceNames: c.names},
+					config:   config.Config{NodeName: "node-1", HostRoot: t.TempDir(), DeviceListStrategies: c.strategies, CDIDeviceNames: cmp.Or(c.names, "auto")},
 					client:   fake.NewClientset(node),
 					recorder: events,
 				}
@@ -81,8 +83,8 @@ func TestARuntimeWithoutCDIGetsAnEvent(t *testing.T) {
 				if err := errors.Join(<-watched, <-checked); err != nil {
 					t.Error(err)
 				}
-				if !slices.Equal(names, c.wantNames) {
-					t.Errorf("secret names: %v, want %v", names, c.wantNames)
+				if want := append(c.wantNames, make([]bool, 2)...)[:2]; !slices.Equal(names, want) {
+					t.Errorf("secret names: %v, want %v", names, want)
 				}
 			})
 		})

@@ -16,9 +16,7 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
-	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/internal/regarding"
-	"github.com/tandem-gpu/tandem/internal/runtimes"
 	"github.com/tandem-gpu/tandem/internal/version"
 	"github.com/tandem-gpu/tandem/pkg/cdi"
 	"github.com/tandem-gpu/tandem/pkg/gpunode"
@@ -216,7 +214,7 @@ func newMetrics() metrics {
 // checkRuntime writes an event on the node if its container runtime does not inject CDI devices, or may not: containers would start without
 // their GPU and without an error. It also writes one if an image can choose GPUs, and then gives CDI devices secret names. It does so for each
 // version: the runtime may be updated while the agent runs.
-func (a *agent) checkRuntime(ctx context.Context, self *podstate.Node, names interface{ UseSecretNames(secret bool) }) error {
+func (a *agent) checkRuntime(ctx context.Context, self *podstate.Node, names deviceNames) error {
 	version := ""
 	next := func() bool {
 		now := self.RuntimeVersion()
@@ -227,9 +225,7 @@ func (a *agent) checkRuntime(ctx context.Context, self *podstate.Node, names int
 		return changed
 	}
 	for broadcast.Await(ctx, self.Changed, next) {
-		if a.config.CDIDeviceNames == config.CDINamesAuto {
-			names.UseSecretNames(runtimes.TakesDevices(version))
-		}
+		a.chooseNames(names, version)
 		a.reportRuntime(ctx, version)
 	}
 	return nil

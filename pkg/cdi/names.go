@@ -4,6 +4,7 @@ package cdi
 
 import (
 	"bytes"
+	"cmp"
 	"crypto/hmac"
 	"crypto/rand"
 	"crypto/sha256"
@@ -16,10 +17,12 @@ import (
 	"maps"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
+	"time"
 
-	"tags.cncf.io/container-device-interface/pkg/parser"
+	"k8s.io/klog/v2"
 	specs "tags.cncf.io/container-device-interface/specs-go"
 )
 
@@ -41,13 +44,23 @@ type names struct {
 	AllFormer bool     `json:"allFormer,omitempty"`
 }
 
-const keySize = 32
+const (
+	keySize         = 32
+	migPrefix       = "MIG-"
+	qualifiedPrefix = vendor + "/" + class + "="
+	// AnyPartition in the answer of Options.InUse means that some partition is in use, and not known which.
+	AnyPartition = "MIG-*"
+)
 
-// readNames returns stable names if there is no file.
+// secretName is what names.secret returns for a GPU or partition.
+var secretName = regexp.MustCompile("^(GPU|MIG)-[0-9a-f]{32}$")
+
+// readNames returns stable names if there is no file. A file that cannot be read is kept under another name: the agent must serve, also with
+// names that containers of running pods do not find when they start again.
 func readNames(path string) (*names, error) {
 	n := &names{}
 	data, err := os.ReadFile(path)
-	if path == "" || errors.Is(err, fs.ErrNotExist) {
+	if errors.Is(err, fs.ErrNotExist) {
 		return n, nil
 	}
 	if err == nil {
@@ -56,17 +69,17 @@ func readNames(path string) (*names, error) {
 	if err == nil && len(n.Key) != keySize {
 		err = fmt.Errorf("key: has %d bytes, and %d are needed", len(n.Key), keySize)
 	}
-	if err != nil {
-		return nil, fmt.Errorf("read the names of CDI devices from %s: %w: restore the file, or end all pods with GPUs on the node and remove it",
-			path, err)
+	if err == nil {
+		return n, nil
 	}
-	return n, nil
+	aside := path + ".unreadable"
+	return &names{}, errors.Join(fmt.Errorf("read %s: %w", path, err), os.Rename(path, aside))
 }
 
 // save returns once the names are on the disk, also for a machine that crashes.
 func (n *names) save(path string) error {
 	if path == "" {
-		return errors.New("save the names of CDI devices: there is no file for them")
+		return errors.New("save the names of CDI devices: Options.NamesFile is empty")
 	}
 	data, err := json.Marshal(n)
 	if err != nil {
@@ -86,7 +99,7 @@ func (n *names) save(path string) error {
 	return nil
 }
 
-// switched returns the names with the other kind for new holders. All devices keep their former names until keep drops them.
+// switched returns the names with the other kind for new holders. All devices keep their former names until withoutUnused drops them.
 func (n *names) switched() *names {
 	next := &names{Secret: !n.Secret, Key: n.Key, AllFormer: true}
 	if len(next.Key) == 0 {
@@ -108,19 +121,45 @@ func (n *names) equal(other *names) bool {
 // hasFormer reports whether a device may have two names.
 func (n *names) hasFormer() bool { return n.AllFormer || len(n.Former) > 0 }
 
-// keep drops the former names of those devices that are not in use.
-func (n *names) keep(uuids []string, used map[string]bool) *names {
+// withoutUnused drops the former names that are not in use. known are devices with an entry. used has UUIDs and qualified names.
+func (n *names) withoutUnused(known []string, used map[string]bool) *names {
+	candidates := n.Former
+	if n.AllFormer {
+		candidates = slices.Clone(known)
+		for name := range used {
+			uuid, isDevice := strings.CutPrefix(name, qualifiedPrefix)
+			if !isDevice && strings.Contains(name, "=") || name == AnyPartition {
+				continue
+			}
+			if secretName.MatchString(uuid) {
+				if !slices.ContainsFunc(known, func(of string) bool { return n.secret(class, of) == uuid }) {
+					return n // of a device that is not known yet
+				}
+				continue
+			}
+			candidates = append(candidates, uuid)
+		}
+	}
 	next := &names{Secret: n.Secret, Key: n.Key}
-	for _, uuid := range uuids {
-		isUsed := used[uuid] || used[parser.QualifiedName(vendor, class, uuid)] || used[parser.QualifiedName(vendor, class, n.secret(class, uuid))]
-		if isUsed && (n.AllFormer || slices.Contains(n.Former, uuid)) {
+	for _, uuid := range slices.Compact(slices.Sorted(slices.Values(candidates))) {
+		if used[uuid] || used[qualifiedPrefix+uuid] || used[qualifiedPrefix+n.secret(class, uuid)] || used[AnyPartition] && strings.HasPrefix(uuid, migPrefix) {
 			next.Former = append(next.Former, uuid)
 		}
 	}
 	return next
 }
 
-// mode is that of spec files. Secret names are not for every user of the host.
+// with returns the names with former ones for a device that was found under a name of the other kind.
+func (n *names) with(uuid string) *names {
+	if n.AllFormer || slices.Contains(n.Former, uuid) {
+		return n
+	}
+	next := *n
+	next.Former = append(slices.Clone(n.Former), uuid)
+	return &next
+}
+
+// mode is that of spec files: every user of the host may read stable names only.
 func (n *names) mode() fs.FileMode {
 	if n.Secret || n.hasFormer() {
 		return 0o600
@@ -164,7 +203,7 @@ func (n *names) entries(kind string, devices []specs.Device) (entries []specs.De
 }
 
 // devices is the inverse of entries, for GPUs and partitions.
-func (n *names) devices(entries []specs.Device) (devices []specs.Device) {
+func devices(entries []specs.Device) (devices []specs.Device) {
 	for _, d := range entries {
 		if uuid := d.Annotations[uuidAnnotation]; uuid != "" {
 			d.Name, d.Annotations = uuid, nil
@@ -179,7 +218,7 @@ func (n *names) devices(entries []specs.Device) (devices []specs.Device) {
 // QualifiedName is the name of a GPU or partition that a container runtime gets. Call it once the device is held: a device that is not held
 // loses its former name after the kind of names has changed.
 func (s *Specs) QualifiedName(uuid string) string {
-	return parser.QualifiedName(vendor, class, s.names.Load().of(class, uuid))
+	return qualifiedPrefix + s.names.Load().of(class, uuid)
 }
 
 // UseSecretNames selects secret or stable names for the answers from some time after the call on: Run writes them to the files, and tries
@@ -190,18 +229,22 @@ func (s *Specs) UseSecretNames(secret bool) {
 	s.wake()
 }
 
-// usedNames returns what is in use, and the names to which that applies; nil if no device has a former name, or it is not known. Not under
-// s.mu.
+// usedNames returns what is in use, and the names to which that applies; nil if no device has a former name, if it is not known, or if it is
+// not time to look again. Only Run calls it, not under s.mu.
 func (s *Specs) usedNames() (of *names, used map[string]bool) {
 	of = s.names.Load()
-	if !of.hasFormer() || s.options.InUse == nil {
+	if !of.hasFormer() || s.options.InUse == nil || of == s.lookedFor && time.Since(s.lookedAt) < unusedIntervals*s.options.Interval {
 		return nil, nil
 	}
+	s.lookedFor, s.lookedAt = of, time.Now()
 	return of, s.options.InUse()
 }
 
-// settleNames changes the names in the files if UseSecretNames asks for it, or a device with a former name is not in use any more. Answers have
-// the new names afterwards. Under s.mu.
+// unusedIntervals is how many intervals pass between two looks for former names that nothing uses: a pod can run for months.
+const unusedIntervals = 5
+
+// settleNames changes the names in the files if UseSecretNames asks for it, or a former name is not in use any more. Answers have the new names
+// afterwards. Under s.mu.
 func (s *Specs) settleNames(of *names, used map[string]bool) error {
 	now := s.names.Load()
 	if now == s.written {
@@ -210,31 +253,25 @@ func (s *Specs) settleNames(of *names, used map[string]bool) error {
 		case secret != nil && *secret != now.Secret:
 			next = now.switched()
 		case used != nil && of == now && s.main.want != nil:
-			next = now.keep(s.uuids(), used)
+			next = now.withoutUnused(s.uuids(), used)
 		}
 		if next.equal(now) {
 			return nil
 		}
-		if err := next.save(s.options.NamesFile); err != nil {
+		s.written, s.unsaved = next, true
+		s.wake() // it is time to look what is in use
+	}
+	if s.unsaved {
+		if err := s.written.save(s.options.NamesFile); err != nil {
 			return err
 		}
-		s.written = next
+		s.unsaved = false
 	}
 	if err := s.rename(); err != nil {
 		return err
 	}
 	s.names.Store(s.written)
 	return nil
-}
-
-// loadNames reads the names of an earlier process. Under s.mu.
-func (s *Specs) loadNames() error {
-	n, err := readNames(s.options.NamesFile)
-	if err == nil {
-		s.written = n
-		s.names.Store(n)
-	}
-	return err
 }
 
 // uuids returns the devices that have an entry. Under s.mu.
@@ -246,22 +283,44 @@ func (s *Specs) uuids() []string {
 	return all
 }
 
-// renew takes another key where nothing is in use, so that a name that became known does not stay valid for years. Under s.mu.
-func (s *Specs) renew(used map[string]bool) error {
-	now := s.names.Load()
-	if used == nil || len(used) > 0 || !now.Secret {
-		return nil
+// loadNames reads the names of an earlier process. entries are those of the files. Where they, or kubelet, have a name of the other kind that is
+// not expected, another version of Tandem has served the node meanwhile. Under s.mu.
+func (s *Specs) loadNames(entries []specs.Device) {
+	saved, err := readNames(s.options.NamesFile)
+	lost := err != nil || len(saved.Key) == 0 && slices.ContainsFunc(entries, func(d specs.Device) bool { return d.Annotations[uuidAnnotation] != "" })
+	if lost {
+		klog.Background().Error(err, "The secret names of CDI devices are lost: containers of running pods that have one cannot start again. Replace these pods",
+			"path", s.options.NamesFile)
 	}
-	next := &names{Secret: true, Key: newKey()}
-	if err := next.save(s.options.NamesFile); err != nil {
-		return err
+	if len(saved.Key) == 0 {
+		return
 	}
-	s.written = next
-	s.names.Store(next)
-	return s.rename()
+	n, hasName := saved, map[string]bool{}
+	for _, d := range entries {
+		uuid := d.Annotations[uuidAnnotation]
+		hasName[d.Name] = true
+		if isSecret := uuid != ""; isSecret != n.Secret {
+			n = n.with(cmp.Or(uuid, d.Name))
+		}
+	}
+	for _, name := range s.kept {
+		switch isSecret := secretName.MatchString(name); {
+		case isSecret && !n.Secret:
+			n = &names{Secret: n.Secret, Key: n.Key, AllFormer: true}
+		case !isSecret && n.Secret:
+			n = n.with(name)
+		}
+	}
+	s.written, s.unsaved = n, !n.equal(saved)
+	s.names.Store(n)
+	if slices.ContainsFunc(devices(entries), func(d specs.Device) bool { return !hasName[n.of(class, d.Name)] }) {
+		// The earlier process ended before it had renamed the files: answer with the names that they have, until Run has renamed them.
+		s.names.Store(&names{Secret: !n.Secret, Key: n.Key, AllFormer: true})
+	}
 }
 
-// rename writes the names of s.written to all files. Under s.mu.
+// rename writes the names of s.written to all files, apart from client devices that an earlier process wrote and this one has not asked for yet.
+// Under s.mu.
 func (s *Specs) rename() error {
 	var errs []error
 	if s.main.want != nil {

@@ -7,7 +7,6 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -29,6 +28,7 @@ type nameWorld struct {
 
 	mu   sync.Mutex
 	used map[string]bool
+	hook *cdi.Hook
 }
 
 func newNameWorld(t *testing.T) *nameWorld {
@@ -36,6 +36,7 @@ func newNameWorld(t *testing.T) *nameWorld {
 		t: t, dir: filepath.Join(t.TempDir(), "cdi"), file: filepath.Join(t.TempDir(), "plugin", "cdi-names.json"),
 		from: newSource(entry("GPU-a", "/dev/nvidia0", 0), entry("GPU-b", "/dev/nvidia1", 1)), end: func() {},
 	}
+	t.Cleanup(func() { w.end() })
 	w.restart()
 	return w
 }
@@ -43,7 +44,7 @@ func newNameWorld(t *testing.T) *nameWorld {
 // make returns the Specs of another agent.
 func (w *nameWorld) make() *cdi.Specs {
 	return cdi.New(cdi.Options{
-		Dir: w.dir, Source: w.from, Interval: 2 * time.Millisecond, NamesFile: w.file,
+		Dir: w.dir, Source: w.from, Hook: w.hook, Interval: 2 * time.Millisecond, NamesFile: w.file,
 		InUse: func() map[string]bool {
 			w.mu.Lock()
 			defer w.mu.Unlock()
@@ -54,11 +55,27 @@ func (w *nameWorld) make() *cdi.Specs {
 
 func (w *nameWorld) restart() {
 	w.t.Helper()
+	w.start()
+	check(w.t, w.Ensure(w.t.Context(), "GPU-a", "GPU-b"))
+}
+
+// start ends the agent and starts another. kept are the names in kubelet's claim state.
+func (w *nameWorld) start(kept ...string) {
+	w.t.Helper()
 	w.end()
 	w.Specs = w.make()
+	w.AddPlaceholders(kept)
 	check(w.t, w.Load())
 	w.end = sync.OnceFunc(run(w.t, w.Specs))
-	check(w.t, w.Ensure(w.t.Context(), "GPU-a", "GPU-b"))
+}
+
+// addPartition makes MIG-1, which gets a file of its own. The driver reports it afterwards.
+func (w *nameWorld) addPartition() {
+	w.t.Helper()
+	w.end()
+	check(w.t, w.Add(w.t.Context(), device.Partition{UUID: "MIG-1"}))
+	w.from.set(editsOf(entry("GPU-a", "/dev/nvidia0", 0), entry("GPU-b", "/dev/nvidia1", 1), entry("MIG-1", "/dev/nvidia0", 0)), nil)
+	w.restart()
 }
 
 // use sets which UUIDs and names are in use; none of them means that nothing is.
@@ -75,10 +92,14 @@ func (w *nameWorld) use(names ...string) {
 func (w *nameWorld) wants(names ...string) {
 	w.t.Helper()
 	slices.Sort(names)
-	await(w.t, func() bool {
-		found, err := find(w.dir)
-		return err == nil && slices.Equal(found, names)
-	})
+	var found []string
+	var err error
+	for began := time.Now(); time.Since(began) < 10*time.Second; time.Sleep(time.Millisecond) {
+		if found, err = find(w.dir); err == nil && slices.Equal(found, names) {
+			return
+		}
+	}
+	w.t.Fatalf("a runtime finds %v, %v, want %v", found, err, names)
 }
 
 // isSecret awaits that answers have secret names.
@@ -129,8 +150,8 @@ func TestSecretNames(t *testing.T) {
 	// The runtime was upgraded. GPU-b keeps the name that its pod got.
 	w.isSecret(false)
 	w.wants(stableA, stableB, b)
-	w.isSecret(true)
 	w.use("GPU-a", "GPU-b")
+	w.isSecret(true)
 	w.wants(a, b, stableA, stableB)
 	w.isSecret(false)
 	w.use()
@@ -139,14 +160,11 @@ func TestSecretNames(t *testing.T) {
 		t.Errorf("%v, %v", info.Mode(), err)
 	}
 
-	if other := newNameWorld(t); true {
-		other.isSecret(true)
-		if other.QualifiedName("GPU-a") == a {
-			t.Error("two nodes have the same names")
-		}
-		other.end()
+	other := newNameWorld(t)
+	other.isSecret(true)
+	if other.QualifiedName("GPU-a") == a {
+		t.Error("two nodes have the same names")
 	}
-	w.end()
 }
 
 // A claim with admin access holds nothing, but kubelet keeps its names.
@@ -159,7 +177,6 @@ func TestSecretNamesWithoutHold(t *testing.T) {
 	w.use(b)
 	w.isSecret(false)
 	w.wants(stableA, stableB, b)
-	w.end()
 }
 
 // While it is not known what is in use, no name is dropped.
@@ -169,39 +186,18 @@ func TestSecretNamesAndAnUnknownLedger(t *testing.T) {
 	a, b := w.QualifiedName("GPU-a"), w.QualifiedName("GPU-b")
 	w.wants(a, b, stableA, stableB)
 	w.restart()
-	w.wants(a, b, stableA, stableB)
+	for range 20 { // several looks
+		time.Sleep(time.Millisecond)
+		w.wants(a, b, stableA, stableB)
+	}
 	w.use("GPU-a")
 	w.wants(a, b, stableA)
-	w.end()
-}
-
-// A name that became known is not valid for ever: an agent that starts while nothing is in use takes other names.
-func TestSecretNamesAreRenewed(t *testing.T) {
-	w := newNameWorld(t)
-	w.use()
-	w.isSecret(true)
-	a := w.QualifiedName("GPU-a")
-	w.wants(a, w.QualifiedName("GPU-b"))
-	w.use("GPU-b")
-	w.restart()
-	if w.QualifiedName("GPU-a") != a {
-		t.Error("renewed under a holder")
-	}
-	w.use()
-	w.restart()
-	if w.QualifiedName("GPU-a") == a {
-		t.Error("not renewed")
-	}
-	w.wants(w.QualifiedName("GPU-a"), w.QualifiedName("GPU-b"))
-	w.restart()
-	w.end()
 }
 
 func TestSecretNamesOfPartitionsAndClients(t *testing.T) {
 	w := newNameWorld(t)
 	w.use("GPU-a", "MIG-1")
-	check(t, w.Add(t.Context(), device.Partition{UUID: "MIG-1"}))
-	w.from.set(editsOf(entry("GPU-a", "/dev/nvidia0", 0), entry("GPU-b", "/dev/nvidia1", 1), entry("MIG-1", "/dev/nvidia0", 0)), nil)
+	w.addPartition()
 	client, err := w.WriteClientDevice("uid-1-abc", pipe("/run/1"))
 	check(t, err)
 	w.isSecret(true)
@@ -268,7 +264,6 @@ func TestSecretNamesThatCannotBeWritten(t *testing.T) {
 		w.isSecret(false)
 		w.wants(stableA, stableB)
 	}
-	w.end()
 }
 
 // A process ends after it has saved the names and before it has renamed the files.
@@ -286,21 +281,169 @@ func TestSecretNamesAfterACrash(t *testing.T) {
 	w.from.set(cdi.Edits{}, errors.New("a GPU hangs"))
 	next := w.make()
 	check(t, next.Load())
-	if name := next.QualifiedName("GPU-a"); name != a || !slices.Contains(resolves(t, w.dir), name) {
+	if name := next.QualifiedName("GPU-a"); name != stableA {
+		t.Errorf("answers with %s, but the files have %v", name, resolves(t, w.dir))
+	}
+	w.start()
+	await(t, func() bool { return w.QualifiedName("GPU-a") == a })
+	w.wants(a, w.QualifiedName("GPU-b"), stableA)
+}
+
+// Without the names of before the agent serves with new ones, and says that containers will not find theirs.
+func TestLostNames(t *testing.T) {
+	for what, lose := range map[string]func(path string) error{
+		"removed": os.Remove,
+		"empty":   func(path string) error { return os.Truncate(path, 0) },
+		"no JSON": func(path string) error { return os.WriteFile(path, []byte("{"), 0o600) },
+		"no key":  func(path string) error { return os.WriteFile(path, []byte(`{"secret":true,"key":"YQ=="}`), 0o600) },
+	} {
+		t.Run(what, func(t *testing.T) {
+			w := newNameWorld(t)
+			w.use()
+			w.isSecret(true)
+			a := w.QualifiedName("GPU-a")
+			w.end()
+			check(t, lose(w.file))
+			lost, err := os.ReadFile(w.file)
+			w.restart()
+			if kept, keptErr := os.ReadFile(w.file + ".unreadable"); err == nil && (keptErr != nil || !slices.Equal(kept, lost)) {
+				t.Errorf("kept %q, %v", kept, keptErr)
+			}
+			w.wants(stableA, stableB)
+			w.isSecret(true)
+			if w.QualifiedName("GPU-a") == a {
+				t.Error("the old key is in use")
+			}
+			w.wants(w.QualifiedName("GPU-a"), w.QualifiedName("GPU-b"))
+		})
+	}
+}
+
+// A device in use keeps its former name while the driver does not report it: after a reboot, kubelet still passes that name.
+func TestFormerNameOfALostGPU(t *testing.T) {
+	onlyA := editsOf(entry("GPU-a", "/dev/nvidia0", 0))
+	failed := editsOf(entry("GPU-a", "/dev/nvidia0", 0))
+	failed.Failed = map[string]error{"GPU-b": errors.New("it hangs")}
+	for what, edits := range map[string]cdi.Edits{"missing": onlyA, "failed": failed} {
+		for _, inUse := range []string{"GPU-b", stableB} {
+			t.Run(what+" "+inUse, func(t *testing.T) {
+				w := newNameWorld(t)
+				w.use(inUse)
+				w.isSecret(true)
+				a, b := w.QualifiedName("GPU-a"), w.QualifiedName("GPU-b")
+				w.end()
+				check(t, os.RemoveAll(w.dir))
+				all := w.from.edits
+				w.from.set(edits, nil)
+				w.start()
+				w.wants(a)
+				w.from.set(all, nil)
+				w.wants(a, b, stableB)
+				w.use()
+				w.wants(a, b)
+			})
+		}
+	}
+}
+
+// The key of the name is known, and the device is not: its other name may be in use.
+func TestFormerNameOfAnUnknownGPU(t *testing.T) {
+	w := newNameWorld(t)
+	w.isSecret(true)
+	a, b := w.QualifiedName("GPU-a"), w.QualifiedName("GPU-b")
+	w.wants(a, b, stableA, stableB)
+	w.use(b)
+	w.isSecret(false)
+	w.end()
+	check(t, os.RemoveAll(w.dir))
+	all := w.from.edits
+	w.from.set(editsOf(entry("GPU-a", "/dev/nvidia0", 0)), nil)
+	w.start()
+	w.wants(stableA)
+	w.from.set(all, nil)
+	w.wants(stableA, stableB, b)
+}
+
+// A partition is held, and not known which one has its UUID.
+func TestFormerNamesOfPartitions(t *testing.T) {
+	w := newNameWorld(t)
+	w.from.set(editsOf(entry("GPU-a", "/dev/nvidia0", 0), entry("GPU-b", "/dev/nvidia1", 1), entry("MIG-1", "/dev/nvidia2", 2)), nil)
+	await(t, func() bool { return w.Has("MIG-1") })
+	w.use(cdi.AnyPartition)
+	w.isSecret(true)
+	w.wants(w.QualifiedName("GPU-a"), w.QualifiedName("GPU-b"), w.QualifiedName("MIG-1"), "k8s.gpu.nvidia.com/gpu=MIG-1")
+}
+
+// A version of Tandem without secret names served the node meanwhile. Its pods have stable names.
+func TestNamesOfAnotherVersion(t *testing.T) {
+	for _, reboot := range []bool{false, true} {
+		w := newNameWorld(t)
+		w.use()
+		stable, err := os.ReadFile(w.Path())
+		check(t, err)
+		w.isSecret(true)
+		a, b := w.QualifiedName("GPU-a"), w.QualifiedName("GPU-b")
+		w.wants(a, b)
+		w.end()
+		w.use(stableA)
+		if reboot {
+			check(t, os.Remove(w.Path()))
+		} else {
+			check(t, os.WriteFile(w.Path(), stable, 0o644))
+		}
+		w.start(stableA, "k8s.gpu.nvidia.com/sharing=x", "nonsense")
+		w.wants(a, b, stableA)
+		w.restart()
+		w.wants(a, b, stableA)
+		w.use()
+		w.wants(a, b)
+
+		// The names are stable again, and a claim of before has a secret one.
+		w.isSecret(false)
+		w.wants(stableA, stableB)
+		w.end()
+		check(t, os.Remove(w.Path()))
+		w.use(a)
+		w.start(a)
+		w.wants(a, stableA, stableB)
+	}
+}
+
+// The disk is full when the agent starts, or the hook cannot be installed. It serves with the files that are there.
+func TestSecretNamesOnAFullDisk(t *testing.T) {
+	w := newNameWorld(t)
+	w.use("GPU-a")
+	w.isSecret(true)
+	a := w.QualifiedName("GPU-a")
+	w.end()
+	w.hook = cdi.NewHook(filepath.Join(t.TempDir(), "missing"), filepath.Join(t.TempDir(), "hook"))
+	s := w.make()
+	check(t, s.Load())
+	if name := s.QualifiedName("GPU-a"); name != a || !slices.Contains(resolves(t, w.dir), name) {
 		t.Errorf("%s, but the files have %v", name, resolves(t, w.dir))
 	}
 }
 
-func TestUnreadableNames(t *testing.T) {
-	for _, text := range []string{"", "{", `{"secret":true}`, `{"secret":true,"key":"YQ=="}`} {
-		file := filepath.Join(t.TempDir(), "cdi-names.json")
-		check(t, os.WriteFile(file, []byte(text), 0o600))
-		s := cdi.New(cdi.Options{Dir: filepath.Join(t.TempDir(), "cdi"), Source: newSource(entry("GPU-a", "/dev/nvidia0", 0)), NamesFile: file})
-		if err := s.Load(); err == nil || !strings.Contains(err.Error(), file) {
-			t.Errorf("%q: %v", text, err)
+// The main file is damaged while no agent runs, and then the driver hangs: files of partitions keep the edits that they have.
+func TestCommonEditsOfPartitionsWithoutTheMainFile(t *testing.T) {
+	for _, before := range []bool{false, true} {
+		w := newNameWorld(t)
+		w.use("MIG-1")
+		w.addPartition()
+		if before {
+			w.isSecret(true)
 		}
-		if err := s.Ensure(t.Context()); err == nil {
-			t.Errorf("%q: a spec was written", text)
+		w.end()
+		check(t, os.WriteFile(w.Path(), []byte("{"), 0o600))
+		w.from.set(cdi.Edits{}, errors.New("a GPU hangs"))
+		w.start()
+		w.Await(t.Context())
+		w.isSecret(!before)
+		path := filepath.Join(w.dir, "tandem-k8s.gpu.nvidia.com-gpu-MIG-1.json")
+		spec, err := cdilib.ReadSpec(path, 0)
+		check(t, err)
+		if diff := cmp.Diff([]string{"NVIDIA_VISIBLE_DEVICES=void"}, spec.ContainerEdits.Env); diff != "" || len(spec.Devices) != 2 {
+			t.Errorf("%d devices, common edits (-want +got):\n%s", len(spec.Devices), diff)
 		}
 	}
 }

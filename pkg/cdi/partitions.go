@@ -22,6 +22,8 @@ import (
 type partitionFile struct {
 	specFile
 	entry specs.Device
+	// common are those of the file until the Source has answered.
+	common specs.ContainerEdits
 	// of is the partition that the entry was made for; nil in a file of an earlier process.
 	of *device.Partition
 }
@@ -52,7 +54,7 @@ func (s *Specs) Add(ctx context.Context, p device.Partition) error {
 	if f == nil {
 		f = &partitionFile{specFile: specFile{ownedFile: ownedFile{path: s.partitionPath(entry.Name)}}}
 	}
-	f.entry, f.of = entry, &p
+	f.entry, f.common, f.of = entry, s.common, &p
 	if s.unwritable = s.update(f); s.unwritable != nil {
 		f.of = nil
 		return s.unwritable
@@ -100,9 +102,9 @@ func (s *Specs) hasEntry(uuid string) bool {
 	return s.partitions[uuid] != nil || hasName(s.devices, uuid)
 }
 
-// update writes a partition's file with the common edits, which change with the driver and the hook. Under s.mu.
+// update writes a partition's file. Under s.mu.
 func (s *Specs) update(f *partitionFile) error {
-	data, err := encode(class, s.common, s.written.entries(class, []specs.Device{f.entry}))
+	data, err := encode(class, f.common, s.written.entries(class, []specs.Device{f.entry}))
 	if err != nil {
 		return err
 	}
@@ -111,18 +113,19 @@ func (s *Specs) update(f *partitionFile) error {
 
 func (s *Specs) partitionPath(uuid string) string { return s.path(class + "-" + uuid) }
 
-// loadPartitions adopts the files that an earlier process wrote. Under s.mu.
-func (s *Specs) loadPartitions() error {
+// loadPartitions adopts the files that an earlier process wrote, and returns their entries. Under s.mu.
+func (s *Specs) loadPartitions() (entries []specs.Device, err error) {
 	all := ownedFile{path: s.partitionPath("*")}
 	if err := all.removeTemporaries(); err != nil {
-		return err
+		return nil, err
 	}
 	paths, err := filepath.Glob(all.path)
 	if err != nil {
-		return fmt.Errorf("list the specs of partitions: %w", err)
+		return nil, fmt.Errorf("list the specs of partitions: %w", err)
 	}
 	for _, path := range paths {
-		devices := s.written.devices(readSpec(path).Devices)
+		found := readSpec(path)
+		devices := devices(found.Devices)
 		if len(devices) != 1 || s.partitionPath(devices[0].Name) != path {
 			// Prepare writes it again if a claim needs it. A file that cannot be removed must not block the other partitions.
 			if err := os.Remove(path); err != nil {
@@ -130,13 +133,14 @@ func (s *Specs) loadPartitions() error {
 			}
 			continue
 		}
-		f := &partitionFile{specFile: specFile{ownedFile: ownedFile{path: path}}, entry: devices[0]}
+		f := &partitionFile{specFile: specFile{ownedFile: ownedFile{path: path}}, entry: devices[0], common: found.ContainerEdits}
 		if err := f.adopt(); err != nil {
-			return err
+			return nil, err
 		}
 		s.partitions[f.entry.Name] = f
+		entries = append(entries, found.Devices...)
 	}
-	return nil
+	return entries, nil
 }
 
 // removeGone removes the files of those partitions that the Source no longer reports, and takes over the entries of the others: the GPU

@@ -122,8 +122,12 @@ func (s *Specs) AddPlaceholders(names []string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, name := range names {
-		_, _, of, err := parser.ParseQualifiedName(name)
-		if err == nil && strings.HasPrefix(of, "MIG-") && name == parser.QualifiedName(vendor, class, of) {
+		of, isDevice := strings.CutPrefix(name, qualifiedPrefix)
+		if !isDevice || parser.ValidateDeviceName(of) != nil {
+			continue
+		}
+		s.kept = append(s.kept, of)
+		if strings.HasPrefix(of, migPrefix) {
 			s.placeholders[of] = true
 		}
 	}

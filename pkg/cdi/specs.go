@@ -46,9 +46,9 @@ type Options struct {
 	Source Source
 	// Hook is installed before the spec that names it. Optional.
 	Hook *Hook
-	// NamesFile keeps secret names over restarts and reboots. InUse returns the UUIDs of all devices that are held, and the CDI names that
-	// kubelet keeps; nil while they are not known. It is called by Load, and before each check while some devices have two names. Both are
-	// required for UseSecretNames.
+	// NamesFile keeps secret names over restarts and reboots. InUse returns the UUIDs of all devices that are held, and the qualified names
+	// that kubelet keeps; nil while they are not known. Run calls it now and then while some devices have two names. Both are required for
+	// UseSecretNames.
 	NamesFile string
 	InUse     func() map[string]bool
 	// Interval is how often Run checks the files. Default: 2 s. After a failure Run tries again after half of it, and then less and less
@@ -86,9 +86,15 @@ type Specs struct {
 	adds    uint64
 	added   map[string]uint64
 	clients map[string]*clientFile // by name
-	// written are the names in the files, and names those in answers: the files have them first.
+	// written are the names in the files, and names those in answers: the files have them first. unsaved is set until NamesFile has written.
 	written *names
+	unsaved bool
 	names   atomic.Pointer[names]
+	// kept are the names of GPUs and partitions in kubelet's claim state at the start (AddPlaceholders).
+	kept []string
+	// lookedFor and lookedAt are about the last call of InUse. Run has them.
+	lookedFor *names
+	lookedAt  time.Time
 	// wantsSecret is what UseSecretNames was called with last.
 	wantsSecret atomic.Pointer[bool]
 
@@ -366,6 +372,7 @@ func (s *Specs) tryApply(edits answer) error {
 	maps.DeleteFunc(s.added, func(uuid string, _ uint64) bool { return !s.hasEntry(uuid) })
 	var errs []error
 	for _, uuid := range slices.Sorted(maps.Keys(s.partitions)) {
+		s.partitions[uuid].common = s.common
 		errs = append(errs, s.update(s.partitions[uuid]))
 	}
 	return errors.Join(errs...)
@@ -383,19 +390,9 @@ func (s *Specs) write(common specs.ContainerEdits, devices []specs.Device) error
 // Load adopts the files of an earlier process, of which Has reports the devices until Run or Ensure has updated them. Idempotent. Call it
 // before Has answers for the first time; Ensure does it otherwise.
 func (s *Specs) Load() error {
-	var used map[string]bool
-	if s.options.InUse != nil {
-		used = s.options.InUse()
-	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.loaded {
-		return nil
-	}
-	if err := s.load(); err != nil {
-		return err
-	}
-	return s.renew(used)
+	return s.load()
 }
 
 // load is Load, under s.mu.
@@ -403,26 +400,22 @@ func (s *Specs) load() error {
 	if s.loaded {
 		return nil
 	}
-	if err := errors.Join(s.main.removeTemporaries(), s.loadNames()); err != nil {
+	if err := s.main.removeTemporaries(); err != nil {
 		return err
 	}
+	var entries []specs.Device
 	if found := readSpec(s.main.path); len(found.Devices) > 0 {
-		var entries []specs.Device
 		entries, s.placeholders = splitPlaceholders(found.Devices)
-		s.common, s.devices = found.ContainerEdits, s.written.devices(entries)
+		s.common, s.devices = found.ContainerEdits, devices(entries)
 		if err := s.main.adopt(); err != nil {
 			return err
 		}
 	}
-	if err := s.loadPartitions(); err != nil {
+	ofPartitions, err := s.loadPartitions()
+	if err != nil {
 		return err
 	}
-	if len(s.written.Key) > 0 {
-		// The earlier process may have ended before it had renamed the files.
-		if err := s.rename(); err != nil {
-			return err
-		}
-	}
+	s.loadNames(append(entries, ofPartitions...))
 	s.loaded = true
 	s.announce()
 	return nil
