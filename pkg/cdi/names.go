@@ -178,7 +178,7 @@ func (n *names) of(kind, stable string) string {
 // secret keeps the kind of UUID, by which AddPlaceholders knows a partition.
 func (n *names) secret(kind, stable string) string {
 	sum := hmac.New(sha256.New, n.Key)
-	_, _ = sum.Write([]byte(kind + "=" + stable)) // it returns no error (package hash)
+	_, _ = sum.Write([]byte(stable)) // it returns no error (package hash)
 	name := hex.EncodeToString(sum.Sum(nil)[:16])
 	if prefix, _, found := strings.Cut(stable, "-"); found && kind == class {
 		return prefix + "-" + name
@@ -229,15 +229,15 @@ func (s *Specs) UseSecretNames(secret bool) {
 	s.wake()
 }
 
-// usedNames returns what is in use, and the names to which that applies; nil if no device has a former name, if it is not known, or if it is
-// not time to look again. Only Run calls it, not under s.mu.
-func (s *Specs) usedNames() (of *names, used map[string]bool) {
-	of = s.names.Load()
+// usedNames returns what is in use; nil if no device has a former name, if it is not known, or if it is not time to look again. Only Run calls
+// it, not under s.mu.
+func (s *Specs) usedNames() map[string]bool {
+	of := s.names.Load()
 	if !of.hasFormer() || s.options.InUse == nil || of == s.lookedFor && time.Since(s.lookedAt) < unusedIntervals*s.options.Interval {
-		return nil, nil
+		return nil
 	}
 	s.lookedFor, s.lookedAt = of, time.Now()
-	return of, s.options.InUse()
+	return s.options.InUse()
 }
 
 // unusedIntervals is how many intervals pass between two looks for former names that nothing uses: a pod can run for months.
@@ -245,21 +245,22 @@ const unusedIntervals = 5
 
 // settleNames changes the names in the files if UseSecretNames asks for it, or a former name is not in use any more. Answers have the new names
 // afterwards. Under s.mu.
-func (s *Specs) settleNames(of *names, used map[string]bool) error {
+func (s *Specs) settleNames(used map[string]bool) error {
 	now := s.names.Load()
 	if now == s.written {
 		next := now
 		switch secret := s.wantsSecret.Load(); {
 		case secret != nil && *secret != now.Secret:
 			next = now.switched()
-		case used != nil && of == now && s.main.want != nil:
+		case used != nil:
 			next = now.withoutUnused(s.uuids(), used)
 		}
-		if next.equal(now) {
+		if !next.equal(now) {
+			s.written, s.unsaved = next, true
+			s.wake() // it is time to look what is in use
+		} else if !s.unsaved {
 			return nil
 		}
-		s.written, s.unsaved = next, true
-		s.wake() // it is time to look what is in use
 	}
 	if s.unsaved {
 		if err := s.written.save(s.options.NamesFile); err != nil {

@@ -88,6 +88,13 @@ func (w *nameWorld) use(names ...string) {
 	}
 }
 
+// unknown says that it is not known what is in use.
+func (w *nameWorld) unknown() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.used = nil
+}
+
 // wants awaits that a runtime finds exactly these names.
 func (w *nameWorld) wants(names ...string) {
 	w.t.Helper()
@@ -328,11 +335,11 @@ func TestFormerNameOfALostGPU(t *testing.T) {
 		for _, inUse := range []string{"GPU-b", stableB} {
 			t.Run(what+" "+inUse, func(t *testing.T) {
 				w := newNameWorld(t)
-				w.use(inUse)
 				w.isSecret(true)
 				a, b := w.QualifiedName("GPU-a"), w.QualifiedName("GPU-b")
 				w.end()
 				check(t, os.RemoveAll(w.dir))
+				w.use(inUse)
 				all := w.from.edits
 				w.from.set(edits, nil)
 				w.start()
@@ -351,15 +358,17 @@ func TestFormerNameOfAnUnknownGPU(t *testing.T) {
 	w := newNameWorld(t)
 	w.isSecret(true)
 	a, b := w.QualifiedName("GPU-a"), w.QualifiedName("GPU-b")
-	w.wants(a, b, stableA, stableB)
-	w.use(b)
+	w.use()
+	w.wants(a, b)
+	w.unknown()
 	w.isSecret(false)
 	w.end()
 	check(t, os.RemoveAll(w.dir))
+	w.use(b)
 	all := w.from.edits
 	w.from.set(editsOf(entry("GPU-a", "/dev/nvidia0", 0)), nil)
 	w.start()
-	w.wants(stableA)
+	w.wants(stableA, a)
 	w.from.set(all, nil)
 	w.wants(stableA, stableB, b)
 }
@@ -378,34 +387,40 @@ func TestFormerNamesOfPartitions(t *testing.T) {
 func TestNamesOfAnotherVersion(t *testing.T) {
 	for _, reboot := range []bool{false, true} {
 		w := newNameWorld(t)
+		w.addPartition()
+		const stableMIG = "k8s.gpu.nvidia.com/gpu=MIG-1"
 		w.use()
-		stable, err := os.ReadFile(w.Path())
-		check(t, err)
+		old := filepath.Join(t.TempDir(), "old")
+		check(t, os.CopyFS(old, os.DirFS(w.dir)))
 		w.isSecret(true)
-		a, b := w.QualifiedName("GPU-a"), w.QualifiedName("GPU-b")
-		w.wants(a, b)
+		a, b, mig := w.QualifiedName("GPU-a"), w.QualifiedName("GPU-b"), w.QualifiedName("MIG-1")
+		w.wants(a, b, mig)
 		w.end()
-		w.use(stableA)
+		check(t, os.RemoveAll(w.dir))
+		kept := []string{"k8s.gpu.nvidia.com/sharing=x", "nonsense"}
 		if reboot {
-			check(t, os.Remove(w.Path()))
+			kept = append(kept, stableA, stableMIG)
 		} else {
-			check(t, os.WriteFile(w.Path(), stable, 0o644))
+			check(t, os.CopyFS(w.dir, os.DirFS(old)))
 		}
-		w.start(stableA, "k8s.gpu.nvidia.com/sharing=x", "nonsense")
-		w.wants(a, b, stableA)
+		w.use(stableA, "MIG-1")
+		w.start(kept...)
+		w.wants(a, b, mig, stableA, stableMIG)
+		w.end()
+		check(t, os.RemoveAll(w.dir)) // what is saved lasts over a reboot
 		w.restart()
-		w.wants(a, b, stableA)
+		w.wants(a, b, mig, stableA, stableMIG)
 		w.use()
-		w.wants(a, b)
+		w.wants(a, b, mig)
 
 		// The names are stable again, and a claim of before has a secret one.
 		w.isSecret(false)
-		w.wants(stableA, stableB)
+		w.wants(stableA, stableB, stableMIG)
 		w.end()
-		check(t, os.Remove(w.Path()))
+		check(t, os.RemoveAll(w.dir))
 		w.use(a)
 		w.start(a)
-		w.wants(a, stableA, stableB)
+		w.wants(a, stableA, stableB, stableMIG)
 	}
 }
 

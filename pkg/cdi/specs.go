@@ -212,7 +212,7 @@ func (s *Specs) put(data []byte, mode fs.FileMode) error {
 
 // settle writes what the Source answered, restores and renames all files, and tries whether new files can be written again.
 func (s *Specs) settle() error {
-	of, used := s.usedNames()
+	used := s.usedNames()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	defer s.setAsked()
@@ -230,7 +230,7 @@ func (s *Specs) settle() error {
 	for _, name := range slices.Sorted(maps.Keys(s.clients)) {
 		errs = append(errs, s.clients[name].repair())
 	}
-	errs = append(errs, s.settleNames(of, used))
+	errs = append(errs, s.settleNames(used))
 	if s.unwritable != nil || s.wanted != nil {
 		s.unwritable = s.tryWriting()
 	}
