@@ -10,6 +10,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/test/manifests"
 )
 
@@ -142,6 +143,62 @@ func TestSingleStrategy(t *testing.T) {
 	})
 	s.Manifest(manifests.Pod("limit", "still-served"))
 	s.Running(soon, 1, 0)
+	s.explained()
+}
+
+// TestStaticAfterDynamic: Tandem is uninstalled while a claim has a partition that was made for it. The administrator partitions that GPU, and
+// Tandem comes back with GPUs that are not dynamic, more than once. The GPUNode still names the claim, which ends meanwhile. What is offered is
+// what exists, and a claim gets it.
+func TestStaticAfterDynamic(t *testing.T) {
+	s := begin(t)
+	if !s.CountersKept() {
+		t.Skip(droppedCounters)
+	}
+	s.dynamic()
+	s.Manifest(manifests.PartitionTemplate("ones", "1g.10gb") + manifests.ClaimPod("early", "ones"))
+	s.Running(soon, 1, 0)
+	var gpu int
+	if _, err := fmt.Sscanf(strings.Join(s.partitions()["early"], " "), "gpu%d/", &gpu); err != nil {
+		t.Fatal(s.partitions(), err)
+	}
+	s.Await(patient, "the GPUNode to name the claim", func() error {
+		if spec := s.Kubectl("get", "gpunode", gpuNode, "-o", "jsonpath={.spec.claims}"); !strings.Contains(spec, s.Namespace) {
+			return fmt.Errorf("claims are %s", spec)
+		}
+		return nil
+	})
+	away := func() {
+		t.Helper()
+		if err := install.Uninstall(s.Ctx, theCluster, install.Options{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	back := func() {
+		t.Helper()
+		if err := s.Install(s.Ctx, install.Options{Detached: true}); err != nil {
+			t.Fatal(err)
+		}
+		s.RolledOut()
+	}
+	away()
+	t.Cleanup(func() { s.Uncut(gpu) })
+	t.Cleanup(func() { s.DeleteAll() })
+	s.Administer("mig", "-i", fmt.Sprint(gpu), "-dci")
+	s.Administer("mig", "-i", fmt.Sprint(gpu), "-dgi")
+	s.Administer("mig", "-i", fmt.Sprint(gpu), "-cgi", "1g.10gb", "-C")
+	back()
+	s.remove("early")
+	away()
+	back()
+	s.Published("1g.10gb")
+	s.Await(patient, "no pool of a GPU to be left", func() error {
+		if pools := s.poolsOfGPUs(); len(pools) > 0 {
+			return fmt.Errorf("pools of GPUs: %v", pools)
+		}
+		return s.OfferedToPods(gpusANode - 1)
+	})
+	s.Manifest(manifests.ClaimPod("late", "ones") + manifests.ClaimPod("none", "ones"))
+	s.Running(soon, 1, 1)
 	s.explained()
 }
 
