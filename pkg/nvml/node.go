@@ -211,7 +211,7 @@ func (n *Node) scanOnce(ctx context.Context, deep bool) error {
 	defer n.scanning.Unlock()
 	err := n.ready()
 	if err == nil {
-		err = n.follow()
+		err = n.follow(deep)
 	}
 	if err == nil {
 		err = n.scan(ctx, deep)
@@ -264,10 +264,11 @@ func (n *Node) attach() error {
 	return nil
 }
 
-// follow attaches if nothing is attached, and again if the driver has changed.
-func (n *Node) follow() error {
+// follow attaches if nothing is attached, and again if the driver has changed. A driver elsewhere is found with deep only; the removal of this
+// one always.
+func (n *Node) follow(deep bool) error {
 	if n.session != nil {
-		if n.options.traces(n.layout) == n.traces {
+		if n.options.traces(n.layout) == n.traces && !(deep && n.options.moved(n.layout)) {
 			return nil
 		}
 		n.letGo(func(s *session) { s.hold(false) })

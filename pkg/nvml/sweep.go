@@ -410,7 +410,6 @@ type traces struct {
 	module, library, nodes string
 	// majors are the driver's entries in /proc/devices.
 	majors string
-	moved  bool
 }
 
 func (o Options) traces(l layout) traces {
@@ -419,8 +418,6 @@ func (o Options) traces(l layout) traces {
 	if unix.Stat(l.library, &file) == nil {
 		t.library = fmt.Sprint(file.Size, file.Mtim, file.Dev, file.Ino)
 	}
-	now, err := o.locate()
-	t.moved = err == nil && (now.library != l.library || now.devRoot != l.devRoot)
 	for _, node := range deviceNodes(o.onHost(l.devRoot)) {
 		if unix.Lstat(node, &file) == nil {
 			t.nodes += fmt.Sprintf("%s=%x ", filepath.Base(node), file.Rdev)
@@ -428,6 +425,12 @@ func (o Options) traces(l layout) traces {
 	}
 	t.nodes += o.traceExtras(l.devRoot)
 	return t
+}
+
+// moved reports whether another driver is to be used. It costs as much as the health of eight GPUs.
+func (o Options) moved(l layout) bool {
+	now, err := o.locate()
+	return err == nil && (now.library != l.library || now.devRoot != l.devRoot)
 }
 
 // settle merges changes: a driver installs many files.

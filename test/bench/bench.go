@@ -32,7 +32,8 @@ type Options struct {
 	Calls int
 	// Starts is how many times the agent is started for the figures about starting. Default 12.
 	Starts int
-	// Idle is how long the agent is left alone before its idle memory is read. Default 10 s.
+	// Idle is how long the agent is left alone before its idle memory is read. Default 3 min: memory grows for two minutes. CPU is that of
+	// the last minute.
 	Idle time.Duration
 	// Progress gets a line a step; nil is silence.
 	Progress io.Writer
@@ -75,7 +76,7 @@ func Run(ctx context.Context, o Options) (figures []figure.Figure, err error) {
 		o.Starts = 12
 	}
 	if o.Idle <= 0 {
-		o.Idle = 10 * time.Second
+		o.Idle = 3 * time.Minute
 	}
 	r := &run{Options: o, progress: progress.New(o.Progress)}
 	dir, err := cluster.OwnedDir(ctx, "tandem-bench-", o.Progress)
@@ -231,8 +232,8 @@ func (r *run) measureStarts(ctx context.Context) error {
 	}, nil)
 }
 
-// patience bounds the measurements on one agent, which take about four minutes: a call that hangs must not hang the run.
-const patience = 10 * time.Minute
+// patience bounds the measurements on one agent, which take about seven minutes: a call that hangs must not hang the run.
+const patience = 15 * time.Minute
 
 // with runs measurements on one agent.
 func (r *run) with(ctx context.Context, m machine, measure func(context.Context, *subject) error) error {
@@ -265,11 +266,7 @@ func (r *run) on(ctx context.Context, m machine, mode config.Mode, claims []*res
 }
 
 func (r *run) measureSmall(ctx context.Context, s *subject) error {
-	r.say("leaving the agent alone for %s", r.Idle)
-	if !pause(ctx, r.Idle) {
-		return context.Cause(ctx)
-	}
-	if err := r.addMemory(s, "rss_idle", 45); err != nil {
+	if err := r.addIdle(ctx, s, "", 45); err != nil {
 		return err
 	}
 	r.say("preparing claims one at a time")
@@ -313,6 +310,35 @@ func (r *run) measureLarge(ctx context.Context, s *subject) error {
 		return err
 	}
 	return r.add([]figure.Figure{prepares.Figure("prepare_conc56_p99", 99).Over(gets.Figure("", 99), figure.Goal{})}, nil)
+}
+
+// addIdle leaves the agent alone, and reads its CPU time of the last minute and then its memory. suffix distinguishes the figures; bound is the
+// goal for memory.
+func (r *run) addIdle(ctx context.Context, s *subject, suffix string, bound float64) error {
+	r.say("leaving the agent alone for %s", r.Idle)
+	watched := min(r.Idle, time.Minute)
+	if !pause(ctx, r.Idle-watched) {
+		return context.Cause(ctx)
+	}
+	pid := s.agent.cmd.Process.Pid
+	before, err := figure.ReadCPU(pid)
+	if err != nil {
+		return err
+	}
+	began := time.Now()
+	if !pause(ctx, watched) {
+		return context.Cause(ctx)
+	}
+	after, err := figure.ReadCPU(pid)
+	if err != nil {
+		return err
+	}
+	aMinute := float64((after - before).Milliseconds()) * time.Minute.Seconds() / time.Since(began).Seconds()
+	cpu := figure.Figure{Name: "idle_cpu" + suffix, Value: aMinute, Unit: "ms/min", N: 1}.Within(150)
+	if err := r.add([]figure.Figure{cpu}, nil); err != nil {
+		return err
+	}
+	return r.addMemory(s, "rss_idle"+suffix, bound)
 }
 
 // addMemory reads the resident memory of the agent; bound is its goal, zero for none.

@@ -18,9 +18,12 @@ import (
 // rounds of measureModes: what the machine does beside it changes from minute to minute.
 const rounds = 8
 
-// idleFigures name the idle memory of the modes; that of Dual is rss_idle.
-var idleFigures = map[config.Mode]string{
-	config.ModeClaimsOnly: "rss_idle_claims_only", config.ModeDevicePluginOnly: "rss_idle_device_plugin_only",
+// idleOf says how the figures of an idle agent in a mode end, and its goal for memory in MiB. Those of Dual are measured before.
+var idleOf = map[config.Mode]struct {
+	suffix string
+	memory float64
+}{
+	config.ModeClaimsOnly: {"_claims_only", 45}, config.ModeDevicePluginOnly: {"_device_plugin_only", 32},
 }
 
 // measureModes compares what a claim and a limit cost where both APIs are served with what they cost where theirs is the only
@@ -40,11 +43,8 @@ func (r *run) measureModes(ctx context.Context) error {
 			mode := modes[(round+i)%len(modes)]
 			r.say("mode %s, round %d of %d", mode, round+1, rounds)
 			err := r.on(ctx, small, mode, claims, func(ctx context.Context, s *subject) error {
-				if name := idleFigures[mode]; name != "" && round == 0 {
-					if !pause(ctx, r.Idle) {
-						return context.Cause(ctx)
-					}
-					if err := r.addMemory(s, name, 45); err != nil {
+				if idle, ok := idleOf[mode]; ok && round == 0 {
+					if err := r.addIdle(ctx, s, idle.suffix, idle.memory); err != nil {
 						return err
 					}
 				}

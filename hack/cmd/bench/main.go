@@ -35,7 +35,7 @@ func run(ctx context.Context, args []string) error {
 	flags.StringVar(&o.Agent, "agent", "", "`path` of the agent to measure (default: compile it as for the image)")
 	flags.IntVar(&o.Calls, "calls", 0, "least `number` of calls of each kind (default 320)")
 	flags.IntVar(&o.Starts, "starts", 0, "`number` of starts (default 12)")
-	flags.DurationVar(&o.Idle, "idle", 0, "`time` before idle memory is read (default 10s)")
+	flags.DurationVar(&o.Idle, "idle", 0, "`time` before idle memory is read (default 3m)")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
