@@ -22,10 +22,10 @@ func TestClassesOfLimits(t *testing.T) {
 		resource string
 		selects  bool
 	}{
-		"default":                     {nil, "nvidia.com/gpu", false},
-		"another resource":            {[]string{"--set", "resourceName=example.com/gpu"}, "example.com/gpu", false},
-		"limits that become claims":   {[]string{"--set", "deviceClasses.extendedResourceName=nvidia.com/gpu"}, "nvidia.com/gpu", true},
-		"quotas that count no claims": {[]string{"--set", "deviceClasses.countInQuota=false"}, "", false},
+		"default":                   {nil, "", false},
+		"quotas that count claims":  {[]string{"--set", "deviceClasses.countInQuota=true"}, "nvidia.com/gpu", false},
+		"another resource":          {[]string{"--set", "resourceName=example.com/gpu", "--set", "deviceClasses.countInQuota=true"}, "example.com/gpu", false},
+		"limits that become claims": {[]string{"--set", "deviceClasses.extendedResourceName=nvidia.com/gpu"}, "nvidia.com/gpu", true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			found := map[string]*resourceapi.DeviceClass{}

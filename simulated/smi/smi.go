@@ -123,8 +123,12 @@ func (c *command) visit(do func(index int, d nvml.Device) error) error {
 	found := false
 	for index := range count {
 		d, ret := c.lib.DeviceGetHandleByIndex(index)
-		if ret != nvml.SUCCESS {
+		switch {
+		case ret == nvml.SUCCESS:
+		case c.gpu == "" || c.gpu == strconv.Itoa(index):
 			return fmt.Errorf("look up GPU %d: %w", index, ret)
+		default:
+			continue // another one is lost
 		}
 		uuid, _ := d.GetUUID() //nolint:errcheck // one without is not the one that was named
 		if c.gpu != "" && c.gpu != strconv.Itoa(index) && c.gpu != uuid {

@@ -92,4 +92,14 @@ func TestAtAMachine(t *testing.T) {
 	if err := smi.At(dir, strings.Fields("mig -i 1 -lgi"), &out); err != nil || strings.Count(out.String(), "1g.6gb") != 2 {
 		t.Errorf("%s%v", out.String(), err)
 	}
+
+	// A lost GPU does not keep the administrator from the others.
+	if err := simulated.WriteFaults(dir, simulated.Faults{GPUs: []simulated.GPUFaults{{GPU: "0", Lost: true}}}); err != nil {
+		t.Fatal(err)
+	}
+	for args, lost := range map[string]bool{"mig -i 1 -lgi": false, "mig -i 0 -lgi": true, "-L": true} {
+		if err := smi.At(dir, strings.Fields(args), &out); (err != nil) != lost {
+			t.Errorf("%s beside a lost GPU: %v", args, err)
+		}
+	}
 }

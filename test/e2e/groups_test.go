@@ -78,6 +78,10 @@ func init() {
 			stories: []func(*testing.T){TestLimitsByClaims},
 		},
 		{
+			name: "quota", values: []string{"deviceClasses.countInQuota=true"}, from136: droppedClasses, limits: gpusANode, devices: gpusANode,
+			stories: []func(*testing.T){TestQuota, TestLimitsStayWithTheDevicePlugin},
+		},
+		{
 			name: "handover-reset", example: "handover-reset.values.yaml", limits: gpusANode, devices: gpusANode,
 			stories: []func(*testing.T){TestReset},
 		},

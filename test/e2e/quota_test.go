@@ -35,9 +35,6 @@ func (s *story) quotaUsed(want int64) {
 // TestQuota: a namespace gets as many GPUs as its quota says, by limits and claims together.
 func TestQuota(t *testing.T) {
 	s := begin(t)
-	if !s.ExtendedResources() {
-		t.Skip("quota counts claims as an extended resource from Kubernetes 1.36 on")
-	}
 	s.Example("quota.yaml")
 	s.quotaUsed(0)
 	s.Manifest(manifests.SingleTemplate + manifests.Pod("claim", "claim-0"))
@@ -80,13 +77,22 @@ func TestQuota(t *testing.T) {
 	}
 }
 
+// TestLimitAndClaimInOnePod: a pod gets a GPU by each API. kube-scheduler never binds such a pod if a DeviceClass names the resource of the limit
+// as well, so the chart's classes name none by default (docs/user/quota.md).
+func TestLimitAndClaimInOnePod(t *testing.T) {
+	s := begin(t)
+	s.Manifest(manifests.SingleTemplate + strings.Replace(manifests.Pod("claim", "both"), "claims: [", "limits: {nvidia.com/gpu: 1}, claims: [", 1))
+	s.Running(soon, 1, 0)
+	s.WantHolds(1, 1)
+	if gpus := s.GPUs("both", ""); len(gpus) != 2 {
+		t.Errorf("it has GPUs %v", gpus)
+	}
+}
+
 // TestLimitsStayWithTheDevicePlugin: on a node full of claims a pod with limits waits until the device plugin serves it. The scheduler makes
 // no claim for it, although quota counts claims as the resource of limits, also after it has started again.
 func TestLimitsStayWithTheDevicePlugin(t *testing.T) {
 	s := begin(t)
-	if !s.ExtendedResources() {
-		t.Skip("extended resources of device classes are off by default before Kubernetes 1.36")
-	}
 	pods := manifests.SingleTemplate
 	for i := range gpusANode {
 		pods += manifests.Pod("claim", fmt.Sprintf("claim-%d", i))
