@@ -29,7 +29,6 @@ func (a *agent) devicesInUse(c components) map[string]bool {
 	if !c.adopted.Load() || c.book.Withheld() != nil {
 		return nil
 	}
-	// Before the ledger: a claim may leave it, and then kubelet's state, between the two.
 	claims, err := podstate.ReadClaimState(a.config.KubeletDir, a.config.DriverName)
 	if err != nil {
 		return nil

@@ -55,8 +55,8 @@ const (
 // secretName is what names.secret returns for a GPU or partition.
 var secretName = regexp.MustCompile("^(GPU|MIG)-[0-9a-f]{32}$")
 
-// readNames returns stable names if there is no file. A file that cannot be read is kept under another name: the agent must serve, also with
-// names that containers of running pods do not find when they start again.
+// readNames returns stable names if there is no file. A file that cannot be read is kept under another name: the agent must serve, even if
+// containers of running pods that have secret names cannot start again.
 func readNames(path string) (*names, error) {
 	n := &names{}
 	data, err := os.ReadFile(path)
@@ -159,7 +159,7 @@ func (n *names) with(uuid string) *names {
 	return &next
 }
 
-// mode is that of spec files: every user of the host may read stable names only.
+// mode is the mode of spec files. Every user of the host may read a file only if all its names are stable.
 func (n *names) mode() fs.FileMode {
 	if n.Secret || n.hasFormer() {
 		return 0o600
@@ -221,8 +221,8 @@ func (s *Specs) QualifiedName(uuid string) string {
 	return qualifiedPrefix + s.names.Load().of(class, uuid)
 }
 
-// UseSecretNames selects secret or stable names for the answers from some time after the call on: Run writes them to the files, and tries
-// again until it can. A device that is in use keeps its former name as well, until it is not. Idempotent. It does not wait. Secret names
+// UseSecretNames selects secret or stable names. Run first writes them to the files, and tries again until it can. Answers have them afterwards.
+// A device that is in use keeps its former name as well, until it is not. Idempotent. It does not wait. Secret names
 // need Options.NamesFile and Options.InUse.
 func (s *Specs) UseSecretNames(secret bool) {
 	s.wantsSecret.Store(&secret)
