@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"reflect"
 	"slices"
@@ -424,6 +425,30 @@ func TestDriverGoesAndComesBackUpgraded(t *testing.T) {
 		if strings.Contains(mount.HostPath, ".so.") && !strings.HasSuffix(mount.HostPath, "590.10.02") {
 			t.Errorf("%s is not of the new driver", mount.HostPath)
 		}
+	}
+}
+
+// A driver container starts on a node that has a driver of the same version: its driver is used, although the other one has not changed.
+func TestADriverElsewhereIsFound(t *testing.T) {
+	m := newMachine(t, "h100x8")
+	host := m.options.HostRoot
+	m.options.DriverRoot, m.options.DevRoot = nvml.Auto, nvml.Auto
+	if err := os.MkdirAll(filepath.Join(host, "home/kubernetes/bin"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Symlink("/run/nvidia/simulated/driver", filepath.Join(host, "home/kubernetes/bin/nvidia")); err != nil {
+		t.Fatal(err)
+	}
+	node := m.open(t)
+	if root := node.DriverRoot(); root != "/run/nvidia/simulated/driver" {
+		t.Fatalf("the driver is in %s", root)
+	}
+	if out, err := exec.CommandContext(t.Context(), "cp", "-a", filepath.Join(m.dir, "driver"), filepath.Join(host, "run/nvidia/driver")).CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	scan(t, node)
+	if root := node.DriverRoot(); root != "/run/nvidia/driver" {
+		t.Errorf("the driver is in %s", root)
 	}
 }
 
