@@ -86,17 +86,23 @@ func (n *names) save(path string) error {
 		return fmt.Errorf("encode the names of CDI devices: %w", err)
 	}
 	f := ownedFile{path: path}
-	if err := f.replace(io.NewSectionReader(bytes.NewReader(data), 0, int64(len(data))), 0o600, nil); err != nil {
-		return fmt.Errorf("save the names of CDI devices in %s: %w", path, err)
+	err = f.replace(io.NewSectionReader(bytes.NewReader(data), 0, int64(len(data))), 0o600, nil)
+	if err == nil {
+		err = syncDir(filepath.Dir(path))
 	}
-	dir, err := os.Open(filepath.Dir(path))
 	if err != nil {
 		return fmt.Errorf("save the names of CDI devices in %s: %w", path, err)
 	}
-	if err := errors.Join(dir.Sync(), dir.Close()); err != nil {
-		return fmt.Errorf("save the names of CDI devices in %s: %w", path, err)
-	}
 	return nil
+}
+
+// syncDir makes the names of files in a directory last through a crash of the machine.
+func syncDir(path string) error {
+	dir, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	return errors.Join(dir.Sync(), dir.Close())
 }
 
 // switched returns the names with the other kind for new holders. All devices keep their former names until withoutUnused drops them.
@@ -202,8 +208,8 @@ func (n *names) entries(kind string, devices []specs.Device) (entries []specs.De
 	return entries
 }
 
-// devices is the inverse of entries, for GPUs and partitions.
-func devices(entries []specs.Device) (devices []specs.Device) {
+// devicesOf is the inverse of entries, for GPUs and partitions.
+func devicesOf(entries []specs.Device) (devices []specs.Device) {
 	for _, d := range entries {
 		if uuid := d.Annotations[uuidAnnotation]; uuid != "" {
 			d.Name, d.Annotations = uuid, nil
@@ -246,27 +252,24 @@ const unusedIntervals = 5
 // settleNames changes the names in the files if UseSecretNames asks for it, or a former name is not in use any more. Answers have the new names
 // afterwards. Under s.mu.
 func (s *Specs) settleNames(used map[string]bool) error {
-	now := s.names.Load()
-	if now == s.written {
-		next := now
+	next := s.written
+	if s.names.Load() == s.written { // nothing is left to rename
 		switch secret := s.wantsSecret.Load(); {
-		case secret != nil && *secret != now.Secret:
-			next = now.switched()
+		case secret != nil && *secret != s.written.Secret:
+			next = s.written.switched()
 		case used != nil:
-			next = now.withoutUnused(s.uuids(), used)
-		}
-		if !next.equal(now) {
-			s.written, s.unsaved = next, true
-			s.wake() // it is time to look what is in use
-		} else if !s.unsaved {
-			return nil
+			next = s.written.withoutUnused(s.uuids(), used)
 		}
 	}
-	if s.unsaved {
-		if err := s.written.save(s.options.NamesFile); err != nil {
+	if s.unsaved || !next.equal(s.written) {
+		if err := next.save(s.options.NamesFile); err != nil {
 			return err
 		}
-		s.unsaved = false
+		s.written, s.unsaved = next, false
+		s.wake() // it is time to look what is in use
+	}
+	if s.names.Load() == s.written {
+		return nil
 	}
 	if err := s.rename(); err != nil {
 		return err
@@ -314,7 +317,7 @@ func (s *Specs) loadNames(entries []specs.Device) {
 	}
 	s.written, s.unsaved = n, !n.equal(saved)
 	s.names.Store(n)
-	if slices.ContainsFunc(devices(entries), func(d specs.Device) bool { return !hasName[n.of(class, d.Name)] }) {
+	if slices.ContainsFunc(devicesOf(entries), func(d specs.Device) bool { return !hasName[n.of(class, d.Name)] }) {
 		// The earlier process ended before it had renamed the files: answer with the names that they have, until Run has renamed them.
 		s.names.Store(&names{Secret: !n.Secret, Key: n.Key, AllFormer: true})
 	}

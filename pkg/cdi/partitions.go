@@ -125,7 +125,7 @@ func (s *Specs) loadPartitions() (entries []specs.Device, err error) {
 	}
 	for _, path := range paths {
 		found := readSpec(path)
-		devices := devices(found.Devices)
+		devices := devicesOf(found.Devices)
 		if len(devices) != 1 || s.partitionPath(devices[0].Name) != path {
 			// Prepare writes it again if a claim needs it. A file that cannot be removed must not block the other partitions.
 			if err := os.Remove(path); err != nil {

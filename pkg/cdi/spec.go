@@ -115,9 +115,9 @@ const placeholderEnv = "NVIDIA_VISIBLE_DEVICES=void"
 // addDevice; resetDevices since 1.37). A partition that was made again has a new name, and the runtime fails a container with
 // a name that it cannot find.
 //
-// names are qualified; names of another kind are ignored, and a name that is a device, or becomes one, is that device. Call it at
-// start, before the first Ensure. It has no effect if this boot has a spec already: a device that is lost later must fail its
-// containers, and the existing spec lists the placeholders of this boot.
+// names are qualified; those that are no GPU's or partition's are ignored, and a name that is a device, or becomes one, is that device. Load also
+// learns from them which kinds of names are in use. Call it at start, before Load and the first Ensure. It adds no placeholder if this boot has
+// a spec already: a device that is lost later must fail its containers, and the existing spec lists the placeholders of this boot.
 func (s *Specs) AddPlaceholders(names []string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -115,8 +115,8 @@ type answer struct {
 	adds uint64
 }
 
-// A CDI device has the name "<vendor>/<class>=<name>". In class the names are UUIDs, or secret (names); clientClass is for client devices. Neither may be
-// "claim", the class of NVIDIA's DRA driver: its files may still be in the directory.
+// A CDI device has the name "<vendor>/<class>=<name>". In class the names are UUIDs, or secret (names); clientClass is for client devices.
+// Neither may be "claim", the class of NVIDIA's DRA driver: its files may still be in the directory.
 const (
 	vendor      = "k8s.gpu.nvidia.com"
 	class       = "gpu"
@@ -406,7 +406,7 @@ func (s *Specs) load() error {
 	var entries []specs.Device
 	if found := readSpec(s.main.path); len(found.Devices) > 0 {
 		entries, s.placeholders = splitPlaceholders(found.Devices)
-		s.common, s.devices = found.ContainerEdits, devices(entries)
+		s.common, s.devices = found.ContainerEdits, devicesOf(entries)
 		if err := s.main.adopt(); err != nil {
 			return err
 		}

@@ -107,9 +107,10 @@ func (d *Driver) planResult(ctx context.Context, p *preparation, result resource
 	if err != nil {
 		return refuseParameters(result.Request, err)
 	}
-	prepared := kubeletplugin.Device{
+	entry := len(p.answer)
+	p.answer = append(p.answer, kubeletplugin.Device{
 		Requests: []string{result.Request}, PoolName: result.Pool, DeviceName: result.Device, ShareID: result.ShareID,
-	}
+	})
 	ref, health := found.Ref(), found.Health()
 	if !health.Healthy() && !admin && d.has(p.claim, ref) {
 		// Otherwise the claim's containers cannot start again after kubelet did. ensureSpecs finds out whether they can be given the device.
@@ -125,13 +126,12 @@ func (d *Driver) planResult(ctx context.Context, p *preparation, result resource
 	case found.Whole() && found.GPU.MIGEnabled && !found.GPU.Dynamic && !admin:
 		return refuseUnusable(reasonUnknownDevice, result.Device, ref, admin, "device %s (%s) for request %s is in MIG mode now and cannot be used as a whole", result.Device, ref, result.Request)
 	case demanded && !admin:
-		p.onDemand = append(p.onDemand, onDemand{len(p.answer), found})
+		p.onDemand = append(p.onDemand, onDemand{entry, found})
 	case found.UUID() == "":
 		// Admin access to a partition that does not exist.
 	default:
-		d.show(p, &prepared, len(p.answer), found)
+		d.show(p, entry, found)
 	}
-	p.answer = append(p.answer, prepared)
 	if admin {
 		return nil // it shows devices and reserves nothing
 	}
@@ -230,15 +230,16 @@ func (p *preparation) addDevice(d device.Device, name string, consumed device.Co
 }
 
 // show gives containers the device, with its attributes, as an entry of the answer. ensureSpecs adds its CDI name.
-func (d *Driver) show(p *preparation, prepared *kubeletplugin.Device, entry int, shown device.Device) {
+func (d *Driver) show(p *preparation, entry int, shown device.Device) {
 	p.visible[entry] = shown.UUID()
 	if d.MetadataDir == "" {
 		return
 	}
-	prepared.Metadata = &kubeletplugin.DeviceMetadata{Attributes: map[string]resourceapi.DeviceAttribute{}}
+	attributes := map[string]resourceapi.DeviceAttribute{}
 	for name, value := range publishedDevice(shown).Attributes {
-		prepared.Metadata.Attributes[string(name)] = value
+		attributes[string(name)] = value
 	}
+	p.answer[entry].Metadata = &kubeletplugin.DeviceMetadata{Attributes: attributes}
 }
 
 // addToGroup adds the last device of the answer to the group with that key, which is g if there is none yet.

@@ -174,7 +174,7 @@ func (d *Driver) createPartition(ctx context.Context, p *preparation, o onDemand
 		if err := d.Partitions.EnsureWhole(ctx, o.device.GPU.UUID); err != nil {
 			return err
 		}
-		d.show(p, &p.answer[o.entry], o.entry, device.Device{GPU: o.device.GPU})
+		d.show(p, o.entry, device.Device{GPU: o.device.GPU})
 		return nil
 	}
 	// The record keeps the hold from ending before the partition is destroyed. So it comes before the check.
@@ -191,7 +191,7 @@ func (d *Driver) createPartition(ctx context.Context, p *preparation, o onDemand
 	if err := d.Specs.Add(ctx, created); err != nil {
 		return fmt.Errorf("write its CDI device: %w", err)
 	}
-	d.show(p, &p.answer[o.entry], o.entry, device.Device{GPU: o.device.GPU, Partition: created})
+	d.show(p, o.entry, device.Device{GPU: o.device.GPU, Partition: created})
 	for _, g := range p.groups {
 		for i := range g.devices {
 			if g.devices[i].Ref() == created.Ref {
@@ -314,7 +314,7 @@ func (d *Driver) explainSharing(p *preparation, g *sharedGroup) error {
 func (d *Driver) ensureSpecs(ctx context.Context, preparations []*preparation) (ok bool) {
 	ok = true
 	for _, p := range preparations {
-		if err := d.Specs.Ensure(ctx, slices.Collect(maps.Values(p.visible))...); err != nil {
+		if err := d.Specs.Ensure(ctx, slices.Sorted(maps.Values(p.visible))...); err != nil {
 			p.err, ok = fmt.Errorf("write CDI specs: %w", err), false
 			continue
 		}
