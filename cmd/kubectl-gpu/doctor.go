@@ -13,6 +13,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/internal/version"
 	"github.com/tandem-gpu/tandem/pkg/doctor"
+	"github.com/tandem-gpu/tandem/pkg/explain"
 )
 
 // diagnosis is the JSON form of doctor.
@@ -28,7 +29,7 @@ func (p *plugin) doctor() *cobra.Command {
 		Use:   "doctor",
 		Short: "Check the installation and say what to do",
 		Long: "Check versions, agents, the controller, its webhook and admission policies, and what the agents report. Each problem comes with\n" +
-			"what to do. The exit status is 1 if there is an error. Without the right to list ClusterRoleBindings, give the namespace of the release\n" +
+			"what to do. The exit status is 1 if there is an error, or if something could not be read. Without the right to list ClusterRoleBindings, give the namespace of the release\n" +
 			"with --namespace.",
 		Example: "  kubectl gpu doctor\n  kubectl gpu doctor -o json",
 		Args:    cobra.NoArgs,
@@ -50,6 +51,9 @@ func (p *plugin) doctor() *cobra.Command {
 			}
 			if slices.ContainsFunc(found, func(f doctor.Finding) bool { return f.Severity == doctor.Error }) {
 				return errors.New("the installation has errors")
+			}
+			if unread := facts.Unread(); len(unread) > 0 {
+				return fmt.Errorf("not checked: %s could not be read", explain.Number(len(unread), "kind"))
 			}
 			return nil
 		},

@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	admissionv1 "k8s.io/api/admissionregistration/v1"
 	appsv1 "k8s.io/api/apps/v1"
@@ -206,6 +207,8 @@ func screens() map[string]func(*testing.T) string {
 		change(&w)
 		return w
 	}
+	gone := h100s("node-1", 2).pod("ml", "infer", 1)
+	gone.seen = &metav1.Time{Time: time.Date(2026, 1, 2, 18, 57, 0, 0, time.UTC)}
 	failed := pending("infer-7xk2q", byLimits(testResource, 1), on("node-1", corev1.PodFailed), owned("ReplicaSet", "infer"), func(p *corev1.Pod) {
 		p.Status.Reason, p.Status.Message = "UnexpectedAdmissionError", "Pod was rejected: Allocate failed due to rpc error: code = FailedPrecondition desc = "+
 			"device GPU-0 is held by claim 5f2c (held), which is unexpected"
@@ -268,6 +271,7 @@ func screens() map[string]func(*testing.T) string {
 		"node-colour":  show(with(whole, func(w *world) { w.style = overview.Style{UTF8: true, Colour: true} }), "node", "node-2"),
 		"node-dynamic": show(of(dynamicGPU()), "node", "node-1"),
 		"node-waiting": show(whole, "node", "node-3"),
+		"node-gone":    show(world{machines: []*machine{gone}}, "node", "node-1"),
 		"node-away":    show(whole, "node", "node-4"),
 		"node-denied":  show(with(whole, func(w *world) { w.denied = []string{"resourceslices"} }), "node", "node-1"),
 

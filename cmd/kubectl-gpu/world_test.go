@@ -53,6 +53,8 @@ type machine struct {
 	claims  []v1alpha1.AllocatedClaim
 	limits  device.Resources
 	waiting string
+	// seen is when the agent wrote the GPUNode, and since when it has waited.
+	seen, since *metav1.Time
 	// taints and labels are those of the Node; conflicts those of the ledger.
 	taints    []corev1.Taint
 	labels    map[string]string
@@ -143,7 +145,7 @@ func (m *machine) gpuNode() *v1alpha1.GPUNode {
 			allocatable[o.Resource] = []string{}
 		}
 	}
-	return &v1alpha1.GPUNode{
+	node := &v1alpha1.GPUNode{
 		TypeMeta:   metav1.TypeMeta{APIVersion: v1alpha1.GroupVersion.String(), Kind: "GPUNode"},
 		ObjectMeta: metav1.ObjectMeta{Name: m.name},
 		Spec:       v1alpha1.GPUNodeSpec{Claims: m.claims, Maintenance: m.maintenance},
@@ -154,6 +156,8 @@ func (m *machine) gpuNode() *v1alpha1.GPUNode {
 			OfferedToPods: func(g device.GPU) bool { return g.Name() != m.excluded },
 		}),
 	}
+	node.Status.Seen, node.Status.WaitingSince = m.seen, m.since
+	return node
 }
 
 // maintain takes a GPU out of service.

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"path/filepath"
 	"slices"
+	"strings"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -158,8 +159,15 @@ func (a *agent) objectConfig(c components) gpunode.Config {
 		Claims: func(namespace string) gpunode.Claims { return a.client.ResourceV1().ResourceClaims(namespace) },
 		Node:   c.self, Ledger: c.book, Inventory: c.usable, Registerer: a.metrics, Sharing: c.shared, Recorder: a.recorder,
 	}
-	if missing := c.node.Missing(); missing != nil && a.isDriverless {
-		config.Facts.Waiting = missing.Error()
+	config.Waiting = func() string {
+		reason := errors.Join(c.book.Withheld(), a.status.Ready("mode", "pause"))
+		if missing := c.node.Missing(); missing != nil && a.isDriverless {
+			reason = errors.Join(missing, reason)
+		}
+		if reason == nil {
+			return ""
+		}
+		return strings.ReplaceAll(reason.Error(), "\n", "; ")
 	}
 	if a.config.Mode.Limits() {
 		if !a.limitsByCDI() {

@@ -84,6 +84,8 @@ func (p *pause) set(ctx context.Context, by string) error {
 	case by == "":
 		return p.resume(ctx)
 	}
+	// The change of the inventory has the GPUNode written, with this reason.
+	p.status.Waiting("pause", errors.New(by))
 	limited, cancel := context.WithTimeout(ctx, pauseLimit)
 	defer cancel()
 	err := p.c.node.Pause(limited, by)
@@ -92,7 +94,6 @@ func (p *pause) set(ctx context.Context, by string) error {
 	}
 	if before == "" {
 		klog.FromContext(ctx).Info("Pausing: no call to the driver is made and no GPU is offered", "by", by)
-		p.status.Waiting("pause", errors.New(by))
 		p.event(corev1.EventTypeNormal, "DriverPaused", fmt.Sprintf("No GPU is given to new pods and claims, "+
 			"and the agent makes no call to the NVIDIA driver, because of %s. Running pods keep their GPUs. "+
 			"The agent continues when no such label is left", by))
@@ -108,9 +109,9 @@ func (p *pause) set(ctx context.Context, by string) error {
 
 // resume returns an error if only a new process can use the driver.
 func (p *pause) resume(ctx context.Context) error {
+	p.status.Waiting("pause", nil)
 	err := p.c.node.Resume(ctx)
 	klog.FromContext(ctx).Info("Resuming after a pause of the driver")
-	p.status.Waiting("pause", nil)
 	p.event(corev1.EventTypeNormal, "DriverResumed", "The agent uses the NVIDIA driver again, and offers the GPUs that it reports")
 	if errors.Is(err, nvml.ErrNoDriver) {
 		return nil // the node's scans wait for it

@@ -45,13 +45,16 @@ func (s *Server) Waiting(name string, reason error) {
 	s.Check(name, func() error { return reason })
 }
 
-// Ready is nil, or names every check that fails.
-func (s *Server) Ready() error {
+// Ready is nil, or names every check that fails, of some checks or of all.
+func (s *Server) Ready(of ...string) error {
 	s.mu.Lock()
 	checks := maps.Clone(s.checks)
 	s.mu.Unlock()
 	var errs []error
 	for _, name := range slices.Sorted(maps.Keys(checks)) {
+		if len(of) > 0 && !slices.Contains(of, name) {
+			continue
+		}
 		if err := checks[name](); err != nil {
 			errs = append(errs, fmt.Errorf("%s: %w", name, err))
 		}

@@ -89,6 +89,9 @@ func changed[T client.Object](part func(T) any) predicate.Funcs {
 	}}
 }
 
+// gpuNodeChanged leaves out that an agent wrote again what it wrote before, which each agent does every minute. The cache does not keep when.
+var gpuNodeChanged = changed(func(n *v1alpha1.GPUNode) any { return []any{n.UID, n.Generation, n.Status} })
+
 // trim returns a transform for one type. It leaves tombstones unchanged.
 func trim[T client.Object](of func(T)) toolscache.TransformFunc {
 	return func(o any) (any, error) {
@@ -148,7 +151,7 @@ func withCapacity(requests []resourceapi.DeviceRequest) (kept []resourceapi.Devi
 func trimGPUNode(node *v1alpha1.GPUNode) {
 	generation := node.Generation
 	node.ObjectMeta = identity(node.ObjectMeta)
-	node.Generation = generation
+	node.Generation, node.Status.Seen = generation, nil
 	node.Spec.Claims = slices.Clone(node.Spec.Claims)
 	for i := range node.Spec.Claims {
 		c := &node.Spec.Claims[i]

@@ -16,6 +16,7 @@ import (
 	toolscache "k8s.io/client-go/tools/cache"
 	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/client/apiutil"
+	"sigs.k8s.io/controller-runtime/pkg/event"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/capacity"
@@ -95,6 +96,32 @@ func TestTrimmedGPUNodeChangesNoDecision(t *testing.T) {
 	}
 	if d := trimmed.Status.Devices[0]; d.UUID+d.Model+d.Holders[0].Name+trimmed.Status.BootID != "" || d.Holders[0].Pods != nil || trimmed.Labels != nil {
 		t.Errorf("what only people read is kept: %+v", trimmed)
+	}
+}
+
+// TestSeenIsNoChange: an agent that writes again what it wrote before causes no work, and any other change of a GPUNode does.
+func TestSeenIsNoChange(t *testing.T) {
+	before := gpuNode(func(s *v1alpha1.GPUNodeStatus) { s.Seen = &metav1.Time{Time: time.Unix(1, 0)} })
+	update := func(change func(*v1alpha1.GPUNode)) bool {
+		was, is := before.DeepCopy(), before.DeepCopy()
+		change(is)
+		is.ResourceVersion = "2"
+		trimGPUNode(was)
+		trimGPUNode(is)
+		return gpuNodeChanged.Update(event.UpdateEvent{ObjectOld: was, ObjectNew: is})
+	}
+	if update(func(n *v1alpha1.GPUNode) { n.Status.Seen = &metav1.Time{Time: time.Unix(61, 0)} }) {
+		t.Error("that the agent is there is a change")
+	}
+	for what, change := range map[string]func(*v1alpha1.GPUNode){
+		"another object": func(n *v1alpha1.GPUNode) { n.UID = "other" },
+		"the spec":       func(n *v1alpha1.GPUNode) { n.Generation++ },
+		"a device":       func(n *v1alpha1.GPUNode) { n.Status.Devices[0].UnhealthyReason = "Lost" },
+		"the reason":     func(n *v1alpha1.GPUNode) { n.Status.Waiting = "no driver" },
+	} {
+		if !update(change) {
+			t.Errorf("%s is no change", what)
+		}
 	}
 }
 

@@ -129,7 +129,7 @@ const conflictsATurn = 16
 
 func (h *healer) register(m manager.Manager) error {
 	return builder.ControllerManagedBy(m).Named("heal").
-		For(&v1alpha1.GPUNode{}).
+		For(&v1alpha1.GPUNode{}, builder.WithPredicates(gpuNodeChanged)).
 		// One worker: each reading of a Job counts the pods that were evicted before.
 		WithOptions(options(1)).
 		Complete(h)

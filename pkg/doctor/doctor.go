@@ -88,6 +88,11 @@ type NotRead struct {
 	Error string `json:"error"`
 }
 
+// Unread returns what could not be read although the viewer asked for it. With some of it, the absence of findings means nothing. It is pure.
+func (f Facts) Unread() []NotRead {
+	return slices.DeleteFunc(slices.Clone(f.NotRead), func(n NotRead) bool { return n.Kind == KindOtherPods })
+}
+
 // Severity of a Finding.
 type Severity string
 
@@ -239,15 +244,19 @@ func (e *examination) agents() {
 	}
 	for _, pod := range e.Agents {
 		ready, since := readiness(&pod)
-		if ready || pod.DeletionTimestamp != nil || e.Now.Sub(since) < rollout {
+		if ready || pod.DeletionTimestamp != nil {
 			continue
 		}
-		why := waitsFor(&pod)
-		if event, found := e.lastEvent(pod.Spec.NodeName, time.Time{}, anyType...); found {
-			why = said(event)
+		w := waitsFor(&pod)
+		severity := Error
+		if !w.failed && e.Now.Sub(since) < rollout {
+			severity = Warning
 		}
-		e.add(Error, "node "+pod.Spec.NodeName, pageInstallation, "read the agent's log: kubectl logs -n "+pod.Namespace+" "+pod.Name,
-			"its agent has not been ready since %s: %s", since.UTC().Format(time.RFC3339), cmp.Or(why, "no reason is known"))
+		if event, found := e.lastEvent(pod.Spec.NodeName, time.Time{}, anyType...); found && !w.failed {
+			w.why = said(event)
+		}
+		e.add(severity, "node "+pod.Spec.NodeName, pageInstallation, w.action(&pod),
+			"its agent has not been ready since %s: %s", since.UTC().Format(time.RFC3339), cmp.Or(w.why, "no reason is known"))
 	}
 }
 
@@ -265,8 +274,8 @@ func (e *examination) nodes() {
 			e.add(Error, "node "+n.Name, pageInstallation,
 				"let the DaemonSet select the node, or delete its GPUNode, which ends the maintenance of its GPUs: kubectl delete gpunode "+n.Name,
 				"it has a GPUNode and no agent, so that what the GPUNode says is outdated")
-		case n.Status.Waiting != "":
-			e.add(Error, "node "+n.Name, pageInstallation, "see the events of the node: kubectl describe node "+n.Name, "its agent serves no GPU: %s", n.Status.Waiting)
+		case n.Status.Waiting != "" && !e.reported("node "+n.Name):
+			e.add(Error, "node "+n.Name, pageInstallation, "see the events of the node: kubectl describe node "+n.Name, "%s", explain.WhyUnserved(n.Status))
 		}
 	}
 	for _, n := range e.Nodes {
@@ -276,6 +285,9 @@ func (e *examination) nodes() {
 		}
 	}
 	for _, node := range slices.Sorted(maps.Keys(e.Withheld)) {
+		if e.reported("node " + node) {
+			continue
+		}
 		why := "its agent gives no device to new pods and claims"
 		if event, found := e.lastEvent(node, time.Time{}, anyType...); found {
 			why += ": " + said(event)
@@ -290,6 +302,11 @@ func (e *examination) nodes() {
 				"%s", said(event))
 		}
 	}
+}
+
+// reported reports whether an error of an object is known already.
+func (e *examination) reported(object string) bool {
+	return slices.ContainsFunc(e.found, func(f Finding) bool { return f.Object == object && f.Severity == Error })
 }
 
 // runtimes reports container runtimes that give containers what their images ask for, once for each version.
@@ -424,19 +441,62 @@ func readiness(pod *corev1.Pod) (ready bool, since time.Time) {
 	return false, pod.CreationTimestamp.Time
 }
 
-// waitsFor returns what the containers of a pod wait for, or the scheduler.
-func waitsFor(pod *corev1.Pod) string {
+// wait is what a pod waits for.
+type wait struct {
+	why string
+	// failed is set if a container has ended with an error, which waiting does not mend. container is the one to look at; empty for the pod.
+	failed    bool
+	container string
+	// before is set if the log is that of the container's last run.
+	before bool
+}
+
+// waitsFor returns what the first container that is not ready waits for, or the scheduler. A container behind an init container waits for that.
+func waitsFor(pod *corev1.Pod) wait {
 	for _, c := range slices.Concat(pod.Status.InitContainerStatuses, pod.Status.ContainerStatuses) {
-		if w := c.State.Waiting; w != nil {
-			return strings.TrimSuffix(w.Reason+": "+w.Message, ": ")
+		of := wait{container: c.Name}
+		for _, ended := range []*corev1.ContainerStateTerminated{c.LastTerminationState.Terminated, c.State.Terminated} {
+			if ended != nil && ended.ExitCode != 0 && !c.Ready {
+				of.failed, of.before = true, c.State.Terminated == nil
+				of.why = fmt.Sprintf("container %s has ended with exit code %d (%s), %s", c.Name, ended.ExitCode, ended.Reason, explain.Number(int(c.RestartCount), "restart"))
+			}
+		}
+		switch w := c.State.Waiting; {
+		case of.failed:
+			return of
+		case w != nil && w.Reason != "PodInitializing":
+			of.why = strings.TrimSuffix(fmt.Sprintf("container %s is waiting: %s: %s", c.Name, w.Reason, w.Message), ": ")
+			of.container = "" // it has no log
+			return of
 		}
 	}
 	for _, c := range pod.Status.Conditions {
 		if c.Type == corev1.PodScheduled && c.Status == corev1.ConditionFalse {
-			return c.Message
+			return wait{why: c.Message}
 		}
 	}
-	return ""
+	return wait{container: agentContainer(pod)}
+}
+
+// agentContainer returns the only container that has no status of its own.
+func agentContainer(pod *corev1.Pod) string {
+	if len(pod.Spec.Containers) == 0 {
+		return ""
+	}
+	return pod.Spec.Containers[0].Name
+}
+
+// action returns how to see more of what a pod waits for.
+func (w wait) action(pod *corev1.Pod) string {
+	of := " -n " + pod.Namespace + " " + pod.Name
+	switch {
+	case w.container == "":
+		return "read the pod's events: kubectl describe pod" + of
+	case w.before:
+		return "read the log of its last run: kubectl logs --previous" + of + " -c " + w.container
+	default:
+		return "read the agent's log: kubectl logs" + of + " -c " + w.container
+	}
 }
 
 func name(kind, namespace, name string) string { return kind + " " + namespace + "/" + name }
@@ -456,9 +516,9 @@ func Text(f Facts, found []Finding) string {
 		}
 	}
 	of := fmt.Sprintf("Kubernetes %s, %d of %d agents ready, %d GPUNodes", f.Kubernetes, ready, len(f.Agents), len(f.GPUNodes))
-	switch {
-	case len(found) == 0 && len(f.NotRead) > 0:
-		fmt.Fprintf(&b, "no problem found in what you may read: %s\n", of)
+	switch unread := f.Unread(); {
+	case len(found) == 0 && len(unread) > 0:
+		fmt.Fprintf(&b, "not all was checked: %s could not be read; no problem found in the rest: %s\n", explain.Number(len(unread), "kind"), of)
 	case len(found) == 0:
 		fmt.Fprintf(&b, "no problem found: %s\n", of)
 	default:

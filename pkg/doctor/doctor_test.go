@@ -36,6 +36,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/golden"
+	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/explain"
 	"github.com/tandem-gpu/tandem/pkg/overview"
 )
@@ -52,7 +53,7 @@ func meta(name, component string) metav1.ObjectMeta {
 
 func agent(node string, ready corev1.ConditionStatus, since time.Duration) corev1.Pod {
 	pod := corev1.Pod{
-		ObjectMeta: meta("tandem-"+node, "kubelet-plugin"), Spec: corev1.PodSpec{NodeName: node},
+		ObjectMeta: meta("tandem-"+node, "kubelet-plugin"), Spec: corev1.PodSpec{NodeName: node, Containers: []corev1.Container{{Name: "kubelet-plugin"}}},
 		Status: corev1.PodStatus{Conditions: []corev1.PodCondition{{Type: corev1.PodReady, Status: ready, LastTransitionTime: ago(since)}}},
 	}
 	pod.OwnerReferences = []metav1.OwnerReference{{Kind: "DaemonSet", UID: "agents", Controller: ptr.To(true)}}
@@ -127,6 +128,26 @@ var faults = map[string]struct {
 	"no node is selected": {func(f *Facts) { f.DaemonSets[0].Status = appsv1.DaemonSetStatus{}; f.Agents, f.GPUNodes = nil, nil },
 		[]string{"error daemonset tandem-system/tandem", "error node node-1", "error node node-2"}},
 	"pods are not created": {func(f *Facts) { f.DaemonSets[0].Status.CurrentNumberScheduled = 1 }, []string{"error daemonset tandem-system/tandem"}},
+	"an init container fails": {func(f *Facts) {
+		f.Agents[1] = agent("node-2", corev1.ConditionFalse, 20*time.Second)
+		f.Agents[1].Status.InitContainerStatuses = []corev1.ContainerStatus{
+			{Name: "done", Ready: true, LastTerminationState: corev1.ContainerState{Terminated: &corev1.ContainerStateTerminated{ExitCode: 1}}},
+			{Name: "check", RestartCount: 2, State: corev1.ContainerState{Terminated: &corev1.ContainerStateTerminated{ExitCode: 2, Reason: "Error"}}}}
+		f.Agents[1].Status.ContainerStatuses = []corev1.ContainerStatus{{Name: "kubelet-plugin", State: corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "PodInitializing"}}}}
+		f.GPUNodes[1].Status.Waiting = "the agent has stopped"
+	}, []string{"error node node-2"}},
+	"an agent crashes": {func(f *Facts) {
+		f.Agents[1] = agent("node-2", corev1.ConditionFalse, time.Second)
+		f.Agents[1].Status.ContainerStatuses = []corev1.ContainerStatus{{
+			Name: "kubelet-plugin", RestartCount: 1, State: corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "CrashLoopBackOff"}},
+			LastTerminationState: corev1.ContainerState{Terminated: &corev1.ContainerStateTerminated{ExitCode: 137, Reason: "OOMKilled"}},
+		}}
+	}, []string{"error node node-2"}},
+	"an agent is silent": {func(f *Facts) {
+		seen := ago(time.Hour)
+		f.GPUNodes[1].Status.Seen = &seen
+		f.GPUNodes[1] = availability.AsOf(f.Now, f.GPUNodes[1])
+	}, []string{"error node node-2"}},
 	"an agent is not ready": {func(f *Facts) {
 		f.Agents[1] = agent("node-2", corev1.ConditionFalse, time.Hour)
 		f.Events = []corev1.Event{event("node-2", "NoDriver", "no NVIDIA driver", time.Hour), event("node-2", "LedgerLocked", "another agent", 2*time.Hour)}
@@ -137,9 +158,9 @@ var faults = map[string]struct {
 	}, []string{"error node node-2"}},
 	"an agent pulls its image": {func(f *Facts) {
 		f.Agents[1] = agent("node-2", corev1.ConditionFalse, time.Hour)
-		f.Agents[1].Status.ContainerStatuses = []corev1.ContainerStatus{{State: corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "ImagePullBackOff"}}}}
+		f.Agents[1].Status.ContainerStatuses = []corev1.ContainerStatus{{Name: "kubelet-plugin", State: corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "ImagePullBackOff"}}}}
 	}, []string{"error node node-2"}},
-	"an agent starts":  {func(f *Facts) { f.Agents[1] = agent("node-2", corev1.ConditionFalse, time.Minute) }, nil},
+	"an agent starts":  {func(f *Facts) { f.Agents[1] = agent("node-2", corev1.ConditionFalse, time.Minute) }, []string{"warning node node-2"}},
 	"an agent is gone": {func(f *Facts) { f.Agents = f.Agents[:1] }, []string{"error node node-2"}},
 	"no agent":         {func(f *Facts) { f.Agents, f.GPUNodes = f.Agents[:1], f.GPUNodes[:1] }, []string{"error node node-2"}},
 	"no driver":        {func(f *Facts) { f.GPUNodes[0].Status.Waiting = "no NVIDIA driver" }, []string{"error node node-1"}},

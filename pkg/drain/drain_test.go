@@ -73,7 +73,7 @@ func TestSelect(t *testing.T) {
 		"unknown":     {node(), "3", `node-1 has no GPU "3": it has gpu-0, gpu-1, gpu-2`},
 		"partition":   {node(), "MIG-0", "gpu-0-mig-1g10gb-19-0 of node-1 is a partition: maintenance concerns its GPU gpu-0"},
 		"by suffix":   {node(), "0-mig-1g10gb-19-0", `node-1 has no GPU "0-mig-1g10gb-19-0": it has gpu-0, gpu-1, gpu-2`},
-		"agent waits": {waiting, "", "node-1 reports no GPU: its agent waits: no driver"},
+		"agent waits": {waiting, "", "node-1 lists no GPU: no GPU for new pods and claims: no driver"},
 	} {
 		gpus, err := Select(c.node, c.gpu)
 		var names []string

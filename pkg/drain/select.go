@@ -41,7 +41,7 @@ func Select(node v1alpha1.GPUNode, name string) ([]GPU, error) {
 	case len(gpus) > 0:
 		return gpus, nil
 	case node.Status.Waiting != "":
-		return nil, fmt.Errorf("%s reports no GPU: its agent waits: %s", node.Name, explain.OneLine(node.Status.Waiting))
+		return nil, fmt.Errorf("%s lists no GPU: %s", node.Name, explain.WhyUnserved(node.Status))
 	case len(names) == 0 || name == "":
 		return nil, fmt.Errorf("%s reports no GPU", node.Name)
 	default:
@@ -131,7 +131,11 @@ func Waits(node v1alpha1.GPUNode, gpu GPU, generation int64, allocated []v1alpha
 	switch {
 	// An agent that waits for the driver lists no GPU, gives none to a holder, and observes no generation.
 	case !answered && (there || node.Status.Waiting == ""):
-		return Waiting{Text: "is not withdrawn yet: the agent of the node has not answered", Unanswered: true}
+		w := Waiting{Text: "is not withdrawn yet: the agent of the node has not answered", Unanswered: true}
+		if why := explain.WhyUnserved(node.Status); why != "" {
+			w.Text += "; " + why
+		}
+		return w
 	case !there:
 		return Waiting{}
 	}

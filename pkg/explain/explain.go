@@ -10,6 +10,7 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
@@ -49,9 +50,44 @@ func tolerates(pod *corev1.Pod, taint *corev1.Taint) bool {
 	return schedulinghelper.TolerationsTolerateTaint(klog.Background(), pod.Spec.Tolerations, taint, false)
 }
 
+// WhyUnserved returns why a node gives no GPU to new pods and claims, and since when, in one line; empty if it gives some. Every view shows it.
+// The status is that of availability.AsOf.
+func WhyUnserved(s v1alpha1.GPUNodeStatus) string {
+	if s.Waiting == "" {
+		return ""
+	}
+	since := ""
+	if s.WaitingSince != nil {
+		since = " since " + s.WaitingSince.UTC().Format(time.RFC3339)
+	}
+	return fmt.Sprintf("no GPU for new pods and claims%s: %s", since, OneLine(s.Waiting))
+}
+
 // Explain returns why none of the nodes that a pod may run on can satisfy its request. It returns the empty string if a node can,
 // so that the pod waits for another reason, and if no node has such devices.
 func Explain(nodes []v1alpha1.GPUNode, asked Request) string {
+	var serving, unserved []v1alpha1.GPUNode
+	for _, n := range nodes {
+		if n.Status.Waiting == "" {
+			serving = append(serving, n)
+		} else {
+			unserved = append(unserved, n)
+		}
+	}
+	reason, room := explainServing(serving, asked)
+	if room || len(unserved) == 0 {
+		return reason
+	}
+	slices.SortFunc(unserved, func(a, b v1alpha1.GPUNode) int { return cmp.Compare(a.Name, b.Name) })
+	if reason != "" {
+		return reason + "; no GPU for new pods on " + list(unserved, func(n v1alpha1.GPUNode) string { return n.Name })
+	}
+	return "no node that gives GPUs to new pods has " + asked.noun(asked.Devices) + "; " +
+		list(unserved, func(n v1alpha1.GPUNode) string { return n.Name + ": " + WhyUnserved(n.Status) })
+}
+
+// explainServing is Explain for nodes that give GPUs to new pods. room is whether one of them can satisfy the request.
+func explainServing(nodes []v1alpha1.GPUNode, asked Request) (reason string, room bool) {
 	if asked.Memory > 0 || asked.Shares > 0 {
 		return explainShare(nodes, asked)
 	}
@@ -70,13 +106,13 @@ func Explain(nodes []v1alpha1.GPUNode, asked Request) string {
 			continue
 		}
 		if int64(counts.Free)+asked.divided(node.Status) >= asked.Devices {
-			return ""
+			return "", true
 		}
 		with = append(with, counted{node.Name, counts})
 		total, free = total+int64(counts.Total), free+int64(counts.Free)
 	}
 	if len(with) == 0 {
-		return ""
+		return "", false
 	}
 	slices.SortFunc(with, func(a, b counted) int {
 		return cmp.Or(cmp.Compare(b.Free, a.Free), cmp.Compare(a.name, b.name))
@@ -95,17 +131,17 @@ func Explain(nodes []v1alpha1.GPUNode, asked Request) string {
 	case free > 0:
 		return fmt.Sprintf("no node has %s free: %s", asked.noun(asked.Devices), list(with, func(n counted) string {
 			return fmt.Sprintf("%s has %d of %d (%s)", n.name, n.Free, n.Total, holders(n.DeviceCounts))
-		}))
+		})), false
 	case len(with) == 1:
-		return fmt.Sprintf("%s of %s are %s: %s", asked.all(total), with[0].name, held, holders(with[0].DeviceCounts))
+		return fmt.Sprintf("%s of %s are %s: %s", asked.all(total), with[0].name, held, holders(with[0].DeviceCounts)), false
 	}
 	return fmt.Sprintf("%s of %d nodes are %s: %s", asked.all(total), len(with), held, list(with, func(n counted) string {
 		return fmt.Sprintf("%s (%s)", n.name, holders(n.DeviceCounts))
-	}))
+	})), false
 }
 
-// explainShare is Explain for a request of shares of GPUs. A free GPU that is not shared satisfies a request of memory as a whole.
-func explainShare(nodes []v1alpha1.GPUNode, asked Request) string {
+// explainShare is explainServing for a request of shares of GPUs. A free GPU that is not shared satisfies a request of memory as a whole.
+func explainShare(nodes []v1alpha1.GPUNode, asked Request) (reason string, room bool) {
 	type counted struct {
 		name string
 		// memory and shares are the most that is left on one device.
@@ -134,7 +170,7 @@ func explainShare(nodes []v1alpha1.GPUNode, asked Request) string {
 			}
 		}
 		if fitting >= asked.Devices {
-			return ""
+			return "", true
 		}
 		if shared {
 			with = append(with, most)
@@ -143,9 +179,9 @@ func explainShare(nodes []v1alpha1.GPUNode, asked Request) string {
 	byShares := asked.Shares > 0 && !slices.ContainsFunc(with, func(n counted) bool { return n.shares >= asked.Shares })
 	switch {
 	case len(with) == 0 && asked.Shares > 0:
-		return fmt.Sprintf("no node divides its GPUs into shares; the pod requests %s of one", equalShares(asked.Shares))
+		return fmt.Sprintf("no node divides its GPUs into shares; the pod requests %s of one", equalShares(asked.Shares)), false
 	case len(with) == 0:
-		return fmt.Sprintf("no node shares the memory of its GPUs; the pod requests %s of one", Mebibytes(asked.Memory))
+		return fmt.Sprintf("no node shares the memory of its GPUs; the pod requests %s of one", Mebibytes(asked.Memory)), false
 	}
 	slices.SortFunc(with, func(a, b counted) int {
 		return cmp.Or(cmp.Compare(b.shares, a.shares), cmp.Compare(b.memory, a.memory), cmp.Compare(a.name, b.name))
@@ -159,7 +195,7 @@ func explainShare(nodes []v1alpha1.GPUNode, asked Request) string {
 			return fmt.Sprintf("%s has %d at most", n.name, n.shares)
 		}
 		return fmt.Sprintf("%s has %s at most", n.name, Mebibytes(n.memory))
-	}))
+	})), false
 }
 
 // fits reports whether what is left of a shared device satisfies the request.

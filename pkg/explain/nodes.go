@@ -121,7 +121,7 @@ func (f Facts) nodeAnswers(ctx context.Context, match *matcher, claims []claimOf
 		case excluded != "" && !reported:
 			answer.Reason = excluded
 		case reported && gpuNode.Status.Waiting != "":
-			answer.Fit, answer.Reason = FitAgent, "its agent serves no GPU: "+OneLine(gpuNode.Status.Waiting)
+			answer.Fit, answer.Reason = FitAgent, WhyUnserved(gpuNode.Status)
 		case !reported && len(needs) > 0:
 			answer.Fit, answer.Reason = FitAgent, "it has GPUs and no GPUNode: Tandem's agent does not run there"
 		default:

@@ -18,7 +18,6 @@ import (
 // Queue describes waiting pods for a list of them. It uses only the pods and the GPUNodes, so that a long list needs no requests. Why reads
 // more and says more. A Queue is for one goroutine.
 type Queue struct {
-	// nodes are those whose agents serve GPUs.
 	nodes []v1alpha1.GPUNode
 	// whole are the extended resources of GPUs on the nodes, and parts those of their devices.
 	whole, parts map[string]bool
@@ -28,14 +27,11 @@ type Queue struct {
 
 // NewQueue returns a queue for the GPUNodes of a cluster.
 func NewQueue(nodes []v1alpha1.GPUNode) *Queue {
-	q := &Queue{whole: map[string]bool{}, parts: map[string]bool{}, reasons: map[Request]string{}}
+	q := &Queue{nodes: nodes, whole: map[string]bool{}, parts: map[string]bool{}, reasons: map[Request]string{}}
 	for _, n := range nodes {
 		q.whole[n.Status.ExtendedResource] = true
 		for _, d := range n.Status.Devices {
 			q.parts[d.ExtendedResource] = true
-		}
-		if n.Status.Waiting == "" {
-			q.nodes = append(q.nodes, n)
 		}
 	}
 	return q

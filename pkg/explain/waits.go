@@ -93,7 +93,7 @@ func (f Facts) counted(needs []need) string {
 	}
 	var nodes []v1alpha1.GPUNode
 	for _, n := range f.GPUNodes {
-		if may[n.Name] && n.Status.Waiting == "" {
+		if may[n.Name] {
 			nodes = append(nodes, n)
 		}
 	}

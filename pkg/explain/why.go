@@ -252,7 +252,7 @@ func (f Facts) placed(a *Answer, claims []claimOf) {
 	case running:
 		a.Cause, a.Summary = CauseRunning, "runs on "+f.Pod.Spec.NodeName
 	case node != nil && node.Status.Waiting != "" && len(a.Requests) > 0:
-		a.Cause, a.Summary = CauseAgent, fmt.Sprintf("waits on %s: its agent serves no GPU: %s", f.Pod.Spec.NodeName, OneLine(node.Status.Waiting))
+		a.Cause, a.Summary = CauseAgent, fmt.Sprintf("waits on %s: %s", f.Pod.Spec.NodeName, WhyUnserved(node.Status))
 	case len(a.Requests) == 0:
 		a.Cause, a.Summary = CauseStarting, "starts on "+f.Pod.Spec.NodeName+" and requests no GPU"
 	case node == nil && !f.missing(KindGPUNodes):

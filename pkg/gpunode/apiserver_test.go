@@ -257,6 +257,9 @@ func (f *fakeAPI) write(w http.ResponseWriter, r *http.Request, name, subresourc
 	defer f.mu.Unlock()
 	group := v1alpha1.Resource.GroupResource()
 	sent := &v1alpha1.GPUNode{}
+	if known, found := f.objects[name]; found && r.Method == http.MethodPatch {
+		sent = known.DeepCopy() // the fields of the agent's patches are not nested
+	}
 	if err := json.NewDecoder(r.Body).Decode(sent); err != nil {
 		answer(w, 0, apierrors.NewBadRequest(err.Error()))
 		return

@@ -68,8 +68,10 @@ type Config struct {
 	Claims     func(namespace string) Claims
 	DriverName string
 	NodeName   string
-	// Facts contains the facts that do not change: Mode, Limits, OfferedToPods, Excluded, Waiting and BootID. The Object sets the others.
+	// Facts contains the facts that do not change: Mode, Limits, OfferedToPods, Excluded and BootID. The Object sets the others.
 	Facts Facts
+	// Waiting returns why new pods and claims get no GPU, in one line; empty while they get GPUs. It is called after changes of the others.
+	Waiting func() string
 
 	Node      Node
 	Ledger    Ledger
@@ -88,6 +90,7 @@ type times struct {
 	lastRetry   time.Duration // if the API server may be back at any moment
 	lastRefused time.Duration // if an administrator has to change something first
 	verify      time.Duration // between two checks of a claim that no hold confirms
+	heartbeat   time.Duration // between two writes of an unchanged status, less a fifth
 }
 
 // Object is this node's GPUNode. Make it with New and use it with Run. Its other methods are safe for concurrent use, answer from
@@ -118,12 +121,12 @@ func New(c Config) (*Object, error) {
 	return &Object{config: c, client: client, metrics: newMetrics(c.Registerer), times: times{
 		settle: 50 * time.Millisecond, interval: time.Second,
 		firstRetry: 500 * time.Millisecond, lastRetry: 5 * time.Second, lastRefused: 30 * time.Second,
-		verify: time.Minute,
+		verify: time.Minute, heartbeat: time.Minute,
 	}}, nil
 }
 
-// Run keeps the object up to date until ctx is done. It then writes that extended resources are no longer served, and leaves the rest
-// of the status. Call it once. An API server that is unavailable, serves no GPUNodes or refuses them is not an error.
+// Run keeps the object up to date until ctx is done. It then writes that the agent has stopped and serves no extended resource, and leaves
+// the rest of the status. Call it once. An API server that is unavailable, serves no GPUNodes or refuses them is not an error.
 func (o *Object) Run(ctx context.Context) error {
 	group, running := errgroup.WithContext(ctx)
 	group.Go(func() error { return o.watch(running) })

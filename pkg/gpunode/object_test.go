@@ -148,13 +148,13 @@ func (f *fixture) start(shorten ...func(*times)) (o *Object, stop func()) {
 		Claims: func(namespace string) Claims { return fakeClaims{f.claims, namespace} },
 		Facts:  Facts{Mode: "Dual", Limits: device.Resources{GPU: "nvidia.com/gpu"}},
 		Node:   f.node, Ledger: f.ledger, Inventory: f.inventory, Registerer: f.registry, Sharing: f.daemons,
-		Recorder: f.recorder,
+		Recorder: f.recorder, Waiting: f.waiting,
 	})
 	if err != nil {
 		f.Fatal(err)
 	}
 	o.times = times{settle: time.Millisecond, interval: 10 * time.Millisecond, firstRetry: 10 * time.Millisecond,
-		lastRetry: 20 * time.Millisecond, lastRefused: 50 * time.Millisecond, verify: time.Hour}
+		lastRetry: 20 * time.Millisecond, lastRefused: 50 * time.Millisecond, verify: time.Hour, heartbeat: time.Hour}
 	for _, s := range shorten {
 		s(&o.times)
 	}
@@ -169,6 +169,14 @@ func (f *fixture) start(shorten ...func(*times)) (o *Object, stop func()) {
 	})
 	f.Cleanup(stop)
 	return o, stop
+}
+
+// waiting is the reason of the agent's program.
+func (f *fixture) waiting() string {
+	if withheld := f.ledger.Withheld(); withheld != nil {
+		return withheld.Error()
+	}
+	return ""
 }
 
 // patience bounds every wait; a test that needs it has failed.
@@ -287,7 +295,6 @@ func TestCreatesAndReports(t *testing.T) {
 	}
 }
 
-// TestAdoptsWhatIsThere: an agent that starts after one that was killed writes nothing when nothing has changed.
 // The daemons that are wanted are told as soon as they are, and what the controller says of them is known.
 func TestDaemons(t *testing.T) {
 	t.Parallel()
@@ -323,6 +330,7 @@ func TestDaemons(t *testing.T) {
 	f.awaitStatus("that no daemon is wanted", func(s v1alpha1.GPUNodeStatus) bool { return len(s.Daemons) == 0 })
 }
 
+// TestAdoptsWhatIsThere: an agent that starts after one that was killed writes only that it is there when nothing has changed.
 func TestAdoptsWhatIsThere(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)
@@ -334,10 +342,63 @@ func TestAdoptsWhatIsThere(t *testing.T) {
 	before := len(f.api.written())
 	o, _ := f.start()
 	f.await("the object", func() bool { _, synced := o.view.current(); return synced })
+	f.await("a write", func() bool { return len(f.api.written()) > before })
 	f.quiet()
-	if now := f.api.written(); len(now) != before {
-		t.Errorf("wrote %q though nothing had changed", now[before:])
+	if now := f.api.written()[before:]; !slices.Equal(now, []string{"patch node-1/status"}) {
+		t.Errorf("wrote %q though nothing had changed", now)
 	}
+}
+
+// TestSeen: an unchanged status is written again by a patch of one field, and no other field changes.
+func TestSeen(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	f.hold("c1", "GPU-0")
+	old := metav1.NewTime(time.Unix(1000, 0))
+	f.start(func(s *times) { s.heartbeat = 50 * time.Millisecond })
+	before := f.awaitStatus("a holder", func(s v1alpha1.GPUNodeStatus) bool { return s.Holders != "" })
+	f.api.set(func() {
+		o := f.api.objects["node-1"].DeepCopy()
+		o.Status.Seen = &old
+		f.api.store(o)
+	})
+	after := f.awaitStatus("that it is there", func(s v1alpha1.GPUNodeStatus) bool { return s.Seen.After(old.Time) })
+	if !same(before.Status, after.Status) || after.Status.WaitingSince != nil {
+		t.Errorf("changed from %+v to %+v", before.Status, after.Status)
+	}
+	if got := f.api.written(); !slices.Equal(got[:2], []string{"post node-1", "put node-1/status"}) || len(slices.Compact(got[2:])) != 1 || got[2] != "patch node-1/status" {
+		t.Errorf("wrote %q", got)
+	}
+	f.await("the write in the metric", func() bool { return f.metric("tandem_gpunode_writes_total", "seen", "ok") > 0 })
+}
+
+// TestWithheld: the reason to withhold the GPUs is written with the time since when there is one, and goes with it.
+func TestWithheld(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	_, stop := f.start()
+	f.awaitStatus("a status", func(s v1alpha1.GPUNodeStatus) bool { return free(2)(s) && s.Waiting == "" && s.Seen != nil })
+	f.ledger.Withhold("a test", errors.New("another device plugin"))
+	f.awaitStatus("the reason", func(s v1alpha1.GPUNodeStatus) bool {
+		return s.Waiting == "another device plugin" && s.WaitingSince != nil
+	})
+	old := metav1.NewTime(time.Unix(1000, 0))
+	f.api.set(func() {
+		o := f.api.objects["node-1"].DeepCopy()
+		o.Status.WaitingSince = &old
+		f.api.store(o)
+	})
+	f.ledger.Withhold("a test", errors.New("another DRA driver"))
+	f.awaitStatus("the other reason, since the first", func(s v1alpha1.GPUNodeStatus) bool {
+		return s.Waiting == "another DRA driver" && s.WaitingSince.Equal(&old)
+	})
+	stop()
+	if left := f.api.object("node-1").Status; left.Waiting != stopped || !left.WaitingSince.Equal(&old) {
+		t.Errorf("it left %q since %v", left.Waiting, left.WaitingSince)
+	}
+	f.ledger.Withhold("a test", nil)
+	f.start()
+	f.awaitStatus("no reason", func(s v1alpha1.GPUNodeStatus) bool { return s.Waiting == "" && s.WaitingSince == nil })
 }
 
 // TestPruned: what an API server with an older definition of the resource drops is not sent again and again.
@@ -374,7 +435,7 @@ func TestPruned(t *testing.T) {
 	}
 }
 
-// TestLeaves: an agent that ends says that limits are served no more, and leaves what else it knew.
+// TestLeaves: an agent that ends says that it does and that limits are served no more, and leaves what else it knew.
 func TestLeaves(t *testing.T) {
 	t.Parallel()
 	for name, meanwhile := range map[string]func(*fixture){
@@ -400,7 +461,7 @@ func TestLeaves(t *testing.T) {
 			meanwhile(f)
 			stop()
 			left := f.api.object("node-1").Status
-			if left.ExtendedResource != "" || left.Devices[1].ExtendedResourceState != "" || left.Holders != "gpu-0=apps/c1(claim)" || left.Mode != "Dual" {
+			if left.Waiting != stopped || left.WaitingSince == nil || left.ExtendedResource != "" || left.Devices[1].ExtendedResourceState != "" || left.Holders != "gpu-0=apps/c1(claim)" || left.Mode != "Dual" {
 				t.Errorf("it left %+v", left)
 			}
 			f.start()

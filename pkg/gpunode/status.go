@@ -29,7 +29,7 @@ type Facts struct {
 	OfferedToPods func(device.GPU) bool
 	// Excluded selects the GPUs that are excluded from both APIs; nil selects none. It must be pure.
 	Excluded func(device.GPU) bool
-	// Waiting is why the agent serves no GPU; empty while it does. BootID is the kernel's.
+	// Waiting is why new pods and claims get no GPU; empty while they get GPUs. BootID is the kernel's.
 	Waiting, BootID string
 	// Generation of the spec that the agent acts on.
 	Generation int64

@@ -7,7 +7,6 @@ import (
 	"math"
 	"time"
 
-	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/klog/v2"
 
@@ -25,7 +24,7 @@ type Waiting struct {
 }
 
 // RunWaiting replaces Run while the agent waits for the driver: it removes devices and holders from an existing object, because what the last
-// agent wrote is no longer true, and writes the reason. It creates no object. The requested MPS daemons stay; Run updates them later. It
+// agent wrote is no longer true, and writes the reason, and again each minute, because it is there. It creates no object. The requested MPS daemons stay; Run updates them later. It
 // needs of the Config only REST, NodeName, Registerer and Facts.BootID. It returns when ctx is done. An API server that does not answer
 // is not an error.
 func (o *Object) RunWaiting(ctx context.Context, w Waiting) {
@@ -34,10 +33,14 @@ func (o *Object) RunWaiting(ctx context.Context, w Waiting) {
 	for ctx.Err() == nil {
 		changed := w.Changed()
 		var again <-chan time.Time
-		if err := o.correct(ctx, w); err != nil && ctx.Err() == nil {
+		switch corrected, err := o.correct(ctx, w); {
+		case err != nil && ctx.Err() == nil:
 			klog.FromContext(ctx).V(1).Info("Cannot correct the node's GPUNode, trying again", "reason", err.Error())
 			again = time.After(retry.Step())
-		} else {
+		case corrected:
+			again = time.After(o.nextBeat())
+			fallthrough
+		default:
 			retry = delays
 		}
 		select {
@@ -48,22 +51,23 @@ func (o *Object) RunWaiting(ctx context.Context, w Waiting) {
 	}
 }
 
-func (o *Object) correct(ctx context.Context, w Waiting) error {
+// correct reports whether there is an object that had to be corrected.
+func (o *Object) correct(ctx context.Context, w Waiting) (bool, error) {
 	if err := o.refresh(ctx); err != nil {
-		return err
+		return false, err
 	}
 	object, _ := o.view.current()
 	boot := o.config.Facts.BootID
 	if object == nil || w.OnlyEarlierBoots && (object.Status.BootID == "" || object.Status.BootID == boot) {
-		return nil
+		return false, nil
 	}
 	status := v1alpha1.GPUNodeStatus{
 		Waiting: w.Reason(), BootID: boot, ObservedGeneration: object.Status.ObservedGeneration,
 		Daemons: object.Status.Daemons, UnknownDaemons: object.Status.UnknownDaemons,
 	}
-	if apiequality.Semantic.DeepEqual(object.Status, status) {
-		return nil
+	if same(object.Status, status) && object.Status.Seen != nil && time.Since(object.Status.Seen.Time).Abs() < o.times.heartbeat/2 {
+		return true, nil
 	}
 	_, err := o.updateStatus(ctx, object, status)
-	return err
+	return true, err
 }

@@ -3,7 +3,9 @@
 package gpunode
 
 import (
+	"cmp"
 	"context"
+	"fmt"
 	"slices"
 	"sync"
 	"time"
@@ -97,6 +99,8 @@ type writer struct {
 	// sent is the last status that was written, and answered the object's version in the response.
 	sent     v1alpha1.GPUNodeStatus
 	answered string
+	// beat is when to write an unchanged status; zero after the start, because an earlier agent wrote it.
+	beat time.Time
 	// pruned logs once that the API server dropped a part of the status.
 	pruned sync.Once
 	// foreign is the UID of the last object that this Node did not own.
@@ -133,7 +137,10 @@ func (w *writer) look(ctx context.Context, now time.Time) time.Time {
 	if request == nil {
 		w.dirty = time.Time{}
 		w.succeeded()
-		return w.expire()
+		if expires := w.expire(); !w.beat.After(now) || !expires.IsZero() && expires.Before(w.beat) {
+			return expires
+		}
+		return w.beat
 	}
 	if w.dirty.IsZero() {
 		w.dirty = now
@@ -164,12 +171,18 @@ func (w *writer) next() (request func(context.Context) error, urgent bool) {
 	}
 	status := bounded(Status(w.facts()))
 	w.metrics.setMaintenance(status)
-	if apiequality.Semantic.DeepEqual(object.Status, status) {
-		return nil, false
-	}
-	if object.ResourceVersion == w.answered && apiequality.Semantic.DeepEqual(w.sent, status) {
-		// The API server dropped a part of it and would do so again.
-		return nil, false
+	// The API server may have dropped a part of what was sent, and would do so again.
+	if same(object.Status, status) || object.ResourceVersion == w.answered && same(w.sent, status) {
+		if time.Now().Before(w.beat) {
+			return nil, false
+		}
+		return func(ctx context.Context) error {
+			updated, err := w.updateSeen(ctx, object)
+			if err == nil {
+				w.wrote(updated)
+			}
+			return err
+		}, false
 	}
 	return func(ctx context.Context) error {
 		updated, err := w.updateStatus(ctx, object, status)
@@ -177,16 +190,32 @@ func (w *writer) next() (request func(context.Context) error, urgent bool) {
 			return err
 		}
 		w.pace.Took(time.Now())
-		w.dirty = time.Time{}
-		w.sent, w.answered = status, updated.ResourceVersion
+		w.sent = status
+		w.wrote(updated)
 		w.reportMaintenance(object.Status, updated.Status)
-		if !apiequality.Semantic.DeepEqual(updated.Status, status) {
+		if !same(updated.Status, status) {
 			w.pruned.Do(func() {
 				klog.FromContext(ctx).Info("The API server does not keep all of the GPUNode's status: its CustomResourceDefinition has another version")
 			})
 		}
 		return nil
 	}, Urgent(object.Status, status)
+}
+
+// wrote records what the API server answered to a write.
+func (w *writer) wrote(updated *v1alpha1.GPUNode) {
+	w.dirty, w.answered = time.Time{}, updated.ResourceVersion
+	// The jitter separates agents that reach an API server again at the same time.
+	w.beat = time.Now().Add(w.nextBeat())
+}
+
+// nextBeat returns how long an unchanged status is not written again.
+func (o *Object) nextBeat() time.Duration { return wait.Jitter(o.times.heartbeat*4/5, 0.2) }
+
+// same reports whether two statuses differ in nothing but their times.
+func same(a, b v1alpha1.GPUNodeStatus) bool {
+	a.Seen, a.WaitingSince = b.Seen, b.WaitingSince
+	return apiequality.Semantic.DeepEqual(a, b)
 }
 
 // noteOwner logs once that this Node does not own the object. An agent may neither delete a GPUNode nor change its owner, which would delete
@@ -228,20 +257,21 @@ func (o *Object) facts() Facts {
 	if object, _ := o.view.current(); object != nil {
 		facts.Generation, facts.Maintenance = object.Generation, object.Spec.Maintenance
 	}
+	facts.Waiting = o.config.Waiting()
 	return facts
 }
 
-// leave writes that the device plugin is no longer served. kubelet reports that up to ten seconds later, and fails every pod that the
-// scheduler sends until then. The next agent overwrites it.
+// leave writes that the agent has stopped, and that the device plugin is no longer served. kubelet reports that up to ten seconds later, and
+// fails every pod that the scheduler sends until then. The next agent overwrites it.
 func (o *Object) leave(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, leaveTimeout)
 	defer cancel()
 	facts := o.facts()
-	facts.Limits = device.Resources{}
+	facts.Limits, facts.Waiting = device.Resources{}, stopped
 	status := bounded(Status(facts))
 	for range 2 {
 		object, _ := o.view.current()
-		if object == nil || object.DeletionTimestamp != nil || object.Status.ExtendedResource == "" {
+		if object == nil || object.DeletionTimestamp != nil {
 			return
 		}
 		_, err := o.updateStatus(ctx, object, status)
@@ -250,11 +280,14 @@ func (o *Object) leave(ctx context.Context) {
 		}
 		// The previous write may have been interrupted and stored.
 		if !outdated(err) || o.refresh(ctx) != nil {
-			klog.FromContext(ctx).Info("Cannot write that the GPUNode's extended resources are no longer served", "reason", err.Error())
+			klog.FromContext(ctx).Info("Cannot write into the GPUNode that the agent stops, so that it shows free GPUs for up to three minutes", "reason", err.Error())
 			return
 		}
 	}
 }
+
+// stopped is why new pods get no GPU after the agent.
+const stopped = "the agent has stopped"
 
 // create creates the object. The node owns it, so it is deleted with the node.
 func (o *Object) create(ctx context.Context, node types.UID) error {
@@ -265,17 +298,28 @@ func (o *Object) create(ctx context.Context, node types.UID) error {
 	return err
 }
 
-// updateStatus replaces the status of this version of the object.
+// updateStatus replaces the status of this version of the object, with its times.
 func (o *Object) updateStatus(ctx context.Context, object *v1alpha1.GPUNode, status v1alpha1.GPUNodeStatus) (*v1alpha1.GPUNode, error) {
+	now := metav1.Now().Rfc3339Copy()
+	status.Seen, status.WaitingSince = &now, nil
+	if status.Waiting != "" {
+		status.WaitingSince = cmp.Or(object.Status.WaitingSince, &now)
+	}
 	next := *object
 	next.Status, next.ManagedFields = status, nil // the API server keeps its own
 	return o.request(ctx, "status", o.client.Put().Name(object.Name).SubResource("status"), &next)
 }
 
-// request sends an object, records the result and returns the stored object.
-func (o *Object) request(ctx context.Context, operation string, r *rest.Request, object *v1alpha1.GPUNode) (*v1alpha1.GPUNode, error) {
+// updateSeen writes no more than that the agent is there.
+func (o *Object) updateSeen(ctx context.Context, object *v1alpha1.GPUNode) (*v1alpha1.GPUNode, error) {
+	patch := fmt.Appendf(nil, `{"metadata":{"uid":%q},"status":{"seen":%q}}`, object.UID, metav1.Now().UTC().Format(time.RFC3339))
+	return o.request(ctx, "seen", o.client.Patch(types.MergePatchType).Name(object.Name).SubResource("status"), patch)
+}
+
+// request sends an object or a patch, records the result and returns the stored object.
+func (o *Object) request(ctx context.Context, operation string, r *rest.Request, body any) (*v1alpha1.GPUNode, error) {
 	stored := &v1alpha1.GPUNode{}
-	err := r.Resource(resource).Timeout(requestTimeout).Body(object).Do(ctx).Into(stored)
+	err := r.Resource(resource).Timeout(requestTimeout).Body(body).Do(ctx).Into(stored)
 	o.metrics.wrote(operation, err)
 	if err != nil {
 		return nil, err
@@ -345,7 +389,7 @@ func newMetrics(registerer prometheus.Registerer) *metrics {
 	return &metrics{
 		writes: factory.NewCounterVec(prometheus.CounterOpts{
 			Name: "tandem_gpunode_writes_total",
-			Help: "Requests to change this node's GPUNode (create, status) by result: ok, conflict (another client wrote first), error.",
+			Help: "Requests to change this node's GPUNode (create, status, seen: that the agent is there) by result: ok, conflict (another client wrote first), error.",
 		}, []string{"operation", "result"}),
 		served: factory.NewGauge(prometheus.GaugeOpts{
 			Name: "tandem_gpunode_served",

@@ -418,7 +418,7 @@ func (n *Nodes) missing(ctx context.Context, sets []daemonSet, name string) (str
 }
 
 // findAgent returns Tandem's agent on a node, nil if there is none. missing is what the agent waits for before it can serve GPUs; empty for
-// nothing. findAgent does not check whether the agent is ready: beside NVIDIA's software it is not.
+// nothing. Beside NVIDIA's software the agent is not ready and gives no GPU to new pods: findAgent does not check that.
 func (n *Nodes) findAgent(ctx context.Context, name string) (agent *corev1.Pod, missing string, err error) {
 	agent, err = n.agent(ctx, name)
 	switch {
@@ -435,8 +435,8 @@ func (n *Nodes) findAgent(ctx context.Context, name string) (agent *corev1.Pod, 
 		return agent, "the GPUNode, which the agent creates", nil
 	case err != nil:
 		return nil, "", fmt.Errorf("get GPUNode %s: %w", name, err)
-	case object.Status.Mode == "" || object.Status.Waiting != "":
-		return agent, "the agent to serve GPUs: " + cmp.Or(object.Status.Waiting, "its GPUNode has no mode yet"), nil
+	case object.Status.Mode == "":
+		return agent, "the agent to serve GPUs: " + cmp.Or(explain.WhyUnserved(object.Status), "its GPUNode has no mode yet"), nil
 	}
 	return agent, "", nil
 }

@@ -141,6 +141,7 @@ func TestAdministratorsNamespaces(t *testing.T) {
 // Text of others does not control the terminal.
 func TestProgressIsPlain(t *testing.T) {
 	w := newWorld(t, plugin)
+	w.gpuNodes["a"].Status.Mode = "" // as without a driver
 	w.gpuNodes["a"].Status.Waiting = "x\x1b[2J\u009b2J\u202e\nnode a: done"
 	w.wantError(w.migrate(w.nodes(false)), "node a: Tandem cannot take over")
 	plan, err := w.nodes(false).Plan(t.Context())

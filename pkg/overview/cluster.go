@@ -24,6 +24,7 @@ import (
 	"k8s.io/client-go/tools/pager"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/explain"
 )
 
@@ -73,6 +74,7 @@ func gpuNodesError(verb string, err error) error {
 	}
 }
 
+// decodeGPUNode returns a GPUNode as of now.
 func decodeGPUNode(object runtime.Object) (node v1alpha1.GPUNode, err error) {
 	from, ok := object.(*unstructured.Unstructured)
 	if !ok {
@@ -81,7 +83,7 @@ func decodeGPUNode(object runtime.Object) (node v1alpha1.GPUNode, err error) {
 	if err := runtime.DefaultUnstructuredConverter.FromUnstructured(from.Object, &node); err != nil {
 		return node, fmt.Errorf("decode GPUNode %s: %w", from.GetName(), err)
 	}
-	return node, nil
+	return availability.AsOf(time.Now(), node), nil
 }
 
 // GPUNode returns the GPUNode of a node.
@@ -275,18 +277,21 @@ type Viewer struct {
 // everything until it has read the roles.
 const refusals = 5
 
-// Watch shows each state of the named nodes, or of all, first those that exist. It returns nil when ctx is done. It returns an error if the
+// silentEvery is how often Watch looks for agents that have become silent: no event says so.
+const silentEvery = 15 * time.Second
+
+// Watch shows each state of the named nodes, or of all, first those that exist, and those whose agents become silent. It returns nil when ctx is done. It returns an error if the
 // first list fails, or if the viewer may not list or watch any more: see refusals.
 func (c Cluster) Watch(ctx context.Context, v Viewer, names ...string) error {
 	show := v.Show
 	wanted := func(name string) bool { return len(names) == 0 || slices.Contains(names, name) }
-	last := map[string]bool{}
+	last := map[string]v1alpha1.GPUNode{}
 	refused := 0
 	for first := true; ctx.Err() == nil; first = false {
-		now := map[string]bool{}
+		now := map[string]v1alpha1.GPUNode{}
 		version, err := c.EachGPUNode(ctx, func(n v1alpha1.GPUNode) {
 			if wanted(n.Name) {
-				now[n.Name] = true
+				now[n.Name] = n
 				show(Change{GPUNode: n})
 			}
 		})
@@ -295,7 +300,7 @@ func (c Cluster) Watch(ctx context.Context, v Viewer, names ...string) error {
 		}
 		if err == nil {
 			for name := range last {
-				if !now[name] {
+				if _, still := now[name]; !still {
 					show(gone(name))
 				}
 			}
@@ -325,7 +330,9 @@ func gone(name string) Change {
 	return Change{GPUNode: v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{Name: name}}, Gone: true}
 }
 
-func (c Cluster) watchFrom(ctx context.Context, version string, wanted func(string) bool, last map[string]bool, show func(Change)) error {
+func (c Cluster) watchFrom(ctx context.Context, version string, wanted func(string) bool, last map[string]v1alpha1.GPUNode, show func(Change)) error {
+	ticker := time.NewTicker(silentEvery)
+	defer ticker.Stop()
 	watcher, err := c.gpuNodes().Watch(ctx, metav1.ListOptions{ResourceVersion: version})
 	if err != nil {
 		return err
@@ -337,6 +344,14 @@ func (c Cluster) watchFrom(ctx context.Context, version string, wanted func(stri
 		select {
 		case event, more = <-watcher.ResultChan():
 		case <-ctx.Done():
+		case now := <-ticker.C:
+			for name, n := range last {
+				if n = availability.AsOf(now, n); n.Status.Waiting != last[name].Status.Waiting {
+					last[name] = n
+					show(Change{GPUNode: n})
+				}
+			}
+			continue
 		}
 		if !more {
 			return nil
@@ -351,7 +366,7 @@ func (c Cluster) watchFrom(ctx context.Context, version string, wanted func(stri
 			delete(last, node.Name)
 			show(gone(node.Name))
 		default:
-			last[node.Name] = true
+			last[node.Name] = node
 			show(Change{GPUNode: node})
 		}
 	}

@@ -86,7 +86,7 @@ func (s Style) gpuCells(n Node, gpu GPU) []cell {
 
 // signs distinguish the states without colour. The others have the first one.
 var signs = map[State]struct{ utf8, ascii string }{
-	"": {"●", "*"}, Free: {"○", "."}, Unhealthy: {"✗", "!"}, Maintenance: {"◇", "#"}, Excluded: {"–", "-"},
+	"": {"●", "*"}, Free: {"○", "."}, Unhealthy: {"✗", "!"}, Maintenance: {"◇", "#"}, Excluded: {"–", "-"}, Unserved: {"–", "-"},
 }
 
 // Mark returns a state with its sign.

@@ -42,13 +42,15 @@ type Counts struct {
 	Unhealthy int `json:"unhealthy"`
 	// Maintenance counts those that an administrator has taken out of service.
 	Maintenance int `json:"maintenance"`
+	// Unserved counts those without a holder on nodes that give no GPU to new pods and claims.
+	Unserved int `json:"unserved"`
 }
 
 // Node is a node with GPUs.
 type Node struct {
 	Name string `json:"name"`
 	Mode string `json:"mode,omitempty"`
-	// Problem is why the node serves no GPU, in one line; empty if it does.
+	// Problem is why the node gives no GPU to new pods and claims, and since when, in one line; empty if it does.
 	Problem string   `json:"problem,omitempty"`
 	Devices []Device `json:"devices,omitempty"`
 	// Conflicts are claims that were allocated a device which another holder has.
@@ -71,6 +73,7 @@ const (
 	Claim       State = "Claim"       // a claim holds it, or a partition of it
 	Pod         State = "Pod"         // a pod holds it, or a partition of it, by limits
 	Allocated   State = "Allocated"   // the scheduler allocated it to a claim that is not prepared yet
+	Unserved    State = "Unserved"    // it has no holder, and its node gives no GPU to new pods and claims
 	Free        State = "Free"
 )
 
@@ -176,15 +179,16 @@ func (c Conflict) String() string {
 	return strings.TrimSuffix(fmt.Sprintf("%s, %s: %s", c.Claimed, strings.Join(c.Devices, ", "), c.Message), ": ")
 }
 
-// NodeOf describes a node by its GPUNode.
+// NodeOf describes a node by its GPUNode, which availability.AsOf has returned.
 func NodeOf(from v1alpha1.GPUNode) Node {
-	n := Node{Name: from.Name, Mode: from.Status.Mode}
-	if from.Status.Waiting != "" {
-		n.Problem = "the agent waits: " + explain.OneLine(from.Status.Waiting)
-	}
+	n := Node{Name: from.Name, Mode: from.Status.Mode, Problem: explain.WhyUnserved(from.Status)}
 	known := availability.NewNode(from.Status, from.Spec.Claims)
 	for _, d := range inOrder(from.Status.Devices) {
-		n.Devices = append(n.Devices, deviceOf(d, known, from.Spec.Claims))
+		device := deviceOf(d, known, from.Spec.Claims)
+		if device.State == Free && n.Problem != "" {
+			device.State = Unserved
+		}
+		n.Devices = append(n.Devices, device)
 	}
 	for _, c := range from.Status.Conflicts {
 		n.Conflicts = append(n.Conflicts, Conflict{
@@ -308,7 +312,7 @@ func New(nodes []Node) Overview {
 func (c *Counts) add(s State) {
 	of := map[State]*int{
 		Free: &c.Free, Claim: &c.Claims, Pod: &c.Pods, Allocated: &c.Allocated, Draining: &c.Draining, Unhealthy: &c.Unhealthy,
-		Maintenance: &c.Maintenance,
+		Maintenance: &c.Maintenance, Unserved: &c.Unserved,
 	}[s]
 	if of != nil {
 		c.Total++
@@ -324,7 +328,7 @@ func (c Counts) String() string {
 		what string
 	}{
 		{c.Claims, "by claims"}, {c.Pods, "by pods"}, {c.Allocated, "allocated"}, {c.Draining, "draining"}, {c.Unhealthy, "unhealthy"},
-		{c.Maintenance, "under maintenance"}, {c.Free, "free"},
+		{c.Maintenance, "under maintenance"}, {c.Unserved, "unserved"}, {c.Free, "free"},
 	} {
 		if part.n > 0 {
 			parts = append(parts, fmt.Sprintf("%d %s", part.n, part.what))

@@ -74,7 +74,7 @@ type stateView struct {
 
 // states in the order of the legend.
 var states = []overview.State{
-	overview.Free, overview.Claim, overview.Pod, overview.Allocated, overview.Draining, overview.Unhealthy, overview.Maintenance, overview.Excluded,
+	overview.Free, overview.Claim, overview.Pod, overview.Allocated, overview.Draining, overview.Unhealthy, overview.Maintenance, overview.Unserved, overview.Excluded,
 }
 
 // nodeView is a node in any view.

@@ -45,7 +45,9 @@ func AddToScheme(s *runtime.Scheme) error {
 // +kubebuilder:printcolumn:name="Unhealthy",type=integer,JSONPath=`.status.counts.unhealthy`
 // +kubebuilder:printcolumn:name="Maintenance",type=integer,priority=1,JSONPath=`.status.counts.maintenance`
 // +kubebuilder:printcolumn:name="Partitions",type=integer,priority=1,JSONPath=`.status.partitions.total`
+// +kubebuilder:printcolumn:name="Seen",type=date,JSONPath=`.status.seen`
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
+// +kubebuilder:printcolumn:name="Waiting",type=string,JSONPath=`.status.waiting`
 // +kubebuilder:printcolumn:name="Holders",type=string,priority=1,JSONPath=`.status.holders`
 type GPUNode struct {
 	metav1.TypeMeta   `json:",inline"`
@@ -191,10 +193,16 @@ type GPUNodeStatus struct {
 	//
 	// +kubebuilder:validation:MaxLength=63
 	Mode string `json:"mode,omitempty"`
-	// Waiting is why the agent serves no GPU, in one line, such as a missing driver; empty while it serves them.
+	// Waiting is why new pods and claims get no GPU of the node, in one line, such as a missing driver or another device plugin; empty while
+	// they get GPUs. Holders keep theirs.
 	//
 	// +kubebuilder:validation:MaxLength=1024
 	Waiting string `json:"waiting,omitempty"`
+	// WaitingSince is since when there is a reason to wait. The reason may have changed since.
+	WaitingSince *metav1.Time `json:"waitingSince,omitempty"`
+	// Seen is when the agent wrote the status last. It writes at least once a minute. If Seen is older than two and a half minutes, the agent
+	// is gone or does not reach the API server, and the status is of that time.
+	Seen *metav1.Time `json:"seen,omitempty"`
 	// BootID is the kernel's ID of the boot that the status is about. What an earlier boot reported is no longer true.
 	//
 	// +kubebuilder:validation:MaxLength=63
