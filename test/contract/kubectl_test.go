@@ -18,6 +18,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	gpunode "github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/internal/browser"
 	"github.com/tandem-gpu/tandem/pkg/overview"
 	"github.com/tandem-gpu/tandem/test/manifests"
@@ -361,6 +362,66 @@ func TestDoctor(t *testing.T) {
 	bind()
 	startControllers()
 	s.Await(soon, "doctor to find nothing again", nothing)
+}
+
+// TestUnservedNode: while a node gives no GPU to new pods, by another driver, a pause, or an agent that has ended or died, each view says so, and none
+// calls its GPUs free.
+func TestUnservedNode(t *testing.T) {
+	s := begin(t)
+	plugin := s.BuildPlugin()
+	s.Manifest(manifests.SingleTemplate + manifests.Pod("limit", "infer"))
+	s.Running(soon, 1, 0)
+	says := func(words string) {
+		t.Helper()
+		s.Await(soon, "each view to say "+words, func() error {
+			for _, command := range []string{"ls " + gpuNode, "node " + gpuNode, "top " + gpuNode, "why late -n " + s.Namespace, "why late-claim -n " + s.Namespace} {
+				out, err := s.KubectlGPU(plugin, strings.Fields(command)...)
+				out = strings.Join(strings.Fields(out), " ")
+				if err != nil || !strings.Contains(out, words) || strings.Contains(out, "Free") || strings.Contains(out, "has room") {
+					return fmt.Errorf("%s: %w: %s", command, err, out)
+				}
+			}
+			if out, err := s.KubectlGPU(plugin, "doctor"); err == nil {
+				return fmt.Errorf("doctor: %s", out)
+			}
+			return nil
+		})
+		if table := s.Kubectl("get", "gpunode", gpuNode); !strings.Contains(table, "WAITING") {
+			t.Errorf("no column WAITING:\n%s", table)
+		}
+	}
+
+	s.Kubectl("label", "node", gpuNode, "nvidia.com/gpu.deploy.client=paused-for-driver-upgrade")
+	resume := s.Undo(func() error {
+		_, err := s.Cluster.Kubectl(s.Ctx, "label", "node", gpuNode, "nvidia.com/gpu.deploy.client-")
+		return err
+	})
+	s.Shows("the pause", func(n gpunode.GPUNode) bool { return strings.Contains(n.Status.Waiting, "paused-for-driver-upgrade") })
+	s.Manifest(manifests.Pod("limit", "late") + manifests.Pod("claim", "late-claim"))
+	says("paused-for-driver-upgrade")
+	resume()
+	s.Running(soon, 3, 0)
+	s.Shows("no reason", func(n gpunode.GPUNode) bool { return n.Status.Waiting == "" })
+	s.Kubectl("delete", "pod", "-n", s.Namespace, "late", "late-claim")
+
+	const agents = "daemonset/tandem"
+	s.Kubectl("patch", "-n", install.Namespace, agents, "--type=merge", "-p", `{"spec":{"template":{"spec":{"nodeSelector":{"kubernetes.io/os":"none"}}}}}`)
+	start := s.Undo(func() error {
+		_, err := s.Cluster.Kubectl(s.Ctx, "patch", "-n", install.Namespace, agents, "--type=merge", "-p", `{"spec":{"template":{"spec":{"nodeSelector":{"kubernetes.io/os":"linux"}}}}}`)
+		return err
+	})
+	s.Shows("that the agent has ended", func(n gpunode.GPUNode) bool { return n.Status.Waiting == "the agent has stopped" && n.Status.Holders != "" })
+	s.Manifest(manifests.Pod("limit", "late") + manifests.Pod("claim", "late-claim"))
+	says("the agent has stopped")
+	// What an agent leaves that has died ten minutes ago.
+	died := time.Now().Add(-10 * time.Minute).UTC().Format(time.RFC3339)
+	s.Kubectl("patch", "gpunode", gpuNode, "--subresource=status", "--type=merge", "-p", fmt.Sprintf(`{"status":{"waiting":null,"waitingSince":null,"seen":%q}}`, died))
+	says("the agent is silent")
+	start()
+	s.RolledOut()
+	s.Running(soon, 3, 0)
+	s.Shows("no reason", func(n gpunode.GPUNode) bool { return n.Status.Waiting == "" && time.Since(n.Status.Seen.Time) < 2*time.Minute })
+	s.NoDoubleOwners()
 }
 
 // TestWhoHasWhichGPU: kubectl answers it, for both APIs, and GPUNode outlives what people do to it.

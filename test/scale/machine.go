@@ -92,7 +92,7 @@ func newMachine(ctx context.Context, name, dir string, gpus device.Inventory, ap
 		REST: own, DriverName: install.DriverName, NodeName: name,
 		Claims: func(namespace string) gpunode.Claims { return m.client.ResourceV1().ResourceClaims(namespace) },
 		Facts:  gpunode.Facts{Mode: "Dual", Limits: limits, OfferedToPods: all, BootID: bootID},
-		Node:   m.self, Ledger: m.book, Inventory: inventory, Sharing: noSharing{},
+		Node:   m.self, Ledger: m.book, Inventory: inventory, Sharing: noSharing{}, Waiting: func() string { return "" },
 		Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
 	}); err != nil {
 		return nil, err
