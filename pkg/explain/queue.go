@@ -3,13 +3,16 @@
 package explain
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"slices"
 	"strings"
 
+	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	resourcehelper "k8s.io/component-helpers/resource"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
@@ -75,6 +78,8 @@ const (
 	mostReasons = 64
 	// mostQueued bounds the requests of one pod in a list.
 	mostQueued = 8
+	// mostOwner bounds the kind and the name of an owner, in runes. Tenants write owner references.
+	mostOwner = 253
 )
 
 // Reason returns why a pod waits, in one line without a full stop. It names no holder.
@@ -103,4 +108,83 @@ func (q *Queue) Reason(pod *corev1.Pod) string {
 		return Bounded(says, mostReason)
 	}
 	return "the scheduler has not reported a reason"
+}
+
+// Group are pods of one owner that wait for the same.
+type Group struct {
+	Namespace string
+	// Kind and Name are those of the owner: a Deployment instead of its ReplicaSet; the pod itself if it has none.
+	Kind, Name string
+	// Pods are never empty. The oldest comes first.
+	Pods []*corev1.Pod
+	// Requests are those of each pod.
+	Requests []string
+	// Reason is that of most pods. Others is how many have another one.
+	Reason string
+	Others int
+}
+
+// Owner returns the owner as users write it, such as "Deployment ml/train".
+func (g Group) Owner() string { return g.Kind + " " + g.Namespace + "/" + g.Name }
+
+// Since is when the oldest pod was created.
+func (g Group) Since() metav1.Time { return g.Pods[0].CreationTimestamp }
+
+// Groups returns the pods that request what may be GPUs by their owners. Groups with the oldest pods come first.
+func (q *Queue) Groups(pods []*corev1.Pod) []Group {
+	type key struct{ namespace, kind, name, requests string }
+	at := map[key]int{}
+	var groups []Group
+	pods = slices.SortedFunc(slices.Values(pods), func(a, b *corev1.Pod) int {
+		return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
+	})
+	for _, pod := range pods {
+		requests := q.Requests(pod)
+		if len(requests) == 0 {
+			continue
+		}
+		kind, name := ownerOf(pod)
+		of := key{pod.Namespace, kind, name, strings.Join(requests, "\n")}
+		i, known := at[of]
+		if !known {
+			i, at[of] = len(groups), len(groups)
+			groups = append(groups, Group{Namespace: pod.Namespace, Kind: kind, Name: name, Requests: requests})
+		}
+		groups[i].Pods = append(groups[i].Pods, pod)
+	}
+	for i := range groups {
+		groups[i].Reason, groups[i].Others = q.mostOften(groups[i].Pods)
+	}
+	return groups
+}
+
+// mostOften returns the reason of most pods, and how many have another. Of reasons that are as frequent it is that of the oldest pod.
+func (q *Queue) mostOften(pods []*corev1.Pod) (reason string, others int) {
+	count, most := map[string]int{}, 0
+	reasons := make([]string, len(pods))
+	for i, pod := range pods {
+		reasons[i] = q.Reason(pod)
+		count[reasons[i]]++
+	}
+	for _, r := range reasons {
+		if count[r] > most {
+			reason, most = r, count[r]
+		}
+	}
+	return reason, len(pods) - most
+}
+
+// ownerOf returns the owner that users know. The Deployment of a ReplicaSet is known by the label that its controller sets.
+func ownerOf(pod *corev1.Pod) (kind, name string) {
+	controller := metav1.GetControllerOfNoCopy(pod)
+	if controller == nil {
+		return "Pod", pod.Name
+	}
+	kind, name = OneLine(controller.Kind), OneLine(controller.Name)
+	if hash := pod.Labels[appsv1.DefaultDeploymentUniqueLabelKey]; kind == "ReplicaSet" && hash != "" {
+		if deployment, cut := strings.CutSuffix(name, "-"+hash); cut && deployment != "" {
+			return "Deployment", deployment
+		}
+	}
+	return Bounded(kind, mostOwner), Bounded(name, mostOwner)
 }

@@ -3,11 +3,16 @@
 package explain
 
 import (
+	"fmt"
+	"slices"
 	"strings"
 	"testing"
 
+	"github.com/google/go-cmp/cmp"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 )
@@ -63,5 +68,52 @@ func TestQueue(t *testing.T) {
 				t.Errorf("%s: requests %q, want %q; %q, want %q", name, requests, c.requests, reason, c.reason)
 			}
 		}
+	}
+}
+
+// TestGroups: pods of one owner are one group; a Deployment's ReplicaSets are not shown.
+func TestGroups(t *testing.T) {
+	nodes := []v1alpha1.GPUNode{{ObjectMeta: metav1.ObjectMeta{Name: "n1"}}}
+	second := 0
+	pod := func(namespace, name, kind, of, hash string, gpus int64, changes ...func(*corev1.Pod)) *corev1.Pod {
+		second++
+		p := newPod(name, changes...)
+		p.Namespace, p.CreationTimestamp = namespace, metav1.Unix(int64(second), 0)
+		p.Spec.Containers[0].Resources.Limits = corev1.ResourceList{"nvidia.com/gpu": *resource.NewQuantity(gpus, resource.DecimalSI)}
+		if kind != "" {
+			p.OwnerReferences = []metav1.OwnerReference{{Kind: "Other", Name: "not its controller"}, {Kind: kind, Name: of, Controller: ptr.To(true)}}
+		}
+		if hash != "" {
+			p.Labels = map[string]string{"pod-template-hash": hash}
+		}
+		return p
+	}
+	pods := []*corev1.Pod{
+		pod("ml", "bare", "", "", "", 1),
+		pod("ml", "train-a", "ReplicaSet", "train-5d4", "5d4", 2, func(p *corev1.Pod) { p.Spec.NodeName = "n1" }),
+		pod("ml", "train-b", "ReplicaSet", "train-77f", "77f", 2),
+		pod("ml", "train-c", "ReplicaSet", "train-77f", "77f", 2),
+		pod("web", "train-d", "ReplicaSet", "train-77f", "77f", 2),
+		pod("ml", "train-e", "ReplicaSet", "train-77f", "77f", 1),
+		pod("ml", "own-rs-1", "ReplicaSet", "own-rs", "other", 1),
+		pod("ml", "job-1", "Job", "sweep\n-1", "", 1),
+		pod("ml", "cpu", "Job", "sweep", "", 0),
+	}
+	slices.Reverse(pods)
+	var got []string
+	for _, g := range NewQueue(nodes).Groups(pods) {
+		got = append(got, fmt.Sprintf("%s: %d since %d: %s: %s, %d others", g.Owner(), len(g.Pods), g.Since().Unix(), strings.Join(g.Requests, ", "), g.Reason, g.Others))
+	}
+	const waits = "the scheduler has not reported a reason"
+	want := []string{
+		"Pod ml/bare: 1 since 1: 1 nvidia.com/gpu: " + waits + ", 0 others",
+		"Deployment ml/train: 3 since 2: 2 nvidia.com/gpu: " + waits + ", 1 others",
+		"Deployment web/train: 1 since 5: 2 nvidia.com/gpu: " + waits + ", 0 others",
+		"Deployment ml/train: 1 since 6: 1 nvidia.com/gpu: " + waits + ", 0 others",
+		"ReplicaSet ml/own-rs: 1 since 7: 1 nvidia.com/gpu: " + waits + ", 0 others",
+		"Job ml/sweep -1: 1 since 8: 1 nvidia.com/gpu: " + waits + ", 0 others",
+	}
+	if diff := cmp.Diff(want, got); diff != "" {
+		t.Error(diff)
 	}
 }

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
+	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -211,6 +212,12 @@ func trim(object any) (any, error) {
 		Spec: corev1.PodSpec{NodeName: from.Spec.NodeName, ResourceClaims: from.Spec.ResourceClaims, SchedulingGates: from.Spec.SchedulingGates,
 			Resources: from.Spec.Resources},
 		Status: corev1.PodStatus{Phase: from.Status.Phase},
+	}
+	if controller := metav1.GetControllerOf(from); controller != nil {
+		pod.OwnerReferences = []metav1.OwnerReference{*controller}
+	}
+	if hash := from.Labels[appsv1.DefaultDeploymentUniqueLabelKey]; hash != "" {
+		pod.Labels = map[string]string{appsv1.DefaultDeploymentUniqueLabelKey: hash}
 	}
 	only := func(containers []corev1.Container) (kept []corev1.Container) {
 		for _, c := range containers {
