@@ -8,6 +8,7 @@ import (
 	"maps"
 	"math"
 	"slices"
+	"strings"
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/dynamic-resource-allocation/resourceclaim"
@@ -28,7 +29,11 @@ type candidate struct {
 
 // stock are the devices of one node, and what is left of them while a pod's needs are taken one after the other.
 type stock struct {
-	match *matcher
+	match    *matcher
+	nodeName string
+	// slices are those of the node. unread is set if the viewer may not read them.
+	slices []resourceapi.ResourceSlice
+	unread bool
 	// matched are the results of match: a device is tried for a need several times.
 	matched  map[selected]bool
 	node     availability.Node
@@ -53,9 +58,9 @@ type counterSet struct{ pool, name string }
 type selected struct{ expression, device string }
 
 // newStock collects the devices of a node. like are published devices of the cluster by model.
-func newStock(m *matcher, n v1alpha1.GPUNode, published []resourceapi.ResourceSlice, like map[alike]*resourceapi.Device) *stock {
+func newStock(m *matcher, n v1alpha1.GPUNode, published []resourceapi.ResourceSlice, like map[alike]*resourceapi.Device, unread bool) *stock {
 	s := &stock{
-		match: m, matched: map[selected]bool{}, status: n.Status, claims: n.Spec.Claims, node: availability.NewNode(n.Status, n.Spec.Claims),
+		match: m, nodeName: n.Name, slices: published, unread: unread, matched: map[selected]bool{}, status: n.Status, claims: n.Spec.Claims, node: availability.NewNode(n.Status, n.Spec.Claims),
 		counters: map[counterSet]map[string]int64{}, full: map[counterSet]map[string]int64{},
 	}
 	s.uses = slices.Clone(s.node.Held)
@@ -92,8 +97,12 @@ func newStock(m *matcher, n v1alpha1.GPUNode, published []resourceapi.ResourceSl
 		}
 	}
 	s.subtractAllocated(n.Spec.Claims)
+	split := map[string]bool{}
 	for _, d := range n.Status.Devices {
-		if !has[d.Name] && !d.Excluded {
+		split[d.Parent] = true
+	}
+	for _, d := range n.Status.Devices {
+		if !has[d.Name] && !d.Excluded && !split[d.Name] {
 			s.devices = append(s.devices, described(d, like[alike{d.Model, d.Profile}]))
 		}
 	}
@@ -104,7 +113,7 @@ func newStock(m *matcher, n v1alpha1.GPUNode, published []resourceapi.ResourceSl
 func (s *stock) subtractAllocated(claims []v1alpha1.AllocatedClaim) {
 	for _, claim := range claims {
 		for _, c := range s.devices {
-			if slices.Contains(claim.Devices, c.published.Name) && (len(claim.Pools) == 0 || slices.Contains(claim.Pools, c.pool)) {
+			if c.allocatedTo(claim) {
 				s.consume(c)
 			}
 		}
@@ -205,6 +214,15 @@ func (s shortage) reason() string {
 	}
 }
 
+// reasons joins the reasons of shortages.
+func reasons(short []shortage) string {
+	var texts []string
+	for _, of := range short {
+		texts = append(texts, of.reason())
+	}
+	return Bounded(strings.Join(texts, "; "), mostText)
+}
+
 // blocked is a device that matches a need and is not free.
 type blocked struct {
 	device string
@@ -275,8 +293,7 @@ func (s *stock) take(ctx context.Context, n need, most int64) (got int64, not []
 		most = math.MaxInt64
 	}
 	if n.resource != "" {
-		served := slices.ContainsFunc(s.status.Devices, func(d v1alpha1.DeviceStatus) bool { return d.ExtendedResource == n.resource })
-		if served || n.class == "" {
+		if n.class == "" || s.serves(n.resource) {
 			return s.takeUnits(n, most)
 		}
 	}

@@ -16,17 +16,30 @@ import (
 // matcher evaluates selectors as the scheduler does, until a bound is reached. It compiles each expression once. It is not safe for
 // concurrent use.
 type matcher struct {
-	driver   string
+	driver string
+	// classes and cache are for the scheduler's allocator, which compiles nothing that the matcher has compiled.
+	classes  classLister
+	cache    *cel.Cache
 	compiled map[string]cel.CompilationResult
+	counts   map[string]tried
 	// left is what further evaluations may cost.
 	left int64
 	// ended is why it evaluates no more. What it returned since does not count.
 	ended error
 }
 
-func newMatcher(driver string, cost int64) *matcher {
-	return &matcher{driver: driver, compiled: map[string]cel.CompilationResult{}, left: cost}
+func newMatcher(f Facts, cost int64) *matcher {
+	return &matcher{
+		driver: f.Driver, classes: classLister(f), cache: cel.NewCache(mostExpressions, celFeatures), compiled: map[string]cel.CompilationResult{},
+		counts: map[string]tried{}, left: cost,
+	}
 }
+
+// celFeatures are those of a scheduler with all that it can have.
+var celFeatures = cel.Features{EnableConsumableCapacity: true, EnableListTypeAttributes: true}
+
+// mostExpressions is the size of the cache: the largest claim has 32 requests with 32 selectors each.
+const mostExpressions = 1100
 
 // goesOn reports whether no bound is reached yet.
 func (m *matcher) goesOn(ctx context.Context) bool {
@@ -56,22 +69,18 @@ func (m *matcher) broken(ctx context.Context, selectors []string) (expression st
 func (m *matcher) compile(expression string) cel.CompilationResult {
 	result, known := m.compiled[expression]
 	if !known {
-		result = cel.GetCompiler(cel.Features{EnableConsumableCapacity: true, EnableListTypeAttributes: true}).
-			CompileCELExpression(expression, cel.Options{DisableCostEstimation: true})
+		result = m.cache.GetOrCompile(expression)
 		m.compiled[expression] = result
 		m.left -= compilationCost * int64(len(expression))
 	}
 	return result
 }
 
-// matches reports whether a selector matches a device. A selector that fails matches a device of which not all attributes are known.
-func (m *matcher) matches(ctx context.Context, expression string, d candidate) bool {
-	if !m.goesOn(ctx) {
-		return false
-	}
+// evaluate evaluates a selector on a device.
+func (m *matcher) evaluate(ctx context.Context, expression string, d candidate) (bool, error) {
 	result := m.compile(expression)
 	if result.Error != nil {
-		return false
+		return false, result.Error
 	}
 	match, details, err := result.DeviceMatches(ctx, cel.Device{
 		Driver: m.driver, AllowMultipleAllocations: d.published.AllowMultipleAllocations,
@@ -81,11 +90,29 @@ func (m *matcher) matches(ctx context.Context, expression string, d candidate) b
 	if details != nil && details.ActualCost() != nil {
 		m.left -= int64(*details.ActualCost())
 	}
+	return match, err
+}
+
+// matches reports whether a selector matches a device. A selector that fails matches a device of which not all attributes are known.
+func (m *matcher) matches(ctx context.Context, expression string, d candidate) bool {
+	if !m.goesOn(ctx) {
+		return false
+	}
+	match, err := m.evaluate(ctx, expression, d)
 	if err != nil {
 		return d.partly
 	}
+	of := m.counts[expression]
+	of.evaluated++
+	if match {
+		of.matched++
+	}
+	m.counts[expression] = of
 	return match
 }
+
+// tried is on how many devices a selector was evaluated, and on how many of them it matched.
+type tried struct{ evaluated, matched int }
 
 // described returns a device that no ResourceSlice has, as far as the GPUNode and a published device of the same model describe it.
 // API servers before Kubernetes 1.36 drop taints, and then an agent does not publish a device that has a holder.

@@ -27,6 +27,7 @@ const (
 	FitUnknown Fit = "unknown" // not evaluated: a bound was reached before
 	FitAgent   Fit = "agent"   // its agent serves no GPU, so that it is not known
 	FitNever   Fit = "never"   // it does not have it
+	FitFails   Fit = "fails"   // the scheduler fails there, and gives up the pod on all nodes
 )
 
 // Words returns the fit for users.
@@ -40,6 +41,8 @@ func (f Fit) Words() string {
 		return "not evaluated"
 	case FitAgent:
 		return "serves no GPU"
+	case FitFails:
+		return "ends the attempt"
 	default:
 		return "cannot run it"
 	}
@@ -55,6 +58,9 @@ type NodeAnswer struct {
 	// Holders of the devices that the pod could have.
 	Holders []string
 
+	// failed is the scheduler's error with FitFails, and failure the selector that causes it.
+	failed  error
+	failure *failure
 	// stock and short are the facts for Holders and for Answer.Frees, which are computed only for nodes in the answer.
 	stock *stock
 	short []shortage
@@ -95,6 +101,7 @@ func (f Facts) nodeAnswers(ctx context.Context, match *matcher, claims []claimOf
 	for _, n := range f.GPUNodes {
 		byName[n.Name] = n
 	}
+	allocate := f.toAllocate(claims)
 	affinity := nodeaffinity.GetRequiredNodeAffinity(f.Pod)
 	nodes, onlyNames := f.nodes()
 	excludes, unlesses := make([]string, len(nodes)), make([]string, len(nodes))
@@ -125,10 +132,10 @@ func (f Facts) nodeAnswers(ctx context.Context, match *matcher, claims []claimOf
 		case !reported && len(needs) > 0:
 			answer.Fit, answer.Reason = FitAgent, "it has GPUs and no GPUNode: Tandem's agent does not run there"
 		default:
-			answer.fit(ctx, newStock(match, gpuNode, published[node.Name], like), needs)
+			answer.fit(ctx, newStock(match, gpuNode, published[node.Name], like, f.missing(KindSlices)), allocate, needs)
 		}
 		if excluded != "" && answer.Reason != noGPU {
-			if answer.Fit != FitNever && answer.Fit != FitUnknown {
+			if answer.Fit != FitNever && answer.Fit != FitUnknown && answer.Fit != FitFails {
 				answer.unless = unless
 			}
 			answer.Fit, answer.Reason = FitNever, excluded
@@ -168,7 +175,7 @@ func compareBool(a, b bool) int {
 }
 
 func rank(fit Fit) int {
-	return slices.Index([]Fit{FitRoom, FitFull, FitUnknown, FitAgent, FitNever}, fit)
+	return slices.Index([]Fit{FitFails, FitRoom, FitFull, FitUnknown, FitAgent, FitNever}, fit)
 }
 
 // whyNot returns why the pod may not run on a node, apart from its GPUs, and what would let it.
@@ -197,38 +204,16 @@ func whyNot(pod *corev1.Pod, affinity nodeaffinity.RequiredNodeAffinity, node *c
 			return fmt.Sprintf("%s has its devices on another node", of), fmt.Sprintf("with another claim than %s", of)
 		}
 	}
-	return "", ""
-}
-
-// fit answers whether a node has what the pod requests.
-func (n *NodeAnswer) fit(ctx context.Context, s *stock, needs []need) {
-	short, ever := s.shortages(ctx, needs)
-	s.matched = nil
-	if !s.match.goesOn(ctx) {
-		n.unknown(s.match)
-		return
-	}
-	if len(short) == 0 {
-		n.Fit, n.Reason = FitRoom, "it has what the pod requests"
-		return
-	}
-	n.stock, n.short = s, short
-	var reasons []string
-	for _, of := range short {
-		reasons = append(reasons, of.reason())
-	}
-	n.Reason = Bounded(strings.Join(reasons, "; "), mostText)
-	if ever {
-		n.Fit = FitFull
-	}
+	return exceeds(pod, node)
 }
 
 // unknown says why the node is not evaluated.
 func (n *NodeAnswer) unknown(m *matcher) { n.Fit, n.Reason = FitUnknown, m.ended.Error() }
 
-// held reports whether a device that the pod could have has a holder.
-func (n NodeAnswer) held() bool {
-	return slices.ContainsFunc(n.short, func(s shortage) bool {
+// mayBeHeld reports whether a device that the pod could have has a holder, or none is known that is unhealthy.
+func (n NodeAnswer) mayBeHeld() bool {
+	known := slices.ContainsFunc(n.short, func(s shortage) bool { return len(s.blocked) > 0 })
+	return !known || slices.ContainsFunc(n.short, func(s shortage) bool {
 		return slices.ContainsFunc(s.blocked, func(b blocked) bool { return b.reason.ByHolder() })
 	})
 }

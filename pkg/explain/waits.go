@@ -25,7 +25,7 @@ func (f Facts) waits(ctx context.Context, a *Answer, claims []claimOf, needs []n
 		a.Cause, a.Summary = CauseNotEvaluated, "waits: not evaluated: "+err.Error()
 		return
 	}
-	match := newMatcher(f.Driver, cost)
+	match := newMatcher(f, cost)
 	if f.lacks(ctx, a, claims, needs, match) {
 		return
 	}
@@ -41,27 +41,30 @@ func (f Facts) waits(ctx context.Context, a *Answer, claims []claimOf, needs []n
 	isKnown := func(n NodeAnswer) bool { return n.Fit == FitFull || n.Fit == FitAgent }
 	in := Bounded(strings.Join(requestsOf(needs), " and "), mostText)
 	switch {
+	case has(func(n NodeAnswer) bool { return n.Fit == FitFails }):
+		f.fails(a, answers[0])
 	case has(func(n NodeAnswer) bool { return n.Fit == FitRoom }):
 		a.Cause = CauseRoom
-		a.Summary = "waits, although a node has its GPUs free: the scheduler waits for something else, or has not tried again yet"
+		if others := f.otherResources(); others != "" {
+			a.Summary = fmt.Sprintf("waits: the scheduler says %s; %s has its GPUs free", others, answers[0].Names[0])
+		} else {
+			a.Summary = "waits, although " + answers[0].Names[0] + " has its GPUs free: the scheduler waits for something else, or has not tried again yet"
+		}
 	case match.ended != nil && (has(isUnknown) || !has(isKnown)):
 		a.Cause, a.Summary = CauseNotEvaluated, "waits: not evaluated: "+match.ended.Error()
 	case has(func(n NodeAnswer) bool { return n.Fit == FitFull }):
 		a.Cause = CauseFull
-		if !has(func(n NodeAnswer) bool { return n.Fit == FitFull && n.held() }) {
+		if !has(func(n NodeAnswer) bool { return n.Fit == FitFull && n.mayBeHeld() }) {
 			a.Cause = CauseUnhealthy
 		}
 		a.Summary = "waits: " + cmp.Or(f.counted(needs), "no node has "+in+" free")
 	case has(func(n NodeAnswer) bool { return n.Fit == FitAgent }):
 		a.Cause, a.Summary = CauseAgent, "waits: no node is known to have "+in+", and the agents of some nodes serve no GPU"
 		a.Frees = append(a.Frees, "an agent that serves the GPUs of these nodes: see the agent's log and the events of the node")
-	case has(func(n NodeAnswer) bool { return n.unless != "" }):
-		a.Cause, a.Summary = CauseExcluded, "cannot run: no node that it may run on has "+in
-	case len(needs) == 0:
-		a.Cause, a.Summary = CauseExcluded, "cannot run: it may not run on the node that has its claims' devices"
+	case len(needs) == 0 || has(func(n NodeAnswer) bool { return n.unless != "" }):
+		f.excluded(a, answers, needs)
 	default:
-		a.Cause, a.Summary = CauseNever, "cannot run: no node has "+in
-		a.Frees = append(a.Frees, "a request that a node can satisfy, or a node that can satisfy this one")
+		f.never(a, answers, needs, match)
 	}
 }
 

@@ -77,7 +77,8 @@ const (
 	CauseQuota        Cause = "Quota"        // a quota refuses its claim
 	CauseNoClaim      Cause = "NoClaim"      // its claim or its template does not exist
 	CauseNoClass      Cause = "NoClass"      // a DeviceClass does not exist
-	CauseSelector     Cause = "Selector"     // a selector has a mistake
+	CauseSelector     Cause = "Selector"     // a selector has a mistake: it does not compile, or fails on a device
+	CauseGivenUp      Cause = "GivenUp"      // the scheduler fails on a node for another reason, and gives up the pod on all nodes
 	CauseRoom         Cause = "Room"         // a node has what it requests: it waits for something else
 	CauseFull         Cause = "Full"         // nodes have what it requests, and other holders have that
 	CauseUnhealthy    Cause = "Unhealthy"    // the same, and the devices are unhealthy or under maintenance

@@ -28,7 +28,7 @@ func gpuClass() resourceapi.DeviceClass {
 func reported(name string, holders ...bool) (corev1.Node, v1alpha1.GPUNode, resourceapi.ResourceSlice) {
 	n := v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{Name: name}}
 	slice := resourceapi.ResourceSlice{Spec: resourceapi.ResourceSliceSpec{
-		Driver: testDriver, NodeName: &name, Pool: resourceapi.ResourcePool{Name: name, Generation: 1},
+		Driver: testDriver, NodeName: &name, Pool: resourceapi.ResourcePool{Name: name, Generation: 1, ResourceSliceCount: 1},
 	}}
 	for i, held := range holders {
 		d := v1alpha1.DeviceStatus{Name: fmt.Sprintf("gpu-%d", i), UUID: fmt.Sprintf("GPU-%d", i), Model: "H100", ExtendedResource: testResource}
@@ -110,8 +110,9 @@ func TestWhyOfClaims(t *testing.T) {
 		"held, selected by an unknown one": {exactly(1, attribute("brand", "Tesla")), []string{"x"}, CauseFull},
 		"free, but not selected":           {exactly(1, attribute("productName", "B200")), []string{"-"}, CauseNever},
 		"all, and all are free":            {all, []string{"--"}, CauseRoom},
-		"all, and one has a holder":        {all, []string{"-x"}, CauseFull},
-		"admin access":                     {admin, []string{"x"}, CauseRoom},
+		"all, and one is not published":    {all, []string{"-x"}, CauseRoom},
+		"admin access":                     {admin, []string{"-"}, CauseRoom},
+		"admin access, not published":      {admin, []string{"x"}, CauseFull},
 		"the second alternative":           {first, []string{"-"}, CauseRoom},
 		"no alternative":                   {first, []string{"x"}, CauseFull},
 		"no nodes":                         {exactly(1), nil, CauseNever},
@@ -171,10 +172,13 @@ func TestWhyOfShares(t *testing.T) {
 		f.GPUNodes = []v1alpha1.GPUNode{sharedNode(claimShare("a", 20*gib))}
 		f.GPUNodes[0].Name = "node-0"
 		f.GPUNodes[0].Status.Devices[1].Holders = []v1alpha1.DeviceHolder{claimShare("b", 10*gib)}
+		for uid, of := range map[types.UID]v1alpha1.AllocatedShare{"a": {Device: "gpu-0", Memory: 20 * gib}, "b": {Device: "gpu-1", Memory: 10 * gib}} {
+			f.GPUNodes[0].Spec.Claims = append(f.GPUNodes[0].Spec.Claims, v1alpha1.AllocatedClaim{UID: uid, Devices: []string{of.Device}, Shares: []v1alpha1.AllocatedShare{of}})
+		}
 		for i := range f.Slices[0].Spec.Devices {
 			d := &f.Slices[0].Spec.Devices[i]
 			d.AllowMultipleAllocations = ptr.To(true)
-			d.Capacity = map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{"memory": {Value: resource.MustParse("4Gi")}}
+			d.Capacity = map[resourceapi.QualifiedName]resourceapi.DeviceCapacity{"memory": {Value: resource.MustParse("24Gi")}}
 		}
 		return f
 	}

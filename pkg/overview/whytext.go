@@ -13,6 +13,7 @@ import (
 // fits have the colours of states.
 var fits = map[explain.Fit]State{
 	explain.FitRoom: Free, explain.FitFull: Claim, explain.FitUnknown: Excluded, explain.FitAgent: Unhealthy, explain.FitNever: Excluded,
+	explain.FitFails: Unhealthy,
 }
 
 // Why returns why a pod waits or failed as text.
