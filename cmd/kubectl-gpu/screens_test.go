@@ -18,6 +18,7 @@ import (
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
+	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -307,13 +308,30 @@ func screens() map[string]func(*testing.T) string {
 		"why-too-many":     show(of(h100s("node-1", 8), pending("late", byLimits(testResource, 16))), "why", "late"),
 		"why-two-requests": show(of(h100s("node-1", 2), pending("late", byLimits(testResource, 2), byTemplate("single", "")), template("single", spec("gpu.nvidia.com"))), "why", "late"),
 		"why-quota": show(of(h100s("node-1", 8), pending("late", byTemplate("single", "")), template("single", spec("gpu.nvidia.com")),
-			quota("gpus", "requests."+testResource, 2, 2), event("Pod", "late", "FailedResourceClaimCreation",
-				`PodResourceClaim gpu: failed to create ResourceClaim: resourceclaims "late-gpu-" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=1, used: requests.nvidia.com/gpu=2, limited: requests.nvidia.com/gpu=2`)), "why", "late"),
+			quota("gpus", "requests."+testResource, 3, 3), pending("train", byLimits(testResource, 2), on("node-1", corev1.PodRunning)),
+			pending("done", byLimits(testResource, 2), on("node-1", corev1.PodSucceeded)), claim("notebook", spec("gpu.nvidia.com")),
+			event("Pod", "late", "FailedResourceClaimCreation",
+				`(combined from similar events): PodResourceClaim gpu: failed to create ResourceClaim: resourceclaims "late-gpu-" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=1, used: requests.nvidia.com/gpu=3, limited: requests.nvidia.com/gpu=3`)), "why", "late"),
 		"why-class": show(of(h100s("node-1", 8), pending("late", byTemplate("single", "late-gpu")), claim("late-gpu", spec("gpu.nvidia.co"))), "why", "late"),
 		"why-selector": show(of(h100s("node-1", 8), pending("late", byTemplate("single", "late-gpu")),
 			claim("late-gpu", spec("gpu.nvidia.com", selector(`device.attributes["gpu.nvidia.com"].productName == "NVIDIA B200"`)))), "why", "late"),
-		"why-mistake":  show(of(h100s("node-1", 8), pending("late", byTemplate("single", "late-gpu")), claim("late-gpu", spec("gpu.nvidia.com", selector(`device.attributes[`)))), "why", "late"),
-		"why-template": show(of(h100s("node-1", 8), pending("late", byTemplate("singel", ""))), "why", "late"),
+		"why-fails": show(of(h100s("node-1", 8), pending("late", byTemplate("single", "late-gpu")),
+			claim("late-gpu", spec("gpu.nvidia.com", selector(`device.attributes["gpu.nvidia.com"].productNam == "NVIDIA H100"`)))), "why", "late"),
+		"why-fails-some": show(world{machines: []*machine{h100s("node-1", 8), withoutMemory("node-2")}, namespaces: []string{""}, objects: []runtime.Object{
+			pending("late", byTemplate("single", "late-gpu")),
+			claim("late-gpu", spec("gpu.nvidia.com", selector(`device.capacity["gpu.nvidia.com"].memory.compareTo(quantity("40Gi")) >= 0`)))}}, "why", "late"),
+		"why-constraint": show(of(h100s("node-1", 8), pending("late", byTemplate("single", "late-gpu")), claim("late-gpu", func() resourceapi.ResourceClaimSpec {
+			s := spec("gpu.nvidia.com", func(r *resourceapi.ExactDeviceRequest) { r.Count = 8 })
+			s.Devices.Constraints = []resourceapi.DeviceConstraint{{MatchAttribute: ptr.To[resourceapi.FullyQualifiedName]("resource.kubernetes.io/numaNode")}}
+			return s
+		}())), "why", "late"),
+		"why-mig-limits": show(of(h100s("node-1", 8), pending("late", byLimits("nvidia.com/mig-1g.10gb", 1))), "why", "late"),
+		"why-shares": show(of(h100s("node-1", 8), pending("late", byTemplate("share", "late-gpu")),
+			claim("late-gpu", spec("gpu.nvidia.com", selector("device.allowMultipleAllocations"), memory(10*gib)))), "why", "late"),
+		"why-misspelled":     show(of(h100s("node-1", 8), pending("late", byLimits("nvidia.com/gpus", 1))), "why", "late"),
+		"why-other-resource": show(of(h100s("node-1", 8), pending("late", byLimits(testResource, 1), requesting("memory", "900Gi"), scheduler("0/3 nodes are available: 3 Insufficient memory. no new claims to deallocate."))), "why", "late"),
+		"why-mistake":        show(of(h100s("node-1", 8), pending("late", byTemplate("single", "late-gpu")), claim("late-gpu", spec("gpu.nvidia.com", selector(`device.attributes[`)))), "why", "late"),
+		"why-template":       show(of(h100s("node-1", 8), pending("late", byTemplate("singel", ""))), "why", "late"),
 		"why-mig": show(of(dynamicGPU(), pending("late", byTemplate("half", "late-gpu")),
 			claim("late-gpu", spec("mig.nvidia.com", selector(`device.attributes["gpu.nvidia.com"].profile == "2g.20gb"`)))), "why", "late"),
 		"why-mig-never": show(of(dynamicGPU(), pending("late", byTemplate("half", "late-gpu")),

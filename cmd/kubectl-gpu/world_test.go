@@ -178,7 +178,15 @@ func (m *machine) maintained() map[string]bool {
 func (m *machine) node() *corev1.Node {
 	return &corev1.Node{
 		ObjectMeta: metav1.ObjectMeta{Name: m.name, Labels: m.labels}, Spec: corev1.NodeSpec{Taints: m.taints},
+		Status: corev1.NodeStatus{Allocatable: corev1.ResourceList{corev1.ResourceMemory: resource.MustParse("500Gi")}},
 	}
+}
+
+// withoutMemory is a node with a GPU that does not report its memory.
+func withoutMemory(name string) *machine {
+	m := h100s(name, 1)
+	m.gpu(0).MemoryBytes, m.gpu(0).ProductName = 0, "NVIDIA GB10"
+	return m
 }
 
 func (m *machine) slices() (objects []runtime.Object) {
@@ -314,6 +322,12 @@ func pending(name string, changes ...func(*corev1.Pod)) *corev1.Pod {
 func byLimits(name string, n int64) func(*corev1.Pod) {
 	return func(p *corev1.Pod) {
 		p.Spec.Containers[0].Resources.Limits = corev1.ResourceList{corev1.ResourceName(name): *resource.NewQuantity(n, resource.DecimalSI)}
+	}
+}
+
+func requesting(name corev1.ResourceName, amount string) func(*corev1.Pod) {
+	return func(p *corev1.Pod) {
+		p.Spec.Containers[0].Resources.Requests = corev1.ResourceList{name: resource.MustParse(amount)}
 	}
 }
 

@@ -227,7 +227,7 @@ func (f Facts) lastEvent(reason string) (message string) {
 	var last time.Time
 	for _, e := range f.Events {
 		if e.Reason == reason && !eventTime(e).Before(last) {
-			last, message = eventTime(e), OneLine(e.Message)
+			last, message = eventTime(e), eventText(e)
 		}
 	}
 	return message
@@ -245,7 +245,7 @@ func (f Facts) events() (texts []string) {
 		if slices.Contains(dull, e.Reason) {
 			continue
 		}
-		text := fmt.Sprintf("%s on %s %s: %s", e.Reason, strings.ToLower(e.InvolvedObject.Kind), e.InvolvedObject.Name, OneLine(e.Message))
+		text := fmt.Sprintf("%s on %s %s: %s", e.Reason, strings.ToLower(e.InvolvedObject.Kind), e.InvolvedObject.Name, eventText(e))
 		if !slices.Contains(texts, text) {
 			texts = append(texts, text)
 		}
@@ -254,6 +254,11 @@ func (f Facts) events() (texts []string) {
 		}
 	}
 	return texts
+}
+
+// eventText is the message of an event on one line, without what client-go adds to many of a kind.
+func eventText(e corev1.Event) string {
+	return strings.TrimPrefix(OneLine(e.Message), "(combined from similar events): ")
 }
 
 func eventTime(e corev1.Event) time.Time {
@@ -267,36 +272,4 @@ func eventTime(e corev1.Event) time.Time {
 	default:
 		return e.CreationTimestamp.Time
 	}
-}
-
-// quotas returns the quotas of the namespace that count the pod's requests, with their use.
-func (f Facts) quotas(needs []need) (texts []string) {
-	counted := map[corev1.ResourceName]int64{}
-	for _, n := range needs {
-		for _, alternative := range n.alternatives() {
-			if alternative.resource != "" {
-				counted[corev1.ResourceName("requests."+alternative.resource)] += alternative.count
-				continue
-			}
-			counted[corev1.ResourceName(alternative.class+".deviceclass.resource.k8s.io/devices")] += alternative.count
-			if class, known := f.class(alternative.class); known && class.Spec.ExtendedResourceName != nil {
-				counted[corev1.ResourceName("requests."+*class.Spec.ExtendedResourceName)] += alternative.count
-			}
-		}
-	}
-	for _, q := range f.Quotas {
-		for name, hard := range q.Status.Hard {
-			if counted[name] == 0 {
-				continue
-			}
-			used := q.Status.Used[name]
-			text := fmt.Sprintf("%s: %s of %s %s are used", q.Name, used.String(), hard.String(), name)
-			if left := hard.Value() - used.Value(); left <= 0 {
-				text += ": it has no room"
-			}
-			texts = append(texts, text)
-		}
-	}
-	slices.Sort(texts)
-	return texts
 }

@@ -42,7 +42,7 @@ func (f Fit) Words() string {
 	case FitAgent:
 		return "serves no GPU"
 	case FitFails:
-		return "ends the attempt"
+		return "makes the scheduler give up"
 	default:
 		return "cannot run it"
 	}
@@ -61,6 +61,8 @@ type NodeAnswer struct {
 	// failed is the scheduler's error with FitFails, and failure the selector that causes it.
 	failed  error
 	failure *failure
+	// together says that the reason is about all requests at the same time.
+	together bool
 	// stock and short are the facts for Holders and for Answer.Frees, which are computed only for nodes in the answer.
 	stock *stock
 	short []shortage

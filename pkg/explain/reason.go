@@ -15,6 +15,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	resourcehelper "k8s.io/component-helpers/resource"
+	"k8s.io/utils/ptr"
 )
 
 // failure is a selector that fails on a device, so that the scheduler gives up the pod.
@@ -83,6 +84,8 @@ type offer struct {
 	asked    []string
 	values   map[string]map[string]bool
 	literals []string
+	// shared is set if the selector asks for devices that claims share, and share if there is one.
+	shared, share bool
 }
 
 var (
@@ -95,7 +98,7 @@ const mostValues = 64
 
 // offers returns what the published devices have of what a selector asks for.
 func (f Facts) offers(expression string) offer {
-	o := offer{keys: map[string]bool{}, values: map[string]map[string]bool{}}
+	o := offer{keys: map[string]bool{}, values: map[string]map[string]bool{}, shared: strings.Contains(expression, "device.allowMultipleAllocations")}
 	for _, found := range keyInSelector.FindAllStringSubmatch(expression, -1) {
 		if o.values[found[1]] == nil {
 			o.asked, o.values[found[1]] = append(o.asked, found[1]), map[string]bool{}
@@ -117,6 +120,7 @@ func (f Facts) offers(expression string) offer {
 	for _, slices := range f.published() {
 		for _, slice := range slices {
 			for _, d := range slice.Spec.Devices {
+				o.share = o.share || ptr.Deref(d.AllowMultipleAllocations, false)
 				for name, of := range d.Attributes {
 					add(name, attributeText(of))
 				}
@@ -168,6 +172,9 @@ func (o offer) String() string {
 				hint += didYouMean(literal, slices.Values(values))
 			}
 		}
+	}
+	if o.shared && !o.share {
+		return "; no node shares its GPUs among claims"
 	}
 	if len(texts) == 0 {
 		return ""
@@ -244,7 +251,9 @@ func (f Facts) never(a *Answer, answers []NodeAnswer, needs []need, match *match
 		return
 	}
 	a.Summary = "cannot run: no node has " + Bounded(strings.Join(requestsOf(needs), " and "), mostText)
-	if len(needs) > 1 {
+	if i := slices.IndexFunc(answers, func(n NodeAnswer) bool { return n.together }); i >= 0 {
+		a.Summary += fmt.Sprintf(": %s: %s", answers[i].Names[0], answers[i].Reason)
+	} else if len(needs) > 1 {
 		a.Summary += " at the same time"
 	}
 }
@@ -356,7 +365,7 @@ func exceeds(pod *corev1.Pod, node *corev1.Node) (reason, unless string) {
 		requested := requests[name]
 		has, known := node.Status.Allocatable[name]
 		if known && !strings.Contains(string(name), "/") && requested.Cmp(has) > 0 {
-			return fmt.Sprintf("it has %s of %s; the pod requests %s", has.String(), name, requested.String()),
+			return fmt.Sprintf("it has only %s of %s, and the pod requests %s", has.String(), name, requested.String()),
 				fmt.Sprintf("with a request of at most %s of %s", has.String(), name)
 		}
 	}
@@ -380,8 +389,37 @@ func (f Facts) excluded(a *Answer, answers []NodeAnswer, needs []need) {
 		a.Summary = "cannot run: it may not run on the node that has its claims' devices"
 		return
 	}
-	a.Summary = fmt.Sprintf("cannot run: %s has %s, and %s", answers[first].Names[0], Bounded(strings.Join(requestsOf(needs), " and "), mostText), answers[first].Reason)
+	a.Summary = fmt.Sprintf("cannot run on %s, which has %s: %s", answers[first].Names[0], Bounded(strings.Join(requestsOf(needs), " and "), mostText), answers[first].Reason)
 	if others > 0 {
-		a.Summary += fmt.Sprintf("; %s exclude it as well", Number(others, "other node"))
+		a.Summary += fmt.Sprintf("; nor on %s with such GPUs", Number(others, "other node"))
 	}
+}
+
+// misspelled returns which of the pod's resources is nearly one of GPUs, or has their domain and is no node's.
+func (f Facts) misspelled() string {
+	offered := f.offeredResources()
+	if len(offered) == 0 {
+		offered = []string{usualResources.GPU}
+	}
+	domains := map[string]bool{}
+	for _, name := range offered {
+		domain, _, _ := strings.Cut(name, "/")
+		domains[domain] = true
+	}
+	limits := resourcehelper.PodLimits(f.Pod, resourcehelper.PodResourcesOptions{})
+	for _, name := range slices.Sorted(maps.Keys(limits)) {
+		known := slices.ContainsFunc(f.Nodes, func(n corev1.Node) bool { _, has := n.Status.Allocatable[name]; return has })
+		domain, _, qualified := strings.Cut(string(name), "/")
+		if known || !qualified {
+			continue
+		}
+		hint := didYouMean(string(name), slices.Values(offered))
+		switch {
+		case hint != "":
+			return fmt.Sprintf(": no node offers %s%s", name, hint)
+		case domains[domain]:
+			return fmt.Sprintf(": no node offers %s; the nodes offer %s", name, list(offered, func(name string) string { return name }))
+		}
+	}
+	return ""
 }

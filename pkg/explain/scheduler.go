@@ -275,7 +275,7 @@ func (n *NodeAnswer) fit(ctx context.Context, s *stock, claims []*resourceapi.Re
 	}
 	n.stock, n.short = s, short
 	if !agrees {
-		n.Reason = s.together(ctx, claims, ever)
+		n.Reason, n.together = s.together(ctx, claims, ever), true
 		return
 	}
 	n.Reason = reasons(short)

@@ -58,6 +58,9 @@ func (f Facts) waits(ctx context.Context, a *Answer, claims []claimOf, needs []n
 			a.Cause = CauseUnhealthy
 		}
 		a.Summary = "waits: " + cmp.Or(f.counted(needs), "no node has "+in+" free")
+		if i := slices.IndexFunc(answers, func(n NodeAnswer) bool { return n.together }); i >= 0 && answers[i].Fit == FitFull {
+			a.Summary = fmt.Sprintf("waits: no node has %s free: %s: %s", in, answers[i].Names[0], answers[i].Reason)
+		}
 	case has(func(n NodeAnswer) bool { return n.Fit == FitAgent }):
 		a.Cause, a.Summary = CauseAgent, "waits: no node is known to have "+in+", and the agents of some nodes serve no GPU"
 		a.Frees = append(a.Frees, "an agent that serves the GPUs of these nodes: see the agent's log and the events of the node")
@@ -122,9 +125,13 @@ func (f Facts) lacks(ctx context.Context, a *Answer, claims []claimOf, needs []n
 			a.Cause, a.Summary = CauseNoClaim, fmt.Sprintf("waits: ResourceClaim %s does not exist", of.name)
 			a.Frees = append(a.Frees, "the claim: create it")
 		case of.name == "" || of.claim == nil:
-			if refused := f.lastEvent("FailedResourceClaimCreation"); strings.Contains(refused, "exceeded quota") {
-				a.Cause, a.Summary = CauseQuota, "waits: a quota refuses "+of.String()+": "+refused
+			refused := f.lastEvent(claimNotCreated)
+			if quota := exceededQuota.FindStringSubmatch(refused); quota != nil {
+				a.Cause, a.Summary = CauseQuota, fmt.Sprintf("waits: quota %s has no room for %s: requested %s, used %s, limited %s",
+					quota[1], of, quota[2], quota[3], quota[4])
 				a.Frees = append(a.Frees, "room in the quota: the claim is created once there is, without a change to the pod")
+				// The answer has what these events say.
+				a.Events = slices.DeleteFunc(a.Events, func(text string) bool { return strings.HasPrefix(text, claimNotCreated) })
 			} else if refused != "" {
 				a.Cause, a.Summary = CauseNoClaim, "waits: "+of.String()+" could not be created: "+refused
 			}
@@ -136,7 +143,7 @@ func (f Facts) lacks(ctx context.Context, a *Answer, claims []claimOf, needs []n
 	for _, n := range needs {
 		for _, alternative := range n.alternatives() {
 			if _, known := f.class(alternative.class); alternative.resource == "" && !known && !f.missing(KindClasses) {
-				a.Cause, a.Summary = CauseNoClass, fmt.Sprintf("waits: DeviceClass %s of %s does not exist", alternative.class, alternative.claim)
+				a.Cause, a.Summary = CauseNoClass, fmt.Sprintf("waits: DeviceClass %s of %s does not exist%s", alternative.class, alternative.claim, f.hintOfClass(alternative.class))
 				a.Frees = append(a.Frees, "a claim with another class, or the class: "+f.classNames())
 				return true
 			}
@@ -150,16 +157,25 @@ func (f Facts) lacks(ctx context.Context, a *Answer, claims []claimOf, needs []n
 	return false
 }
 
-func (f Facts) classNames() string {
-	var known []string
+// ourClasses are the names of the classes that name the driver.
+func (f Facts) ourClasses() (known []string) {
 	for _, class := range f.Classes {
 		if f.ours(class) && names(class, f.Driver) {
 			known = append(known, class.Name)
 		}
 	}
+	slices.Sort(known)
+	return known
+}
+
+func (f Facts) hintOfClass(name string) string {
+	return didYouMean(name, slices.Values(f.ourClasses()))
+}
+
+func (f Facts) classNames() string {
+	known := f.ourClasses()
 	if len(known) == 0 {
 		return "no class of Tandem's exists"
 	}
-	slices.Sort(known)
 	return "Tandem's are " + list(known, func(name string) string { return name })
 }

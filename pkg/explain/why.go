@@ -33,6 +33,9 @@ type Facts struct {
 	Nodes     []corev1.Node
 	GPUNodes  []v1alpha1.GPUNode
 	Quotas    []corev1.ResourceQuota
+	// QuotaPods and QuotaClaims are those of the pod's namespace, at most some hundreds, if a quota refuses a claim.
+	QuotaPods   []corev1.Pod
+	QuotaClaims []resourceapi.ResourceClaim
 	// Events of the pod and of its claims.
 	Events []corev1.Event
 	// MayName reports whether the viewer may list the pods of a namespace. Holders of other namespaces are not named. Why calls it for the
@@ -177,7 +180,7 @@ func (f Facts) why(ctx context.Context, b bounds) Answer {
 	case pod.Spec.NodeName != "":
 		f.placed(&a, claims)
 	case len(a.Requests) == 0:
-		a.Cause, a.Summary = CauseNoGPU, "requests no GPU"
+		a.Cause, a.Summary = CauseNoGPU, "requests no GPU"+f.misspelled()
 		a.Scheduler = f.scheduler()
 	default:
 		a.Scheduler, a.Quotas = f.scheduler(), f.quotas(needs)

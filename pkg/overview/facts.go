@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
@@ -44,6 +45,9 @@ func (c Cluster) Why(ctx context.Context, namespace, name string) (explain.Answe
 	if err == nil {
 		f.Classes = classes.Items
 	}
+	if slices.ContainsFunc(f.Events, explain.RefusedByQuota) {
+		c.readQuotaUsers(ctx, &f)
+	}
 	quotas, err := c.Client.CoreV1().ResourceQuotas(namespace).List(ctx, metav1.ListOptions{})
 	unread(explain.KindQuotas, err)
 	if err == nil {
@@ -70,6 +74,20 @@ func (c Cluster) Why(ctx context.Context, namespace, name string) (explain.Answe
 
 // mostEvents bounds the events of one object that are read.
 const mostEvents = 500
+
+// mostQuotaUsers bounds the pods, and the claims, that are read to tell who uses a quota.
+const mostQuotaUsers = 500
+
+// readQuotaUsers reads who may use the namespace's quotas. What cannot be read is missing in the answer.
+func (c Cluster) readQuotaUsers(ctx context.Context, f *explain.Facts) {
+	some := metav1.ListOptions{Limit: mostQuotaUsers}
+	if pods, err := c.Client.CoreV1().Pods(f.Pod.Namespace).List(ctx, some); err == nil {
+		f.QuotaPods = pods.Items
+	}
+	if claims, err := c.Client.ResourceV1().ResourceClaims(f.Pod.Namespace).List(ctx, some); err == nil {
+		f.QuotaClaims = claims.Items
+	}
+}
 
 // readClaims reads the claims of the pod that Why evaluates, and the templates of those that do not exist yet. One that is missing is no
 // error.
