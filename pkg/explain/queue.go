@@ -4,6 +4,7 @@ package explain
 
 import (
 	"cmp"
+	"context"
 	"fmt"
 	"maps"
 	"slices"
@@ -13,24 +14,40 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	resourcehelper "k8s.io/component-helpers/resource"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 )
 
-// Queue describes waiting pods for a list of them. It uses only the pods and the GPUNodes, so that a long list needs no requests. Why reads
-// more and says more. A Queue is for one goroutine.
+// Queue describes waiting pods for a list of them, with the rules of Why. It uses the pods, the GPUNodes and a bounded number of other objects,
+// so that a long list needs few requests. Why reads more and says more. A Queue is for one goroutine.
 type Queue struct {
+	objects Objects
 	nodes []v1alpha1.GPUNode
 	// whole are the extended resources of GPUs on the nodes, and parts those of their devices.
 	whole, parts map[string]bool
-	// reasons are kept by request, because many pods request the same.
+	// reasons are kept by request, because many pods request the same; those of pods with claims by what they depend on.
 	reasons map[Request]string
+	claims  map[string]string
 }
+
+// Objects are what claims request. A claim or a template that is missing was not read; one that is nil does not exist.
+type Objects struct {
+	Driver    string
+	Classes   []resourceapi.DeviceClass
+	Claims    map[types.NamespacedName]*resourceapi.ResourceClaim
+	Templates map[types.NamespacedName]*resourceapi.ResourceClaimTemplate
+}
+
+// Know tells the queue what claims request. Without it, the queue knows only their names.
+func (q *Queue) Know(o Objects) { q.objects, q.claims = o, map[string]string{} }
 
 // NewQueue returns a queue for the GPUNodes of a cluster.
 func NewQueue(nodes []v1alpha1.GPUNode) *Queue {
-	q := &Queue{nodes: nodes, whole: map[string]bool{}, parts: map[string]bool{}, reasons: map[Request]string{}}
+	q := &Queue{
+		nodes: nodes, whole: map[string]bool{}, parts: map[string]bool{}, reasons: map[Request]string{}, claims: map[string]string{},
+	}
 	for _, n := range nodes {
 		q.whole[n.Status.ExtendedResource] = true
 		for _, d := range n.Status.Devices {
@@ -40,14 +57,20 @@ func NewQueue(nodes []v1alpha1.GPUNode) *Queue {
 	return q
 }
 
-// Requests returns what a pod requests that may be GPUs: extended resources that Tandem serves, and claims, whose classes only Why reads.
-// It is empty for other pods.
+// Requests returns what a pod requests that may be GPUs: extended resources that Tandem serves, and claims, as far as they are known. It is
+// empty for other pods.
 func (q *Queue) Requests(pod *corev1.Pod) (texts []string) {
 	for _, asked := range q.limits(pod) {
 		texts = append(texts, fmt.Sprintf("%d %s", asked.Devices, asked.resource()))
 	}
-	for _, claim := range pod.Spec.ResourceClaims {
-		texts = append(texts, "claim "+claim.Name)
+	f, claims := q.facts(pod)
+	for i, claim := range pod.Spec.ResourceClaims {
+		switch {
+		case i >= len(claims) || claims[i].spec == nil:
+			texts = append(texts, "claim "+claim.Name)
+		default:
+			texts = append(texts, requestsOf(f.needs(claims[i]))...)
+		}
 	}
 	if more := len(texts) - mostQueued; more > 0 {
 		texts = append(texts[:mostQueued], fmt.Sprintf("and %d more", more))
@@ -104,10 +127,86 @@ func (q *Queue) Reason(pod *corev1.Pod) string {
 			return reason
 		}
 	}
-	if says := (Facts{Pod: pod}).scheduler(); says != "" {
-		return Bounded(says, mostReason)
+	f, claims := q.facts(pod)
+	if len(claims) > 0 && q.objects.Classes != nil {
+		of := fmt.Sprint(pod.Namespace, q.limits(pod), claims, f.scheduler())
+		reason, known := q.claims[of]
+		if !known && len(q.claims) < mostReasons {
+			reason = Bounded(q.ofClaims(f, claims), mostReason)
+			q.claims[of] = reason
+		}
+		if reason != "" {
+			return reason
+		}
 	}
-	return "the scheduler has not reported a reason"
+	return cmp.Or(Bounded(f.scheduler(), mostReason), "the scheduler has not reported a reason")
+}
+
+// facts are those for the rules of Why, and the pod's claims, one for each that its spec names.
+func (q *Queue) facts(pod *corev1.Pod) (f Facts, claims []claimOf) {
+	f = Facts{
+		Driver: q.objects.Driver, Pod: pod, Classes: q.objects.Classes, GPUNodes: q.nodes,
+		Claims: map[string]*resourceapi.ResourceClaim{}, Templates: map[string]*resourceapi.ResourceClaimTemplate{},
+		NotRead: []NotRead{{Kind: KindNodes}, {Kind: KindSlices}},
+	}
+	if q.objects.Classes == nil {
+		f.NotRead = append(f.NotRead, NotRead{Kind: KindClasses})
+	}
+	for i := range pod.Spec.ResourceClaims[:min(MostClaims, len(pod.Spec.ResourceClaims))] {
+		ref, of := &pod.Spec.ResourceClaims[i], claimOf{}
+		known := false
+		switch {
+		case ref.ResourceClaimTemplateName != nil:
+			of.template = *ref.ResourceClaimTemplateName
+			var template *resourceapi.ResourceClaimTemplate
+			if template, known = q.objects.Templates[types.NamespacedName{Namespace: pod.Namespace, Name: of.template}]; template != nil {
+				f.Templates[of.template], of.spec = template, &template.Spec.Spec
+			}
+		case ref.ResourceClaimName != nil:
+			of.name = *ref.ResourceClaimName
+			if of.claim, known = q.objects.Claims[types.NamespacedName{Namespace: pod.Namespace, Name: of.name}]; of.claim != nil {
+				f.Claims[of.name], of.spec = of.claim, &of.claim.Spec
+			}
+		}
+		if !known {
+			f.NotRead = append(f.NotRead, NotRead{Kind: KindClaims}, NotRead{Kind: KindTemplates})
+		}
+		claims = append(claims, of)
+	}
+	return f, claims
+}
+
+// ofClaims returns why a pod with claims waits, and nothing if it is not known.
+func (q *Queue) ofClaims(f Facts, claims []claimOf) string {
+	needs, known := f.limitNeeds(), true
+	for _, of := range claims {
+		known = known && of.spec != nil
+		if of.claim == nil || of.claim.Status.Allocation == nil {
+			needs = append(needs, f.needs(of)...)
+		}
+	}
+	var a Answer
+	// The API server has compiled the selectors: a matcher without a budget compiles none.
+	if f.lacks(context.Background(), &a, claims, needs, newMatcher(f, 0)) {
+		return strings.TrimPrefix(a.Summary, "waits: ")
+	}
+	says := f.scheduler()
+	if _, failed, is := strings.Cut(says, "filter plugin: "); is && allocatorError.MatchString(says) {
+		return failed
+	}
+	if !known || len(needs) == 0 {
+		return ""
+	}
+	if others := f.otherResources(); others != "" {
+		return "the scheduler says " + others
+	}
+	if reason := f.counted(needs); reason != "" {
+		return reason
+	}
+	if strings.Contains(says, cannotAllocate) {
+		return "no node has " + strings.Join(requestsOf(needs), " and ") + " free"
+	}
+	return ""
 }
 
 // Group are pods of one owner that wait for the same.

@@ -10,8 +10,10 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
@@ -115,5 +117,62 @@ func TestGroups(t *testing.T) {
 	}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Error(diff)
+	}
+}
+
+// TestQueueOfClaims: with what the claims request, the list has the reasons of Why that need no other objects.
+func TestQueueOfClaims(t *testing.T) {
+	_, full, _ := reported("n1", true, true)
+	full.Status.ExtendedResource, full.Status.Counts = testResource, v1alpha1.DeviceCounts{Total: 2, Claims: 2}
+	template := func(requests []resourceapi.DeviceRequest) *resourceapi.ResourceClaimTemplate {
+		of := &resourceapi.ResourceClaimTemplate{}
+		of.Spec.Spec.Devices.Requests = requests
+		return of
+	}
+	other := exactly(1)
+	other[0].Exactly.DeviceClassName = "nic"
+	wrong := exactly(1)
+	wrong[0].Exactly.DeviceClassName = "gpu.nvidia.co"
+	name := func(name string) types.NamespacedName { return types.NamespacedName{Namespace: "ns", Name: name} }
+	const selector = `device.attributes["gpu.nvidia.com"].productName == "H100"`
+	objects := Objects{
+		Driver: testDriver, Classes: []resourceapi.DeviceClass{gpuClass(), class("nic", `device.driver == "net.example.com"`)},
+		Templates: map[types.NamespacedName]*resourceapi.ResourceClaimTemplate{
+			name("one"): template(exactly(1)), name("some"): template(exactly(1, selector)), name("nic"): template(other), name("wrong"): template(wrong), name("gone"): nil,
+		},
+		Claims: map[types.NamespacedName]*resourceapi.ResourceClaim{name("own"): {Spec: template(exactly(2)).Spec.Spec}, name("deleted"): nil},
+	}
+	const none, all = "the scheduler has not reported a reason", "0/1 nodes are available: 1 cannot allocate all claims. still not schedulable"
+	for _, c := range []struct{ template, claim, says, requests, reason string }{
+		{"one", "", all, "1 of class gpu.nvidia.com", "all 2 GPUs of n1 are held: 2 by claims"},
+		{"", "own", "", "2 of class gpu.nvidia.com", "all 2 GPUs of n1 are held: 2 by claims"},
+		{"some", "", all, "1 of class gpu.nvidia.com where " + selector, "no node has 1 of class gpu.nvidia.com where " + selector + " free"},
+		{"some", "", "", "1 of class gpu.nvidia.com where " + selector, none},
+		{"one", "", "0/1 nodes are available: 1 Insufficient memory.", "1 of class gpu.nvidia.com", "the scheduler says 1 Insufficient memory"},
+		{"one", "", `running "DynamicResources" filter plugin: claim ns/x: selector #0 on device a/b/gpu-0: CEL runtime error: no such key: x`, "1 of class gpu.nvidia.com",
+			"claim ns/x: selector #0 on device a/b/gpu-0: CEL runtime error: no such key: x"},
+		{"gone", "", "", "claim gpu", "ResourceClaimTemplate gone does not exist"},
+		{"", "deleted", "", "claim gpu", "ResourceClaim deleted does not exist"},
+		{"wrong", "", "", "1 of class gpu.nvidia.co", "DeviceClass gpu.nvidia.co of a claim of template wrong does not exist (did you mean gpu.nvidia.com?)"},
+		{"unread", "", all, "claim gpu", all},
+		{"nic", "", "", "", none},
+	} {
+		q := NewQueue([]v1alpha1.GPUNode{full})
+		q.Know(objects)
+		pod := newPod("p", func(p *corev1.Pod) {
+			ref := corev1.PodResourceClaim{Name: "gpu", ResourceClaimTemplateName: &c.template}
+			if c.claim != "" {
+				ref.ResourceClaimTemplateName, ref.ResourceClaimName = nil, &c.claim
+			}
+			p.Spec.ResourceClaims = []corev1.PodResourceClaim{ref}
+			if c.says != "" {
+				p.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Message: c.says}}
+			}
+		})
+		for range 2 { // the second time from memory
+			if requests, reason := strings.Join(q.Requests(pod), ", "), q.Reason(pod); requests != c.requests || reason != c.reason {
+				t.Errorf("%s%s: requests %q, want %q; %q, want %q", c.template, c.claim, requests, c.requests, reason, c.reason)
+			}
+		}
 	}
 }

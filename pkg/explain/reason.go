@@ -337,6 +337,9 @@ func (f Facts) noPartitions(resource string) string {
 	return ": no node has such partitions"
 }
 
+// cannotAllocate is what the scheduler says of nodes whose devices do not satisfy the pod's claims.
+const cannotAllocate = "cannot allocate all claims"
+
 // otherResources returns what the scheduler says besides GPUs, and besides what an answer has for each node.
 func (f Facts) otherResources() string {
 	_, said, _ := strings.Cut(f.scheduler(), "nodes are available: ")
@@ -348,7 +351,7 @@ func (f Facts) otherResources() string {
 		for word := range strings.FieldsSeq(text) {
 			ours = ours || offered(strings.TrimRight(word, ".,"))
 		}
-		for _, known := range []string{"cannot allocate all claims", "untolerated taint", "node affinity", "unschedulable"} {
+		for _, known := range []string{cannotAllocate, "untolerated taint", "node affinity", "unschedulable"} {
 			ours = ours || strings.Contains(text, known)
 		}
 		if text != "" && !ours {

@@ -13,6 +13,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/capacity"
 )
 
 // waits explains a pod that the scheduler has not placed.
@@ -103,15 +104,19 @@ func (f Facts) counted(needs []need) string {
 			nodes = append(nodes, n)
 		}
 	}
-	limits := usualResources
-	switch n := needs[0]; {
-	case n.resource == "" && len(n.selectors) > 1:
-		return "" // Explain does not know which devices the selectors select
-	case n.resource != "" && !usualResources.Has(n.resource):
+	n, limits := needs[0], usualResources
+	if n.resource != "" && !usualResources.Has(n.resource) {
 		limits.GPU = n.resource
 	}
-	claim := func(name string) *resourceapi.ResourceClaim { return f.Claims[name] }
-	return Explain(nodes, NewNames(f.Driver, limits, f.Classes).Request(f.Pod, claim))
+	names := NewNames(f.Driver, limits, f.Classes)
+	switch {
+	case n.resource != "":
+		return Explain(nodes, names.Request(f.Pod, func(string) *resourceapi.ResourceClaim { return nil }))
+	case n.all || len(n.selectors) > 1 || !names.Classes[n.class]:
+		return "" // Explain does not know which devices the selectors select
+	default:
+		return Explain(nodes, Request{Devices: n.count, Memory: n.capacity[capacity.Memory], Shares: n.capacity[capacity.Shares]})
+	}
 }
 
 // lacks explains a pod whose request cannot be satisfied whatever the nodes have. It reports whether there is such a reason.
