@@ -14,6 +14,7 @@ import (
 	"github.com/tandem-gpu/tandem/internal/version"
 	"github.com/tandem-gpu/tandem/pkg/doctor"
 	"github.com/tandem-gpu/tandem/pkg/explain"
+	"github.com/tandem-gpu/tandem/pkg/overview"
 )
 
 // diagnosis is the JSON form of doctor.
@@ -34,8 +35,8 @@ func (p *plugin) doctor() *cobra.Command {
 		Example: "  kubectl gpu doctor\n  kubectl gpu doctor -o json",
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if output != "" && output != "json" {
-				return fmt.Errorf("--output: %q is not json", output)
+			if err := checkData(output); err != nil {
+				return err
 			}
 			c, err := p.open()
 			if err != nil {
@@ -58,14 +59,14 @@ func (p *plugin) doctor() *cobra.Command {
 			return nil
 		},
 	}
-	cmd.Flags().StringVarP(&output, "output", "o", "", "json")
+	dataFlag(cmd, &output)
 	return cmd
 }
 
 func (p *plugin) printFindings(output string, facts doctor.Facts, found []doctor.Finding) error {
-	if output == "json" {
-		return p.printJSON("findings",
-			diagnosis{"v1alpha1", append([]doctor.Finding{}, found...), append([]doctor.NotRead{}, facts.NotRead...)})
+	if output != "" {
+		return p.printData(output, "findings",
+			diagnosis{overview.Version, append([]doctor.Finding{}, found...), append([]doctor.NotRead{}, facts.NotRead...)})
 	}
 	for _, n := range facts.NotRead {
 		p.notes([]string{fmt.Sprintf("%s are not checked: %s", n.Kind, n.Error)})

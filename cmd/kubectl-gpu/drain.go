@@ -23,7 +23,7 @@ func (p *plugin) drain() *cobra.Command {
 		Long: "Take a GPU out of service, or all GPUs of a node: neither claims nor pods with limits get them any more. Their holders keep them.\n" +
 			"Then wait until no holder is left. A GPU is named by its number, its name or its UUID. kubectl gpu undrain ends it.",
 		Example: "  kubectl gpu drain node-1/3 --reason 'replace the fan'\n  kubectl gpu drain node-1 --evict --timeout 10m",
-		Args:    cobra.ExactArgs(1),
+		Args:    oneArgument("a node or a GPU", "kubectl gpu drain node-1/3; kubectl gpu ls lists them"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if !o.Wait && (o.Evict || o.Timeout > 0) {
 				return errors.New("--evict and --timeout need --wait")
@@ -56,7 +56,7 @@ func (p *plugin) undrain() *cobra.Command {
 		Short:   "Put GPUs into service again",
 		Long:    "Put a GPU into service again, or all GPUs of a node. It undoes kubectl gpu drain.",
 		Example: "  kubectl gpu undrain node-1/3",
-		Args:    cobra.ExactArgs(1),
+		Args:    oneArgument("a node or a GPU", "kubectl gpu undrain node-1/3; kubectl gpu ls -o wide lists what is under maintenance"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			d, node, gpu, err := p.drainer(args[0])
 			if err != nil {

@@ -27,7 +27,7 @@ func (p *plugin) inspect() *cobra.Command {
 		Long: "Run kubelet-plugin inspect in the agent's pod of a node, by kubectl exec, and print its report. Without the right to list\n" +
 			"ClusterRoleBindings, give the agents' namespace with --namespace.",
 		Example: "  kubectl gpu inspect node-1\n  kubectl gpu inspect node-1 -o json > node-1.json",
-		Args:    cobra.ExactArgs(1),
+		Args:    oneArgument("a node", "kubectl gpu inspect node-1; kubectl gpu ls lists the nodes"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if !slices.Contains([]string{"text", "json", "slices"}, output) {
 				return fmt.Errorf("--output: %q is not text, json or slices", output)

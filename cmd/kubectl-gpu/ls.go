@@ -4,15 +4,14 @@ package main
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
 
 	"github.com/spf13/cobra"
-	"sigs.k8s.io/yaml"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-	"github.com/tandem-gpu/tandem/internal/terminal"
 	"github.com/tandem-gpu/tandem/pkg/overview"
 )
 
@@ -77,6 +76,40 @@ func checkOutput(output string) error {
 	return nil
 }
 
+// dataFlag adds the flag -o of the commands whose text has no wider form.
+func dataFlag(cmd *cobra.Command, output *string) {
+	cmd.Flags().StringVarP(output, "output", "o", "", "json or yaml")
+	completeFlag(cmd, "output", []string{"json", "yaml"})
+}
+
+func checkData(output string) error {
+	if !slices.Contains([]string{"", "json", "yaml"}, output) {
+		return fmt.Errorf("--output: %q is not json or yaml", output)
+	}
+	return nil
+}
+
+// oneArgument returns an error that says what is expected, with an example.
+func oneArgument(what, example string) cobra.PositionalArgs {
+	return func(_ *cobra.Command, args []string) error {
+		if len(args) != 1 {
+			return fmt.Errorf("name %s, as in: %s", what, example)
+		}
+		return nil
+	}
+}
+
+// checkNamespace returns an error if the namespace that a flag selects does not exist.
+func (c connection) checkNamespace(ctx context.Context) error {
+	if !c.given {
+		return nil
+	}
+	if _, err := c.cluster.Client.CoreV1().Namespaces().Get(ctx, c.namespace, metav1.GetOptions{}); apierrors.IsNotFound(err) {
+		return fmt.Errorf("namespace %q does not exist", c.namespace)
+	}
+	return nil // it exists, or the viewer may not know
+}
+
 // only returns the namespace whose devices are listed; empty for all.
 func (c connection) only(all bool) string {
 	if c.given && !all {
@@ -92,10 +125,14 @@ func (p *plugin) nodes(ctx context.Context, cluster overview.Cluster, namespace 
 		return nil, err
 	}
 	if namespace != "" {
-		return slices.DeleteFunc(nodes, func(n overview.Node) bool {
+		nodes = slices.DeleteFunc(nodes, func(n overview.Node) bool {
 			_, uses := n.In(namespace)
 			return !uses
-		}), nil
+		})
+		if len(nodes) == 0 {
+			err = connection{cluster, namespace, true}.checkNamespace(ctx)
+		}
+		return nodes, err
 	}
 	p.notes(notes)
 	return nodes, nil
@@ -110,19 +147,8 @@ func (p *plugin) list(nodes []overview.Node, namespace, output string, view over
 	}
 	found := overview.New(nodes)
 	switch output {
-	case "json":
-		return p.printJSON("devices", found)
-	case "yaml":
-		text, err := json.Marshal(found)
-		if err == nil {
-			// The YAML parser accepts C1 characters only as escapes. The encoder keeps characters that control the direction of text: Lines replaces
-			// them.
-			text, err = yaml.JSONToYAML([]byte(terminal.JSONForYAML(string(text))))
-		}
-		if err != nil {
-			return fmt.Errorf("encode devices: %w", err)
-		}
-		return p.print(terminal.Lines(string(text), false))
+	case "json", "yaml":
+		return p.printData(output, "devices", found)
 	default:
 		view.Wide = output == "wide"
 		return p.print(p.style.Table(found, view))

@@ -16,6 +16,7 @@ import (
 	"k8s.io/cli-runtime/pkg/genericiooptions"
 	"k8s.io/client-go/dynamic"
 	"k8s.io/client-go/kubernetes"
+	"sigs.k8s.io/yaml"
 
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/internal/terminal"
@@ -118,7 +119,7 @@ func (p *plugin) command() *cobra.Command {
 	root.SetOut(p.streams.Out)
 	root.SetErr(p.streams.ErrOut)
 	root.PersistentFlags().StringVar(&p.driverName, driverNameFlag, config.Defaults().DriverName, "name of Tandem's DRA driver")
-	root.AddCommand(p.ls(), p.top(), p.why(), p.node(), p.drain(), p.undrain(), p.inspect(), p.doctor(), p.ui())
+	root.AddCommand(p.ls(), p.top(), p.why(), p.pending(), p.node(), p.drain(), p.undrain(), p.inspect(), p.doctor(), p.ui())
 	return root
 }
 
@@ -136,8 +137,16 @@ func (p *plugin) print(text string) error {
 	return nil
 }
 
-func (p *plugin) printJSON(what string, value any) error {
+// printData prints a value as JSON or YAML.
+func (p *plugin) printData(output, what string, value any) error {
 	text, err := json.MarshalIndent(value, "", "  ")
+	if err == nil && output == "yaml" {
+		// The YAML parser accepts C1 characters only as escapes. The encoder keeps characters that control the direction of text: Lines replaces
+		// them.
+		if text, err = yaml.JSONToYAML([]byte(terminal.JSONForYAML(string(text)))); err == nil {
+			return p.print(terminal.Lines(string(text), false))
+		}
+	}
 	if err != nil {
 		return fmt.Errorf("encode %s: %w", what, err)
 	}

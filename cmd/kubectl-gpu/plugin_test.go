@@ -42,17 +42,24 @@ func TestWrongFlags(t *testing.T) {
 		"ls -o table":                       `--output: "table" is not wide, json or yaml`,
 		"ls -w -o json":                     "--watch prints rows",
 		"ls --nothing":                      "unknown flag: --nothing",
-		"why":                               "accepts 1 arg(s), received 0",
-		"why a b":                           "accepts 1 arg(s), received 2",
-		"node":                              "accepts 1 arg(s), received 0",
-		"drain":                             "accepts 1 arg(s), received 0",
+		"why":                               "name a pod, as in: kubectl gpu why train-0 -n ml; kubectl gpu pending lists the pods that wait",
+		"why a b":                           "name a pod, as in: ",
+		"why ml/late":                       `"ml/late" is not POD or pod/POD; a namespace is given by -n`,
+		"why pod/":                          `"pod/" is not POD or pod/POD`,
+		"why late -o wide":                  `--output: "wide" is not json or yaml`,
+		"node":                              "name a node, as in: kubectl gpu node node-1; kubectl gpu ls lists the nodes",
+		"node node-1 -o wide":               `--output: "wide" is not json or yaml`,
+		"inspect":                           "name a node, as in: kubectl gpu inspect node-1",
+		"pending x":                         `unknown command "x"`,
+		"pending -o table":                  `--output: "table" is not wide, json or yaml`,
+		"drain":                             "name a node or a GPU, as in: kubectl gpu drain node-1/3",
 		"drain node-1/":                     `"node-1/" is not NODE or NODE/GPU`,
 		"drain /0":                          `"/0" is not NODE or NODE/GPU`,
 		"doctor x":                          `unknown command "x"`,
 		"ui x":                              `unknown command "x"`,
 		"ui --port 70000":                   `invalid argument "70000" for "--port"`,
-		"doctor -o wide":                    `--output: "wide" is not json`,
-		"undrain a b":                       "accepts 1 arg(s), received 2",
+		"doctor -o wide":                    `--output: "wide" is not json or yaml`,
+		"undrain a b":                       "name a node or a GPU, as in: kubectl gpu undrain node-1/3",
 		"drain node-1 --force":              "--force needs --evict",
 		"drain node-1 --wait=false --evict": "--evict and --timeout need --wait",
 		"drain node-1 --reason " + strings.Repeat("x", 257): "the reason has 257 bytes",
@@ -65,6 +72,42 @@ func TestWrongFlags(t *testing.T) {
 	} {
 		if got := w.run(t, strings.Fields(line)...); !strings.Contains(got, want) {
 			t.Errorf("%s: %s, want %s", line, got, want)
+		}
+	}
+}
+
+// TestNamespaceThatDoesNotExist: an empty list says so, if a flag names the namespace. Of a namespace that exists, or that may not be read, it
+// says nothing.
+func TestNamespaceThatDoesNotExist(t *testing.T) {
+	for _, line := range []string{"ls", "top", "pending", "why late"} {
+		w := world{machines: []*machine{h100s("node-1", 1)}, namespace: "nosuchns", given: true}
+		const want = `namespace "nosuchns" does not exist`
+		if got := w.run(t, strings.Fields(line)...); !strings.Contains(got, want) {
+			t.Errorf("%s: %s", line, got)
+		}
+		for _, change := range []func(*world){
+			func(w *world) { w.given = false },
+			func(w *world) { w.denied = []string{"namespaces"} },
+			func(w *world) {
+				w.objects = []runtime.Object{&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "nosuchns"}}}
+			},
+		} {
+			other := w
+			change(&other)
+			if got := other.run(t, strings.Fields(line)...); strings.Contains(got, want) {
+				t.Errorf("%s: %s", line, got)
+			}
+		}
+	}
+}
+
+// TestKindOfAPod: kubectl's forms of a pod's name.
+func TestKindOfAPod(t *testing.T) {
+	w := world{machines: []*machine{h100s("node-1", 1)}, objects: []runtime.Object{pending("late", byLimits(testResource, 2))}}
+	want := w.run(t, "why", "late")
+	for _, argument := range []string{"pod/late", "pods/late", "po/late"} {
+		if got := w.run(t, "why", argument); got != want || !strings.Contains(got, "cannot run") {
+			t.Errorf("%s: %s", argument, got)
 		}
 	}
 }

@@ -137,6 +137,31 @@ func conflicted() *machine {
 	return m
 }
 
+// queued is a full cluster in which pods of several owners wait.
+func queued() world {
+	m := h100s("node-1", 8)
+	for i := range 8 {
+		m.claim("ml", fmt.Sprintf("train-%d-gpu", i), fmt.Sprintf("train-%d", i), m.gpu(i).Ref())
+	}
+	const all = "0/1 nodes are available: 1 cannot allocate all claims. still not schedulable, preemption: 0/1 nodes are available."
+	age := func(d time.Duration) func(*corev1.Pod) {
+		return func(p *corev1.Pod) { p.CreationTimestamp = metav1.NewTime(time.Now().Add(-d)) }
+	}
+	in := func(namespace string) func(*corev1.Pod) { return func(p *corev1.Pod) { p.Namespace = namespace } }
+	w := world{machines: []*machine{m}, namespaces: []string{""}, objects: []runtime.Object{
+		template("single", spec("gpu.nvidia.com")), template("b200", spec("gpu.nvidia.com", selector(`device.attributes["gpu.nvidia.com"].productName == "NVIDIA B200"`))),
+		pending("notebook", byLimits(testResource, 1), in("web"), age(26*time.Hour)),
+		pending("lost", byTemplate("singel", ""), age(20*time.Minute)),
+		pending("big-0", byTemplate("b200", ""), scheduler(all), owned("StatefulSet", "big"), age(10*time.Minute)),
+		pending("cpu", requesting("cpu", "1")),
+	}}
+	for i := range 5 {
+		w.objects = append(w.objects, pending(fmt.Sprint("sweep-", i), byTemplate("single", ""), scheduler(all), owned("ReplicaSet", "sweep-77f"), age(3*time.Hour),
+			func(p *corev1.Pod) { p.Labels = map[string]string{"pod-template-hash": "77f"} }))
+	}
+	return w
+}
+
 // whileHeld is a drain whose GPU is held at first.
 func whileHeld(t *testing.T) string {
 	m := h100s("node-1", 8).pod("ml", "infer", 3).maintain(3, "")
@@ -300,6 +325,16 @@ func screens() map[string]func(*testing.T) string {
 		"doctor-clean":  show(world{machines: []*machine{h100s("node-1", 8)}, objects: installed()}, "doctor"),
 		"doctor-json":   show(world{machines: []*machine{away("node-4")}, objects: installed()}, "doctor", "-o", "json"),
 		"doctor-denied": show(with(world{machines: []*machine{busy()}, objects: installed()}, func(w *world) { w.denied = []string{"pods", "leases"} }), "doctor"),
+
+		"pending":             show(queued(), "pending"),
+		"pending-wide":        show(queued(), "pending", "-o", "wide"),
+		"pending-empty":       show(of(busy()), "pending"),
+		"pending-own":         show(with(queued(), func(w *world) { w.deniedAll = []string{"pods"} }), "pending"),
+		"pending-denied":      show(with(queued(), func(w *world) { w.denied = []string{"pods"} }), "pending"),
+		"pending-no-gpunodes": show(with(queued(), func(w *world) { w.denied = []string{"gpunodes"} }), "pending"),
+		"why-json":            show(of(full("node-1", 1), pending("late", byLimits(testResource, 1), scheduler(none))), "why", "late", "-o", "json"),
+		"node-yaml":           show(of(h100s("node-1", 1)), "node", "node-1", "-o", "yaml"),
+		"doctor-yaml":         show(world{machines: []*machine{away("node-4")}, objects: installed()}, "doctor", "-o", "yaml"),
 
 		"why-full-limits":  show(of(full("node-1", 8), pending("late", byLimits(testResource, 1), scheduler(none))), "why", "late"),
 		"why-full-claims":  show(of(claimed, pending("late", byTemplate("single", "late-gpu")), claim("late-gpu", spec("gpu.nvidia.com"))), "why", "late"),

@@ -214,7 +214,9 @@ type world struct {
 	machines []*machine
 	objects  []runtime.Object
 	// denied are resources that the viewer may not read, namespaces those whose pods the viewer may list; "" is all.
-	denied      []string
+	denied []string
+	// deniedAll are resources that the viewer may not list in all namespaces.
+	deniedAll   []string
 	deniedVerbs []string
 	namespaces  []string
 	namespace   string
@@ -280,7 +282,8 @@ func (w world) plugin(t *testing.T) (p *plugin, stdout, stderr *bytes.Buffer) {
 	})
 	deny := func(action clienttesting.Action) (bool, runtime.Object, error) {
 		of := action.GetResource()
-		if !slices.Contains(w.denied, of.Resource) && !slices.Contains(w.deniedVerbs, action.GetVerb()) {
+		everywhere := slices.Contains(w.deniedAll, of.Resource) && action.GetVerb() == "list" && action.GetNamespace() == ""
+		if !everywhere && !slices.Contains(w.denied, of.Resource) && !slices.Contains(w.deniedVerbs, action.GetVerb()) {
 			return false, nil, nil
 		}
 		return true, nil, apierrors.NewForbidden(of.GroupResource(), "", fmt.Errorf(

@@ -50,13 +50,13 @@ func (f Fit) Words() string {
 
 // NodeAnswer is why one node, or several for the same reason, does not run the pod.
 type NodeAnswer struct {
-	Names []string
+	Names []string `json:"names"`
 	// Count is the number of nodes; Names may have fewer.
-	Count  int
-	Fit    Fit
-	Reason string
+	Count  int    `json:"count"`
+	Fit    Fit    `json:"fit"`
+	Reason string `json:"reason"`
 	// Holders of the devices that the pod could have.
-	Holders []string
+	Holders []string `json:"holders,omitempty"`
 
 	// failed is the scheduler's error with FitFails, and failure the selector that causes it.
 	failed  error

@@ -24,7 +24,7 @@ import (
 // so that a long list needs few requests. Why reads more and says more. A Queue is for one goroutine.
 type Queue struct {
 	objects Objects
-	nodes []v1alpha1.GPUNode
+	nodes   []v1alpha1.GPUNode
 	// whole are the extended resources of GPUs on the nodes, and parts those of their devices.
 	whole, parts map[string]bool
 	// reasons are kept by request, because many pods request the same; those of pods with claims by what they depend on.
@@ -204,7 +204,7 @@ func (q *Queue) ofClaims(f Facts, claims []claimOf) string {
 		return reason
 	}
 	if strings.Contains(says, cannotAllocate) {
-		return "no node has " + strings.Join(requestsOf(needs), " and ") + " free"
+		return "no node has such devices free"
 	}
 	return ""
 }

@@ -61,8 +61,8 @@ const (
 
 // NotRead says that objects could not be read, and why.
 type NotRead struct {
-	Kind  Kind
-	Error string
+	Kind  Kind   `json:"kind"`
+	Error string `json:"error"`
 }
 
 // Cause is why a pod is as it is.
@@ -94,26 +94,27 @@ const (
 
 // Answer is why a pod is as it is. Texts are single lines without a full stop.
 type Answer struct {
-	Namespace, Name string
-	Cause           Cause
+	Namespace string `json:"namespace"`
+	Name      string `json:"name"`
+	Cause     Cause  `json:"cause"`
 	// Summary completes "Pod <namespace>/<name>".
-	Summary string
+	Summary string `json:"summary"`
 	// Requests are what the pod requests of GPUs.
-	Requests []string
+	Requests []string `json:"requests,omitempty"`
 	// Has are the devices that it has.
-	Has []string
+	Has []string `json:"has,omitempty"`
 	// Scheduler is what the scheduler said last; empty if it has placed the pod.
-	Scheduler string
+	Scheduler string `json:"scheduler,omitempty"`
 	// Nodes are those that may run the pod first, then the others, grouped by the reason.
-	Nodes []NodeAnswer
+	Nodes []NodeAnswer `json:"nodes,omitempty"`
 	// Frees are what would let the pod run.
-	Frees []string
+	Frees []string `json:"frees,omitempty"`
 	// Quotas are the quotas of the namespace that count its GPUs.
-	Quotas []string
+	Quotas []string `json:"quotas,omitempty"`
 	// Events are the last ones that matter, the newest first.
-	Events []string
+	Events []string `json:"events,omitempty"`
 	// NotRead are what the viewer could not read.
-	NotRead []NotRead
+	NotRead []NotRead `json:"notRead,omitempty"`
 }
 
 // FreesTitle is the title of Frees.
