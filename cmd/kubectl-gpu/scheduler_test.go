@@ -129,7 +129,7 @@ func (o oracle) outcome(t *testing.T, w random) (causes []string, detail string)
 	t.Helper()
 	mayRun := explain.MayRun(w.pod)
 	var fits, would, wouldElsewhere, unsure bool
-	var failed error
+	var failed []string // nodes may fail for different reasons
 	for _, m := range w.machines {
 		idle := *m
 		idle.holds, idle.claims, idle.maintenance = nil, nil, nil
@@ -146,15 +146,17 @@ func (o oracle) outcome(t *testing.T, w random) (causes []string, detail string)
 			continue
 		}
 		if err != nil {
-			failed = err
+			cause := explain.CauseGivenUp
+			if strings.Contains(err.Error(), "CEL runtime error") {
+				cause = explain.CauseSelector
+			}
+			failed, detail = append(failed, string(cause)), err.Error()
 		}
 		fits, would = fits || now, would || then
 	}
 	switch {
-	case failed != nil && strings.Contains(failed.Error(), "CEL runtime error"):
-		return []string{string(explain.CauseSelector)}, failed.Error()
 	case failed != nil:
-		return []string{string(explain.CauseGivenUp)}, failed.Error()
+		return failed, detail
 	case fits:
 		return []string{string(explain.CauseRoom)}, ""
 	case unsure: // whether a device that has a holder would be the pod's without it

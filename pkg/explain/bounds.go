@@ -29,6 +29,10 @@ const (
 	compilationCost = 40
 )
 
+// searchTime bounds one search of the scheduler's allocator, which tries all combinations of devices. The scheduler gives up a node after ten
+// seconds.
+const searchTime = time.Second
+
 const (
 	// MostClaims bounds the claims of a pod that are read and evaluated. A pod may name thousands.
 	MostClaims = 64
@@ -36,8 +40,11 @@ const (
 	mostAlternatives = 256
 )
 
-// errCost and errTime complete "not evaluated: ".
-var errCost = errors.New("the pod's selectors, evaluated on each device of the nodes, cost too much")
+// errCost, errTime and errSearch complete "not evaluated: ".
+var (
+	errCost   = errors.New("the pod's selectors, evaluated on each device of the nodes, cost too much")
+	errSearch = fmt.Errorf("the scheduler's search for devices that satisfy all requests takes longer than %s", searchTime)
+)
 
 func errTime(limit time.Duration) error {
 	return fmt.Errorf("the pod's requests take longer than %s", limit)

@@ -107,6 +107,34 @@ func TestUsualBounds(t *testing.T) {
 	}
 }
 
+// TestSearchEnds: the allocator tries all combinations of devices. Where the count knows that there are too few, the answer says so.
+func TestSearchEnds(t *testing.T) {
+	begin := time.Now()
+	f := facts(exactly(16), strings.Repeat("-", 32))
+	none := exactly(1, "false")
+	none[0].Name = "none"
+	f.Claims["c"].Spec.Devices.Requests = append(f.Claims["c"].Spec.Devices.Requests, none...)
+	if got := answerTo(t, f); got.Cause != CauseNever || !strings.Contains(got.Summary, "no device matches false of claim c") {
+		t.Errorf("%s: %s", got.Cause, got.Summary)
+	}
+	// One of each of 28 pairs, in 2^28 ways, and one more of another pair.
+	attribute := resourceapi.FullyQualifiedName("gpu.nvidia.com/pair")
+	f = facts(exactly(28), strings.Repeat("-", 56))
+	for i := range f.Slices[0].Spec.Devices {
+		f.Slices[0].Spec.Devices[i].Attributes["pair"] = resourceapi.DeviceAttribute{StringValue: ptr.To(fmt.Sprint(i / 2))}
+	}
+	f.Claims["c"].Spec.Devices.Constraints = []resourceapi.DeviceConstraint{{DistinctAttribute: &attribute}}
+	second := exactly(1)
+	second[0].Name = "second"
+	f.Claims["c"].Spec.Devices.Requests = append(f.Claims["c"].Spec.Devices.Requests, second...)
+	if got := answerTo(t, f); got.Cause != CauseNotEvaluated || !strings.Contains(got.Summary, errSearch.Error()) || got.Nodes[0].Fit != FitUnknown {
+		t.Errorf("%s: %s: %+v", got.Cause, got.Summary, got.Nodes)
+	}
+	if took := time.Since(begin); took > time.Minute {
+		t.Errorf("it took %s", took)
+	}
+}
+
 // endsLater is done after its first Err.
 type endsLater struct {
 	context.Context

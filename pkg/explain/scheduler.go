@@ -132,6 +132,8 @@ func (s *stock) allocate(ctx context.Context, claims []*resourceapi.ResourceClai
 	if err != nil {
 		return false, err
 	}
+	ctx, cancel := context.WithTimeoutCause(ctx, searchTime, errSearch)
+	defer cancel()
 	results, err := allocator.Allocate(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: s.nodeName}}, claims)
 	if errors.Is(err, structured.ErrFailedAllocationOnNode) {
 		return false, nil
@@ -249,6 +251,10 @@ func (n *NodeAnswer) fit(ctx context.Context, s *stock, claims []*resourceapi.Re
 		now, err := s.allocate(ctx, claims, false)
 		switch {
 		case !s.match.goesOn(ctx):
+		case errors.Is(err, errSearch) && fits:
+			n.Fit, n.Reason = FitUnknown, errSearch.Error()
+			return
+		case errors.Is(err, errSearch): // the count knows better why there is no solution
 		case err != nil:
 			n.Fit, n.Reason, n.failed, n.failure = FitFails, Bounded(OneLine(err.Error()), mostText), err, s.failureOf(ctx, err, needs)
 			return

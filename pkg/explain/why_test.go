@@ -123,6 +123,11 @@ func TestWhyOfClaims(t *testing.T) {
 			}
 		})
 	}
+	unread := facts(all, "-x")
+	unread.Slices, unread.NotRead = nil, []NotRead{{KindSlices, "forbidden"}}
+	if got := answerTo(t, unread); got.Cause != CauseFull {
+		t.Errorf("all, without ResourceSlices: %+v", got)
+	}
 	nic := facts(other, "-")
 	nic.Classes = append(nic.Classes, class("nic", `device.driver == "net.example.com"`))
 	if got := answerTo(t, nic); got.Cause != CauseNoGPU {
