@@ -4,13 +4,12 @@ package main
 
 import (
 	"bytes"
-	"flag"
+	"fmt"
 	"io"
 	"net/http"
 	"net/http/httptest"
 	"net/http/httputil"
 	"net/url"
-	"os/exec"
 	"strconv"
 	"strings"
 	"sync/atomic"
@@ -25,32 +24,28 @@ import (
 	"github.com/tandem-gpu/tandem/internal/browser"
 )
 
-// screenshot names the file for a picture of the page, such as ../../docs/user/kubectl-gpu-ui.png.
-var screenshot = flag.String("screenshot", "", "write a screenshot of the page to this file")
+const until = `'use strict';
+const until = async (condition) => { while (!condition()) await new Promise((done) => setTimeout(done, 100)); };`
 
-// browse runs the browser and returns what it prints.
-func browse(t *testing.T, args ...string) string {
-	t.Helper()
-	if err := browser.Find(); err != nil {
-		t.Skip(err)
-	}
-	cmd := exec.CommandContext(t.Context(), browser.Program, browser.Args(t.TempDir(), args...)...)
-	var stderr bytes.Buffer
-	cmd.Stderr = &stderr
-	out, err := cmd.Output()
-	if err != nil {
-		t.Fatalf("%v: %v\n%s", cmd.Args, err, &stderr)
-	}
-	for _, complaint := range browser.Complaints(stderr.String()) {
-		t.Error(complaint)
-	}
-	return string(out)
-}
+// opens is a script that opens a node of many and an owner of waiting pods.
+const opens = until + `
+addEventListener('load', async () => {
+  const opened = (selector) => document.querySelector(selector + '[open]');
+  const found = [document.querySelectorAll('table').length];
+  for (const [row, content] of [['#node-node-1', 'table'], ['#pending details', 'li']]) {
+    document.querySelector(row).open = true;
+    await until(() => document.querySelector(row + ' ' + content));
+  }
+  await until(() => document.body.textContent.includes('newcomer'));
+  found.push(!!opened('#node-node-1'), !!opened('#pending details'), new URLSearchParams(location.search).getAll('open').length);
+  document.querySelector('#pending details').open = false;
+  await until(() => !document.querySelector('#pending details li'));
+  found.push(location.search);
+  document.documentElement.dataset.found = found.join(', ');
+});`
 
 // hand is a script that a test adds to the page: what a user does while the page follows a change.
-const hand = `
-'use strict';
-const until = async (condition) => { while (!condition()) await new Promise((done) => setTimeout(done, 100)); };
+const hand = until + `
 addEventListener('load', async () => {
   const node = () => document.getElementById('node-node-1');
   node().open = false;
@@ -110,18 +105,23 @@ func loaded(t *testing.T, address, script string, changed func()) (through strin
 // user has closed, focused and typed stays. No text of the cluster becomes a part of the document's structure.
 func TestPageInABrowser(t *testing.T) {
 	const reason = `<img src=x onerror="document.body.textContent='x'">`
-	for name, c := range map[string]struct{ script, query, found string }{
-		"alone":       {"", "", ""},
-		"with a user": {hand, "?q=newcomer", ` data-found="open false, focus summary-node-1, focus q, ?q=newcomer"`},
+	for name, c := range map[string]struct {
+		script, query, found string
+		more                 int
+	}{
+		"alone":           {"", "", "", 0},
+		"with a user":     {hand, "?q=newcomer", ` data-found="open false, focus summary-node-1, focus q, ?q=newcomer"`, 0},
+		"with many nodes": {opens, "?open=node-node-1", ` data-found="0, true, true, 2, ?open=node-node-1"`, 2},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := pageWorld()
+			for i := range c.more {
+				w.machines = append(w.machines, full(fmt.Sprintf("more-%d", i), 8))
+				w.objects = append(w.objects, pending(fmt.Sprintf("train-%d", i), byLimits(testResource, 1), owned("StatefulSet", "train")))
+			}
 			p, _, _ := w.plugin(t)
 			address := w.serve(t, p)
 			awaitPage(t, address, "node-4", "node-3", "ml/late", "ml/wide")
-			if *screenshot != "" {
-				browse(t, "--screenshot="+*screenshot, "--window-size=1100,1060", address)
-			}
 			connected, err := p.connect()
 			if err != nil {
 				t.Fatal(err)
@@ -142,7 +142,7 @@ func TestPageInABrowser(t *testing.T) {
 					t.Error(err)
 				}
 			})
-			document := browse(t, "--dump-dom", through)
+			document := browser.Open(t, "--dump-dom", through)
 			want := browser.Devices(awaitPage(t, address+c.query, "newcomer"))
 			if diff := cmp.Diff(want, browser.Devices(document)); diff != "" || len(want) < 8 || !strings.Contains(document, c.found) {
 				t.Errorf("%d devices, want%s (-page +document):\n%s\n%s", len(want), c.found, diff, document)
@@ -154,5 +154,22 @@ func TestPageInABrowser(t *testing.T) {
 				t.Errorf("the reason of a maintenance:\n%s", document)
 			}
 		})
+	}
+}
+
+// TestPageOfATelephone: each view fits into 400 pixels, with names as long as Kubernetes allows.
+func TestPageOfATelephone(t *testing.T) {
+	w := pageWorld()
+	long := strings.Repeat("a", 253)
+	w.machines = append(w.machines, h100s(long, 8).pod("ml", long, 0).maintain(1, long))
+	w.objects = append(w.objects, pending(long, byLimits(testResource, 1), scheduler(long)))
+	p, _, _ := w.plugin(t)
+	address := w.serve(t, p)
+	awaitPage(t, address, "node-4", "node-3", "ml/late", "ml/wide", long)
+	for name, path := range map[string]string{"long": "", "open": "?q=node:node-", "node": "node?name=" + long, "mig": "node?name=node-2", "why": "why?namespace=ml&pod=wide"} {
+		of := browser.Measure(t, "telephone-"+name, address+path, 400)
+		if of.ClientWidth != 400 || of.ScrollWidth > 400 || len(of.Wide) > 0 || of.Elements < 20 {
+			t.Errorf("%s: %+v", name, of)
+		}
 	}
 }

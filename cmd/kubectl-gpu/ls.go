@@ -130,7 +130,7 @@ func (p *plugin) nodes(ctx context.Context, cluster overview.Cluster, namespace 
 			return !uses
 		})
 		if len(nodes) == 0 {
-			err = connection{cluster, namespace, true}.checkNamespace(ctx)
+			err = connection{cluster: cluster, namespace: namespace, given: true}.checkNamespace(ctx)
 		}
 		return nodes, err
 	}

@@ -16,6 +16,7 @@ import (
 	"k8s.io/cli-runtime/pkg/genericiooptions"
 	"k8s.io/client-go/dynamic"
 	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
 	"sigs.k8s.io/yaml"
 
 	"github.com/tandem-gpu/tandem/internal/config"
@@ -45,6 +46,8 @@ type connection struct {
 	namespace string
 	// given is set if a flag selects the namespace.
 	given bool
+	// context is that of the kubeconfig; empty without one. server is the API server's host, with a path where it has one.
+	context, server string
 }
 
 // connectWith returns a function that makes the clients. It does not connect before the first request.
@@ -69,12 +72,26 @@ func connectWith(flags *genericclioptions.ConfigFlags) func() (connection, error
 		if err != nil {
 			return connection{}, fmt.Errorf("configure API client: %w", err)
 		}
-		namespace, _, err := flags.ToRawKubeConfigLoader().Namespace()
+		loader := flags.ToRawKubeConfigLoader()
+		namespace, _, err := loader.Namespace()
 		if err != nil {
 			return connection{}, fmt.Errorf("read kubeconfig: %w", err)
 		}
-		given := flags.Namespace != nil && *flags.Namespace != ""
-		return connection{overview.Cluster{Client: client, Dynamic: objects, Scrape: scrape}, namespace, given}, nil
+		kubeconfig, err := loader.RawConfig()
+		if err != nil {
+			return connection{}, fmt.Errorf("read kubeconfig: %w", err)
+		}
+		server, _, err := rest.DefaultServerUrlFor(config)
+		if err != nil {
+			return connection{}, fmt.Errorf("find the API server: %w", err)
+		}
+		c := connection{cluster: overview.Cluster{Client: client, Dynamic: objects, Scrape: scrape}, namespace: namespace}
+		c.given = flags.Namespace != nil && *flags.Namespace != ""
+		c.context, c.server = kubeconfig.CurrentContext, server.Host+strings.TrimSuffix(server.Path, "/")
+		if flags.Context != nil && *flags.Context != "" {
+			c.context = *flags.Context
+		}
+		return c, nil
 	}
 }
 

@@ -116,16 +116,17 @@ func TestKindOfAPod(t *testing.T) {
 func TestKubeconfig(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "config")
 	const kubeconfig = `{"apiVersion": "v1", "kind": "Config", "current-context": "a",
-		"clusters": [{"name": "a", "cluster": {"server": "https://a.example"}}],
-		"contexts": [{"name": "a", "context": {"cluster": "a", "namespace": "of-a"}}, {"name": "b", "context": {"cluster": "a", "namespace": "of-b"}}]}`
+		"clusters": [{"name": "a", "cluster": {"server": "https://a.example"}}, {"name": "b", "cluster": {"server": "https://b.example:6443/clusters/b"}}],
+		"contexts": [{"name": "a", "context": {"cluster": "a", "namespace": "of-a"}}, {"name": "b", "context": {"cluster": "b", "namespace": "of-b"}}]}`
 	if err := os.WriteFile(path, []byte(kubeconfig), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	for line, want := range map[string]connection{
-		"":                   {namespace: "of-a"},
-		"--context b":        {namespace: "of-b"},
-		"-n ml":              {namespace: "ml", given: true},
-		"--context b -n web": {namespace: "web", given: true},
+		"":                   {namespace: "of-a", context: "a", server: "a.example"},
+		"--context b":        {namespace: "of-b", context: "b", server: "b.example:6443/clusters/b"},
+		"-n ml":              {namespace: "ml", given: true, context: "a", server: "a.example"},
+		"--context b -n web": {namespace: "web", given: true, context: "b", server: "b.example:6443/clusters/b"},
+		"--server https://jane:secret@c.example:8443/": {namespace: "of-a", context: "a", server: "c.example:8443"},
 	} {
 		flags := genericclioptions.NewConfigFlags(true)
 		p := &plugin{streams: genericiooptions.NewTestIOStreamsDiscard(), connect: connectWith(flags)}
@@ -135,8 +136,9 @@ func TestKubeconfig(t *testing.T) {
 			t.Fatal(err)
 		}
 		c, err := p.open()
-		if err != nil || c.namespace != want.namespace || c.given != want.given || c.cluster.Client == nil || c.cluster.DriverName != config.Defaults().DriverName {
-			t.Errorf("%s: namespace %q, given %t, %v", line, c.namespace, c.given, err)
+		if err != nil || c.namespace != want.namespace || c.given != want.given || c.context != want.context || c.server != want.server ||
+			c.cluster.Client == nil || c.cluster.DriverName != config.Defaults().DriverName {
+			t.Errorf("%s: namespace %q, given %t, context %q, server %q, %v", line, c.namespace, c.given, c.context, c.server, err)
 		}
 	}
 }

@@ -13,6 +13,7 @@ import (
 
 func (p *plugin) ui() *cobra.Command {
 	var port uint16
+	var exporters string
 	cmd := &cobra.Command{
 		Use:   "ui",
 		Short: "Serve a web page of the GPUs on this machine",
@@ -30,7 +31,9 @@ func (p *plugin) ui() *cobra.Command {
 			if err != nil {
 				return fmt.Errorf("serve the page: %w", err)
 			}
-			view := page.New(c.cluster, c.namespace)
+			view := page.New(c.cluster, page.Options{
+				Where: page.Where{Context: c.context, Server: c.server}, Namespace: c.namespace, ExporterNamespace: exporters,
+			})
 			if err := p.print(fmt.Sprintf("http://%s%s\n", listener.Addr(), view.Path())); err != nil {
 				listener.Close()
 				return err
@@ -39,5 +42,6 @@ func (p *plugin) ui() *cobra.Command {
 		},
 	}
 	cmd.Flags().Uint16Var(&port, "port", 0, "port on 127.0.0.1; 0 selects a free one")
+	cmd.Flags().StringVar(&exporters, "exporter-namespace", "", "namespace of dcgm-exporter: read metrics of no pods of other namespaces")
 	return cmd
 }

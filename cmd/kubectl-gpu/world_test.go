@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	authenticationv1 "k8s.io/api/authentication/v1"
 	authorizationv1 "k8s.io/api/authorization/v1"
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
@@ -280,6 +281,11 @@ func (w world) plugin(t *testing.T) (p *plugin, stdout, stderr *bytes.Buffer) {
 		review.Status.Allowed = slices.Contains(w.namespaces, namespace) || slices.Contains(w.namespaces, "")
 		return true, review, nil
 	})
+	client.PrependReactor("create", "selfsubjectreviews", func(action clienttesting.Action) (bool, runtime.Object, error) {
+		review := action.(clienttesting.CreateAction).GetObject().(*authenticationv1.SelfSubjectReview)
+		review.Status.UserInfo.Username = "jane"
+		return true, review, nil
+	})
 	deny := func(action clienttesting.Action) (bool, runtime.Object, error) {
 		of := action.GetResource()
 		everywhere := slices.Contains(w.deniedAll, of.Resource) && action.GetVerb() == "list" && action.GetNamespace() == ""
@@ -297,7 +303,10 @@ func (w world) plugin(t *testing.T) (p *plugin, stdout, stderr *bytes.Buffer) {
 		namespace = "ml"
 	}
 	return &plugin{streams: streams, style: w.style, errors: w.style, connect: func() (connection, error) {
-		return connection{overview.Cluster{Client: client, Dynamic: objectsByKind, Scrape: w.scrape}, namespace, w.given}, nil
+		return connection{
+			cluster: overview.Cluster{Client: client, Dynamic: objectsByKind, Scrape: w.scrape}, namespace: namespace, given: w.given,
+			context: "production", server: "10.0.0.1:6443",
+		}, nil
 	}}, stdout, stderr
 }
 

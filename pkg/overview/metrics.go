@@ -217,6 +217,11 @@ func (m *Metrics) cells() []string {
 	return []string{number(m.UtilizationPercent, "%"), memory, number(m.PowerWatts, " W"), number(m.TemperatureCelsius, " C")}
 }
 
+// String is the metrics in one line, without those that are missing.
+func (m *Metrics) String() string {
+	return strings.Join(slices.DeleteFunc(m.cells(), func(text string) bool { return text == "-" }), ", ")
+}
+
 // key returns the value that rows are sorted by, and -1 if there is none.
 func (m *Metrics) key(by string) float64 {
 	switch {

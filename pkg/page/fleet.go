@@ -3,15 +3,18 @@
 package page
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"maps"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
 	"golang.org/x/sync/errgroup"
 	appsv1 "k8s.io/api/apps/v1"
+	authenticationv1 "k8s.io/api/authentication/v1"
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -27,31 +30,40 @@ import (
 const (
 	// nodesEvery is how often nodes are listed to find those without an agent.
 	nodesEvery = 5 * time.Minute
-	// asksEvery is how often a viewer's rights are asked for who may list no pods.
+	// asksEvery is how often the API server is asked again who the viewer is, and what a viewer may list who may list no pods.
 	asksEvery = time.Minute
-	// slicesFor is how long the ResourceSlices of a node are used: they change with the node's partitions.
-	slicesFor = 30 * time.Second
+	// slicesFor is how long the ResourceSlices of a node are used: they change with the node's partitions. metricsFor is how long metrics are
+	// used: dcgm-exporter samples every 30 s (its option --collect-interval).
+	slicesFor  = 30 * time.Second
+	metricsFor = 15 * time.Second
 	// refusedFor is how long a refused watch of pods is reported. If the API server still refuses it, the informer notices at least once a
 	// minute (client-go tools/cache, NewReflectorWithOptions: 30 s and up to 30 s of jitter).
 	refusedFor = 90 * time.Second
-	// mostSlices bounds the nodes whose slices are kept.
-	mostSlices = 256
+	// mostKept bounds the nodes of which something is kept.
+	mostKept = 256
 )
 
 // fleet is the newest state of the cluster. One watch of GPUNodes and one of waiting pods serve all requests.
 type fleet struct {
 	cluster   overview.Cluster
 	namespace string
+	// exporters is the namespace of dcgm-exporter; empty for all.
+	exporters string
 	rights    *overview.Rights
+	objects   *overview.Objects
+	slices    kept[published]
+	metrics   kept[measured]
 
 	mu    sync.Mutex
 	nodes map[string]seen
-	// listed is set once all GPUNodes are in nodes.
+	// listed is set once all GPUNodes are in nodes. failed is when the watch of them was interrupted; zero if it goes on.
 	listed bool
+	failed time.Time
+	// user is the viewer's name; empty until the API server has told it.
+	user string
 	// without are the nodes with GPUs at the last list, as they are shown while they have no GPUNode.
 	without map[string]overview.Node
 	pods    cache.Store
-	slices  map[string]published
 	// notes say what is missing, by what they are about: aboutGPUNodes and so on.
 	notes map[string]string
 	// refused says why the API server last refused the watch of pods, and refusedAt when.
@@ -69,7 +81,44 @@ type seen struct {
 type published struct {
 	slices []resourceapi.ResourceSlice
 	err    error
-	until  time.Time
+}
+
+// measured are the metrics of a node's devices by their names, and why there are none.
+type measured struct {
+	of   map[string]*overview.Metrics
+	note string
+}
+
+// kept is what was read of nodes, for some time. It is safe for concurrent use.
+type kept[T any] struct {
+	mu    sync.Mutex
+	nodes map[string]keptOf[T]
+}
+
+type keptOf[T any] struct {
+	value T
+	until time.Time
+}
+
+// get returns what is known of a node, or reads it. What is read after ctx is done is not kept.
+func (k *kept[T]) get(ctx context.Context, node string, lasts time.Duration, read func() T) T {
+	now := time.Now()
+	k.mu.Lock()
+	known, ok := k.nodes[node]
+	k.mu.Unlock()
+	if ok && now.Before(known.until) {
+		return known.value
+	}
+	known = keptOf[T]{read(), now.Add(lasts)}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.nodes == nil || len(k.nodes) >= mostKept {
+		k.nodes = map[string]keptOf[T]{}
+	}
+	if ctx.Err() == nil {
+		k.nodes[node] = known
+	}
+	return known.value
 }
 
 const (
@@ -79,10 +128,10 @@ const (
 	aboutWatch    = "watch of pods"
 )
 
-func newFleet(cluster overview.Cluster, namespace string) *fleet {
+func newFleet(cluster overview.Cluster, of Options) *fleet {
 	return &fleet{
-		cluster: cluster, namespace: namespace, rights: overview.NewRights(cluster, namespace), nodes: map[string]seen{},
-		slices: map[string]published{}, notes: map[string]string{},
+		cluster: cluster, namespace: of.Namespace, exporters: of.ExporterNamespace, rights: overview.NewRights(cluster, of.Namespace),
+		objects: overview.NewObjects(cluster), nodes: map[string]seen{}, notes: map[string]string{},
 	}
 }
 
@@ -93,20 +142,43 @@ func (f *fleet) run(ctx context.Context, group *errgroup.Group) {
 			Listed: func() {
 				f.mu.Lock()
 				defer f.mu.Unlock()
-				f.listed = true
+				f.listed, f.failed = true, time.Time{}
 				delete(f.notes, aboutGPUNodes)
 			},
-			Failed: func(err error) { f.note(aboutGPUNodes, fmt.Sprintf("The nodes are not up to date: %v", err)) },
+			Failed: f.fail,
 		})
 	})
+	group.Go(func() error { return f.askUser(ctx) })
 	group.Go(func() error { return f.findWithoutAgent(ctx) })
 	group.Go(func() error { return f.watchPods(ctx) })
 }
 
-func (f *fleet) note(about, text string) {
+// fail notes that the watch of GPUNodes is interrupted.
+func (f *fleet) fail(err error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.notes[about] = text
+	f.notes[aboutGPUNodes] = fmt.Sprintf("The nodes are not up to date: %v", err)
+	if f.failed.IsZero() {
+		f.failed = time.Now()
+	}
+}
+
+// askUser asks the API server who the viewer is, until it answers.
+func (f *fleet) askUser(ctx context.Context) error {
+	for {
+		review, err := f.cluster.Client.AuthenticationV1().SelfSubjectReviews().Create(ctx, &authenticationv1.SelfSubjectReview{}, metav1.CreateOptions{})
+		if err == nil {
+			f.mu.Lock()
+			defer f.mu.Unlock()
+			f.user = review.Status.UserInfo.Username
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-time.After(asksEvery):
+		}
+	}
 }
 
 func (f *fleet) show(c overview.Change) {
@@ -143,6 +215,13 @@ func (f *fleet) findWithoutAgent(ctx context.Context) error {
 		}
 	}
 	return nil
+}
+
+// viewer returns the viewer's name; empty until it is known.
+func (f *fleet) viewer() string {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.user
 }
 
 // watchPods watches pending pods, of all namespaces if the viewer may. While the viewer may list none, it asks again now and then: an error
@@ -244,10 +323,13 @@ func trim(object any) (any, error) {
 
 // state is the fleet at one moment, as the viewer may see it.
 type state struct {
+	// at is when it was so.
+	at     time.Time
+	user   string
 	listed bool
 	nodes  []overview.Node
 	gpus   []v1alpha1.GPUNode
-	// pending are pods in no order.
+	// pending are pods, the oldest first.
 	pending []*corev1.Pod
 	notes   map[string]string
 }
@@ -255,11 +337,17 @@ type state struct {
 // now returns the state of the named nodes, or of all.
 func (f *fleet) now(ctx context.Context, names ...string) state {
 	f.mu.Lock()
-	s := state{listed: f.listed, notes: maps.Clone(f.notes)}
+	s := state{at: time.Now(), user: f.user, listed: f.listed, notes: maps.Clone(f.notes)}
+	if !f.failed.IsZero() {
+		s.at = f.failed
+	}
 	if f.refused != "" && time.Since(f.refusedAt) < refusedFor {
 		s.notes[aboutWatch] = f.refused
 	}
 	var found []seen
+	if len(names) == 0 {
+		found = make([]seen, 0, len(f.nodes))
+	}
 	var namespaces []string
 	for name, n := range f.nodes {
 		if len(names) == 0 || slices.Contains(names, name) {
@@ -277,6 +365,7 @@ func (f *fleet) now(ctx context.Context, names ...string) state {
 	slices.Sort(namespaces)
 	namespaces = slices.Compact(namespaces)
 	may := f.rights.MayName(ctx, namespaces)
+	s.gpus, s.nodes = slices.Grow(s.gpus, len(found)), slices.Grow(s.nodes, len(found))
 	for _, n := range found {
 		s.gpus = append(s.gpus, n.gpus)
 		if slices.ContainsFunc(n.namespaces, func(namespace string) bool { return !may(namespace) }) {
@@ -292,28 +381,43 @@ func (f *fleet) now(ctx context.Context, names ...string) state {
 			s.pending = append(s.pending, pod)
 		}
 	}
+	slices.SortFunc(s.pending, func(a, b *corev1.Pod) int {
+		return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
+	})
 	return s
 }
 
 // picture returns a node with its ResourceSlices. note says what is missing.
 func (f *fleet) picture(ctx context.Context, node overview.Node) (_ overview.Picture, note string) {
-	f.mu.Lock()
-	known, ok := f.slices[node.Name]
-	f.mu.Unlock()
-	if now := time.Now(); !ok || now.After(known.until) {
-		known = published{until: now.Add(slicesFor)}
-		known.slices, known.err = f.cluster.SlicesOf(ctx, node.Name)
-		f.mu.Lock()
-		if len(f.slices) >= mostSlices {
-			clear(f.slices)
-		}
-		if ctx.Err() == nil {
-			f.slices[node.Name] = known
-		}
-		f.mu.Unlock()
-	}
+	known := f.slices.get(ctx, node.Name, slicesFor, func() (read published) {
+		read.slices, read.err = f.cluster.SlicesOf(ctx, node.Name)
+		return read
+	})
 	if known.err != nil {
 		note = overview.NotPublished(known.err)
 	}
 	return overview.PictureOf(node, known.slices, f.cluster.DriverName), note
+}
+
+// measure returns a node with its metrics. note says why they are missing.
+func (f *fleet) measure(ctx context.Context, node overview.Node) (_ overview.Node, note string) {
+	if len(node.Devices) == 0 {
+		return node, ""
+	}
+	node.Devices = slices.Clone(node.Devices) // others have the same
+	known := f.metrics.get(ctx, node.Name, metricsFor, func() measured {
+		nodes := []overview.Node{node}
+		if err := f.cluster.ReadMetrics(ctx, nodes, f.exporters); err != nil {
+			return measured{}
+		}
+		read := measured{of: map[string]*overview.Metrics{}, note: strings.Join(overview.MissingMetrics(nodes), "; ")}
+		for _, d := range nodes[0].Devices {
+			read.of[d.Name] = d.Metrics
+		}
+		return read
+	})
+	for i := range node.Devices {
+		node.Devices[i].Metrics = known.of[node.Devices[i].Name]
+	}
+	return node, known.note
 }

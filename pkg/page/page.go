@@ -2,7 +2,7 @@
 
 // Package page serves the web page of kubectl gpu ui: the views of kubectl gpu ls, node and why, and the waiting pods. It runs on the viewer's
 // own machine and reads with the viewer's own token, so that the API server authorizes all that it shows. page.go protects the server,
-// fleet.go keeps what the views share, and views.go and files write HTML.
+// fleet.go keeps what the views share, search.go finds and orders nodes and pods, and views.go and files write HTML.
 package page
 
 import (
@@ -28,6 +28,7 @@ var files embed.FS
 
 // Page is the web page of one viewer. It is safe for concurrent use.
 type Page struct {
+	where Where
 	fleet *fleet
 	token string
 	views http.Handler
@@ -35,10 +36,24 @@ type Page struct {
 	why chan struct{}
 }
 
-// New returns the page of the cluster's viewer. If the viewer may not list the pods of all namespaces, it shows the waiting pods of this one.
-// It makes no request before Run.
-func New(cluster overview.Cluster, namespace string) *Page {
-	p := &Page{fleet: newFleet(cluster, namespace), token: rand.Text(), why: make(chan struct{}, 1)}
+// Where says which cluster a page is of.
+type Where struct {
+	// Context is that of the kubeconfig; empty without one. Server is the API server's host.
+	Context, Server string
+}
+
+// Options say what a page shows.
+type Options struct {
+	Where
+	// Namespace is that whose waiting pods are shown to a viewer who may not list the pods of all.
+	Namespace string
+	// ExporterNamespace is the namespace of dcgm-exporter; empty if it may be any.
+	ExporterNamespace string
+}
+
+// New returns the page of the cluster's viewer. It makes no request before Run.
+func New(cluster overview.Cluster, of Options) *Page {
+	p := &Page{where: of.Where, fleet: newFleet(cluster, of), token: rand.Text(), why: make(chan struct{}, 1)}
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /{$}", p.showFleet)
 	mux.HandleFunc("GET /node", p.showNode)

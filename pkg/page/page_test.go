@@ -8,6 +8,8 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"net/url"
+	"regexp"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -15,6 +17,7 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
+	authenticationv1 "k8s.io/api/authentication/v1"
 	authorizationv1 "k8s.io/api/authorization/v1"
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
@@ -36,7 +39,7 @@ import (
 
 func newPage() *Page {
 	objects := dynamicfake.NewSimpleDynamicClientWithCustomListKinds(runtime.NewScheme(), map[schema.GroupVersionResource]string{v1alpha1.Resource: "GPUNodeList"})
-	return New(overview.Cluster{Client: fake.NewClientset(), Dynamic: objects, DriverName: "gpu.nvidia.com"}, "ml")
+	return New(overview.Cluster{Client: fake.NewClientset(), Dynamic: objects, DriverName: "gpu.nvidia.com"}, Options{Where: Where{"demo", "127.0.0.1:6443"}, Namespace: "ml"})
 }
 
 // hostile is a node with HTML in every text that an API server stores as it is.
@@ -125,7 +128,8 @@ func TestEscaping(t *testing.T) {
 	p := newPage()
 	p.fleet.show(overview.Change{GPUNode: hostile()})
 	p.fleet.listed = true
-	p.fleet.notes["a"] = hostile().Name
+	p.fleet.notes["a"], p.fleet.user = hostile().Name, hostile().Name
+	p.where = Where{hostile().Name, moment}
 	p.fleet.rights = allowed(p)
 	for _, path := range []string{"", "?q=%3Cscript%3E", "node?name=%3Cscript%3Ealert(1)%3C/script%3E%22%27%26"} {
 		answer := ask(p, "GET", p.Path()+path, "localhost")
@@ -148,6 +152,70 @@ func TestUnchanged(t *testing.T) {
 	if answer := ask(p, "GET", p.Path(), "localhost", again); answer.Code != 200 || answer.Header().Get("ETag") == tag {
 		t.Errorf("changed: %d", answer.Code)
 	}
+}
+
+// TestTime: a view says when its data were so, also while it does not change, and while the nodes are not up to date.
+func TestTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPage()
+		p.fleet.listed = true
+		at := func(change ...func(*http.Request)) (shown, header string) {
+			answer := ask(p, "GET", p.Path(), "localhost", change...)
+			if match := regexp.MustCompile(`<time id="at" datetime="([^"]*)"`).FindStringSubmatch(answer.Body.String()); match != nil {
+				shown = match[1]
+			}
+			return shown, answer.Header().Get("Data-Time")
+		}
+		now := func() string { return time.Now().Format(time.RFC3339) }
+		if shown, header := at(); shown != now() || header != shown {
+			t.Errorf("it is %s: %s, header %s", now(), shown, header)
+		}
+		tag := ask(p, "GET", p.Path(), "localhost").Header().Get("ETag")
+		time.Sleep(time.Hour)
+		if shown, header := at(func(r *http.Request) { r.Header.Set("If-None-Match", tag) }); shown != "" || header != now() {
+			t.Errorf("unchanged: it is %s: %q, header %s", now(), shown, header)
+		}
+		p.fleet.fail(errors.New("the API server is away"))
+		failed := now()
+		time.Sleep(time.Hour)
+		p.fleet.fail(errors.New("the API server is still away"))
+		if shown, header := at(); shown != failed || header != failed {
+			t.Errorf("failed at %s: %s, header %s", failed, shown, header)
+		}
+	})
+}
+
+// TestUser: the page says who the API server takes the viewer for, once it answers.
+func TestUser(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPage()
+		var answers atomic.Bool
+		p.fleet.cluster.Client.(*fake.Clientset).PrependReactor("create", "selfsubjectreviews", func(clienttesting.Action) (bool, runtime.Object, error) {
+			if !answers.Load() {
+				return true, nil, errors.New("the API server is away")
+			}
+			return true, &authenticationv1.SelfSubjectReview{Status: authenticationv1.SelfSubjectReviewStatus{UserInfo: authenticationv1.UserInfo{Username: "jane"}}}, nil
+		})
+		done := make(chan error)
+		go func() { done <- p.fleet.askUser(t.Context()) }()
+		synctest.Wait()
+		if body := ask(p, "GET", p.Path(), "localhost").Body.String(); strings.Contains(body, "<span>as ") || !strings.Contains(body, "<b>demo</b>") {
+			t.Errorf("at first:\n%s", body)
+		}
+		answers.Store(true)
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+		for _, path := range []string{"", "why?namespace=ml&pod=p", "node?name=" + url.QueryEscape(hostile().Name)} {
+			if path != "" {
+				_ = p.fleet.cluster.Client.(*fake.Clientset).Tracker().Add(&corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "ml", Name: "p"}})
+				p.fleet.show(overview.Change{GPUNode: hostile()})
+			}
+			if body := ask(p, "GET", p.Path()+path, "localhost").Body.String(); !strings.Contains(body, "<span>as jane</span>") {
+				t.Errorf("%s:\n%s", path, body)
+			}
+		}
+	})
 }
 
 // TestRun: the page is served on the loopback interface only, and ends with its context, also while a browser keeps its connection.

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -116,6 +117,7 @@ func (s *story) page(plugin, waits string) {
 			devices = append(devices, fmt.Sprint(d.Name, d.State, len(d.Holders) > 0))
 		}
 	}
+	full := regexp.MustCompile("^(all 8 GPUs of |no node has 1 |0/2 nodes are available)")
 	listed := func(page string) error {
 		var got []string
 		for _, row := range browser.Devices(page) {
@@ -124,7 +126,13 @@ func (s *story) page(plugin, waits string) {
 		if diff := cmp.Diff(devices, got); diff != "" || strings.Count(page, s.Namespace+"/") < gpusANode {
 			return fmt.Errorf("the page differs from ls (-ls +page):\n%s\n%s", diff, page)
 		}
-		if n := strings.Count(page, `href="why?namespace=`+s.Namespace); n != 2 || strings.Count(page, "<td>0/2 nodes are available") != n {
+		owners, n := browser.Waiting(page)
+		for _, o := range owners {
+			if !strings.HasPrefix(o.Name, "Deployment "+s.Namespace+"/more-") || !full.MatchString(o.Reason) {
+				return fmt.Errorf("%+v in\n%s", o, page)
+			}
+		}
+		if n != 2 {
 			return fmt.Errorf("%d pods wait:\n%s", n, page)
 		}
 		return nil
@@ -147,7 +155,7 @@ func (s *story) page(plugin, waits string) {
 
 	s.Kubectl("scale", "deployment", "-n", s.Namespace, "more-claims", "--replicas=4")
 	s.Await(soon, "the page to follow", func() error {
-		if n := strings.Count(s.read(address), `href="why?namespace=`+s.Namespace); n != 1 {
+		if _, n := browser.Waiting(s.read(address)); n != 1 {
 			return fmt.Errorf("%d pods wait", n)
 		}
 		return nil

@@ -38,11 +38,16 @@
       const answer = await fetch(location.href, {headers: tag ? {'If-None-Match': tag} : {}, cache: 'no-store', signal: AbortSignal.timeout(patience)});
       const text = answer.ok ? await answer.text() : '';
       if (mine !== newest) return;
+      const time = answer.headers.get('Data-Time');
       if (answer.ok) {
         const next = new DOMParser().parseFromString(text, 'text/html');
         merge(main, next.querySelector('main'));
         document.title = next.title;
         tag = answer.headers.get('ETag');
+      } else if (time) {
+        const at = document.getElementById('at');
+        at.dateTime = at.title = time;
+        at.textContent = time.slice(11, 19);
       }
       say(answer.ok || answer.status === 304 ? '' : `Not up to date: kubectl gpu ui answers ${answer.status}.`);
     } catch {
@@ -54,10 +59,22 @@
 
   if (!main) return;
   document.addEventListener('visibilitychange', () => document.hidden || read());
-  filter?.addEventListener('input', () => {
-    history.replaceState(null, '', filter.value ? '?q=' + encodeURIComponent(filter.value) : './');
+
+  // go reads another address of the same page.
+  const go = (parameters) => {
+    const search = parameters.size ? '?' + parameters : '';
+    if (search === location.search) return;
+    history.replaceState(null, '', search || './');
     tag = '';
     read();
-  });
+  };
+  filter?.addEventListener('input', () => go(new URLSearchParams(filter.value ? {q: filter.value} : {})));
+  // The server sends what these details contain only for those that the address names.
+  main.addEventListener('toggle', () => {
+    const parameters = new URLSearchParams(location.search);
+    parameters.delete('open');
+    for (const e of main.querySelectorAll('details[data-asks][open]')) parameters.append('open', e.id);
+    go(parameters);
+  }, true);
   read();
 })();
