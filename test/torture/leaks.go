@@ -23,7 +23,7 @@ import (
 	"github.com/tandem-gpu/tandem/test/oracle"
 )
 
-// holdsDir has one record for each hold of the ledger. The torture does not read their contents.
+// holdsDir has one record for each hold of the ledger. The torture reads nothing of their contents but the pods, to measure drains.
 const holdsDir = "/run/tandem/holds"
 
 // recordsDir has one file for each partition that the agent created. The torture does not read their contents.

@@ -44,6 +44,9 @@ type Counters struct {
 	HealTimes   Times `json:"healTimes,omitempty"`
 	MadeTimes   Times `json:"madeTimes,omitempty"`
 	StruckTimes Times `json:"struckTimes,omitempty"`
+	// DrainTimes are how long the ledger kept holds after the end of their last pod, StruckDrains those that a fault met.
+	DrainTimes   Times `json:"drainTimes,omitempty"`
+	StruckDrains Times `json:"struckDrains,omitempty"`
 	// FailedAdmissions counts pods that failed without ever having run; Ended those that failed after they had, as kubelet makes
 	// the pods of the old boot that use the device plugin fail.
 	FailedAdmissions int `json:"failedAdmissions"`
@@ -67,9 +70,9 @@ type Counters struct {
 // Line is a run's last line.
 func (c Counters) Line(seed uint64) string {
 	line := fmt.Sprintf("torture: seed=%d ops=%d placed_claims=%d placed_limits=%d contended=%d kills=%d doubly_owned=%d stuck=%d leaked=%d "+
-		"conflicts=%d healed=%d heal_p50=%s heal_p99=%s failed_admissions=%d wrongly_evicted=%d failed_unusable=%d undecided=%d", seed, c.Ops, c.PlacedClaims, c.PlacedPods, c.Contended,
-		c.Kills, c.DoublyOwned, c.Stuck, c.Leaked, c.Conflicts, c.Healed, c.HealTimes.percentile(50), c.HealTimes.percentile(99), c.FailedAdmissions,
-		c.WronglyEvicted, c.FailedUnusable, c.Undecided)
+		"conflicts=%d healed=%d heal_p50=%s heal_p99=%s drains=%d drain_p50=%s drain_p99=%s failed_admissions=%d wrongly_evicted=%d failed_unusable=%d undecided=%d", seed, c.Ops, c.PlacedClaims, c.PlacedPods, c.Contended,
+		c.Kills, c.DoublyOwned, c.Stuck, c.Leaked, c.Conflicts, c.Healed, c.HealTimes.percentile(50), c.HealTimes.percentile(99),
+		len(c.DrainTimes), c.DrainTimes.percentile(50), c.DrainTimes.percentile(99), c.FailedAdmissions, c.WronglyEvicted, c.FailedUnusable, c.Undecided)
 	if c.MIG {
 		line += fmt.Sprintf(" partitions_made=%d partitions_destroyed=%d unmanaged_changed=%d", c.PartitionsMade, c.PartitionsDestroyed, c.UnmanagedChanged)
 	}
@@ -86,7 +89,13 @@ func (c Counters) HealLine() string {
 		c.HealTimes, c.MadeTimes.percentile(50), c.MadeTimes.percentile(99), c.StruckTimes, c.Healed-len(c.HealTimes)-len(c.StruckTimes))
 }
 
-// Times are how long healing took.
+// DrainLine describes the ends of holds: those that Line has, and those that a fault met.
+func (c Counters) DrainLine() string {
+	return fmt.Sprintf("holds after their last pod's end, in peace: %s; met by a fault: %s; failed admissions for 1000 contended placements: %d",
+		c.DrainTimes, c.StruckDrains, c.FailedAdmissions*1000/max(c.Contended, 1))
+}
+
+// Times are how long healing or draining took.
 type Times []time.Duration
 
 // String has their number and what they come to.
@@ -169,7 +178,9 @@ func (t *statistics) now() Counters {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	now := t.counters
-	now.HealTimes, now.MadeTimes, now.StruckTimes = slices.Clone(now.HealTimes), slices.Clone(now.MadeTimes), slices.Clone(now.StruckTimes)
+	for _, times := range []*Times{&now.HealTimes, &now.MadeTimes, &now.StruckTimes, &now.DrainTimes, &now.StruckDrains} {
+		*times = slices.Clone(*times)
+	}
 	return now
 }
 
@@ -206,10 +217,26 @@ func (t *statistics) healed(from, made, to time.Time, fair bool) {
 		return
 	}
 	took := max(0, to.Sub(from))
-	if slices.ContainsFunc(t.faultTimes, func(s *inject) bool { return s.from.Before(to) && (s.to.IsZero() || s.to.After(from)) }) {
+	if t.struck(from, to) {
 		t.counters.StruckTimes = append(t.counters.StruckTimes, took)
 		return
 	}
 	t.counters.HealTimes = append(t.counters.HealTimes, took)
 	t.counters.MadeTimes = append(t.counters.MadeTimes, max(0, made.Sub(from)))
+}
+
+// struck reports whether a fault was at work, or had just been, in a span of time. Under mu.
+func (t *statistics) struck(from, to time.Time) bool {
+	return slices.ContainsFunc(t.faultTimes, func(s *inject) bool { return s.from.Before(to) && (s.to.IsZero() || s.to.After(from)) })
+}
+
+// drained counts a hold that was kept from its last pod's end until its release.
+func (t *statistics) drained(from, to time.Time) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	times := &t.counters.DrainTimes
+	if t.struck(from, to) {
+		times = &t.counters.StruckDrains
+	}
+	*times = append(*times, max(0, to.Sub(from)))
 }

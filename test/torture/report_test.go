@@ -16,19 +16,25 @@ import (
 func TestTheLastLine(t *testing.T) {
 	c := Counters{
 		Ops: 5000, PlacedClaims: 1, PlacedPods: 2, Contended: 3, Kills: 4, Conflicts: 5, Healed: 6, FailedAdmissions: 7,
-		HealTimes: []time.Duration{3 * time.Second, 300 * time.Millisecond, 400 * time.Millisecond},
+		HealTimes:  []time.Duration{3 * time.Second, 300 * time.Millisecond, 400 * time.Millisecond},
+		DrainTimes: []time.Duration{2 * time.Second, 100 * time.Millisecond}, StruckDrains: []time.Duration{11 * time.Second},
 	}
-	want := "torture: seed=9 ops=5000 placed_claims=1 placed_limits=2 contended=3 kills=4 doubly_owned=0 stuck=0 leaked=0 " +
-		"conflicts=5 healed=6 heal_p50=400ms heal_p99=3s failed_admissions=7 wrongly_evicted=0 failed_unusable=0 undecided=0"
-	if got := c.Line(9); got != want {
+	line := "torture: seed=9 ops=5000 placed_claims=1 placed_limits=2 contended=3 kills=4 doubly_owned=0 stuck=0 leaked=0 " +
+		"conflicts=5 healed=6 heal_p50=400ms heal_p99=3s drains=2 drain_p50=100ms drain_p99=2s failed_admissions=7 wrongly_evicted=0 failed_unusable=0 undecided=0"
+	if got := c.Line(9); got != line {
+		t.Errorf("got\n%s\nwant\n%s", got, line)
+	}
+	want := "holds after their last pod's end, in peace: 2 p50=100ms p99=2s max=2s; met by a fault: 1 p50=11s p99=11s max=11s; " +
+		"failed admissions for 1000 contended placements: 2333"
+	if got := c.DrainLine(); got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
 	}
 	c.MIG, c.PartitionsMade, c.PartitionsDestroyed = true, 8, 7
-	if got := c.Line(9); got != want+" partitions_made=8 partitions_destroyed=7 unmanaged_changed=0" {
+	if got := c.Line(9); got != line+" partitions_made=8 partitions_destroyed=7 unmanaged_changed=0" {
 		t.Errorf("got\n%s", got)
 	}
 	c.MIG, c.Sharing, c.PlacedShares, c.PlacedEqual, c.PlacedUnlimited, c.PlacedReplicas = false, true, 8, 6, 5, 7
-	if got := c.Line(9); got != want+" placed_shares=8 placed_equal=6 placed_unlimited=5 placed_replicas=7" {
+	if got := c.Line(9); got != line+" placed_shares=8 placed_equal=6 placed_unlimited=5 placed_replicas=7" {
 		t.Errorf("got\n%s", got)
 	}
 }

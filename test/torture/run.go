@@ -148,6 +148,7 @@ func newRun(ctx context.Context, c *cluster.Cluster, o Options) (*run, error) {
 	}
 	r.watch = newWatch(client, node, shared, r.room, r.statistics, r.heals)
 	r.watch.trace, r.watch.found = r.trace, r.doubleFound
+	r.watch.drains = &drains{statistics: r.statistics, trace: trace, now: time.Now, open: map[string]*drain{}}
 	r.heals.userOf = r.watch.userOf
 	r.scraper = newScraper(client, c, r.statistics)
 	r.faults = &injector{

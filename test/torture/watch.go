@@ -50,6 +50,8 @@ type podHistory struct {
 	unschedulable bool
 	// evicted: the Eviction API has deleted it.
 	evicted bool
+	// over is when the API server first had it as ended, being deleted or gone.
+	over time.Time
 }
 
 // waits reports whether the pod has not got its GPUs yet and is still to get them.
@@ -66,6 +68,9 @@ type watch struct {
 	room       func() room
 	statistics *statistics
 	heals      *heals
+	// holds reads the ledger's records; false if they cannot be read. drains is used under mu.
+	holds  func() (map[string]hold, bool)
+	drains *drains
 	// found is called with each device that had two owners.
 	found func(ctx context.Context, double oracle.Double)
 	trace *trace
@@ -91,6 +96,7 @@ func newWatch(
 ) *watch {
 	return &watch{
 		client: client, lookout: oracle.NewLookout(node, shared), memory: oracle.NewMemory(), room: room, statistics: t, heals: h,
+		holds:        func() (map[string]hold, bool) { return readHolds(node) },
 		podHistories: map[string]*podHistory{}, seen: map[string][]oracle.Device{}, suspected: map[string]bool{},
 		arrived: make(chan struct{}, 1),
 	}
@@ -141,6 +147,7 @@ func (w *watch) lookAround(ctx context.Context) error {
 			return err
 		}
 		w.keep(glimpse)
+		w.lookAtHolds(started)
 		w.suspect(glimpse.Suspicions())
 		rest(ctx, min(max(fastest, dutyCycle*time.Since(started)), slowest))
 	}
@@ -231,6 +238,22 @@ func (w *watch) keep(glimpse oracle.Glimpse) {
 	w.compare(room)
 }
 
+// lookAtHolds looks at the ledger's records after a look at the containers that began at a time.
+func (w *watch) lookAtHolds(began time.Time) {
+	holds, ok := w.holds()
+	if !ok {
+		return
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.drains.look(began, holds, func(uid string) bool { return len(w.seen[uid]) > 0 }, func(uid string) time.Time {
+		if l := w.podHistories[uid]; l != nil {
+			return l.over
+		}
+		return time.Time{}
+	})
+}
+
 // countShares counts the pods that have a GPU beside others, or might have. Under mu.
 func (w *watch) countShares() {
 	for uid, devices := range w.seen {
@@ -308,6 +331,10 @@ func (w *watch) podSeen(pod *corev1.Pod) {
 		w.podHistories[string(pod.UID)] = l
 	}
 	l.pod = pod
+	if finished := pod.Status.Phase == corev1.PodSucceeded || pod.Status.Phase == corev1.PodFailed; l.over.IsZero() &&
+		(finished || pod.DeletionTimestamp != nil) {
+		l.over = time.Now()
+	}
 	for _, condition := range pod.Status.Conditions {
 		if condition.Type == corev1.PodScheduled && condition.Reason == corev1.PodReasonUnschedulable {
 			l.unschedulable = true
@@ -426,6 +453,9 @@ func (w *watch) podGone(pod *corev1.Pod) {
 	defer w.mu.Unlock()
 	if l := w.podHistories[string(pod.UID)]; l != nil {
 		l.deleted = true
+		if l.over.IsZero() {
+			l.over = time.Now()
+		}
 	}
 }
 

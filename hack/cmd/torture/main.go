@@ -181,6 +181,7 @@ func attack(ctx context.Context, s settings) error {
 		podState = errSaid
 	}
 	fmt.Println("torture:", counters.HealLine())
+	fmt.Println("torture:", counters.DrainLine())
 	fmt.Println(counters.Line(state.Seed))
 	return podState
 }
