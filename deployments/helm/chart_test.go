@@ -714,16 +714,22 @@ func mountsHost(pod corev1.PodSpec, path string) bool {
 // NVIDIA's tests remove the affinity of the agents by an empty string.
 func TestAffinityIsRemoved(t *testing.T) {
 	t.Parallel()
-	found := 0
-	for _, o := range decode(t, renderWith(t, "-f", valuesFile("default"), "--set", "affinity=")) {
-		if set, ok := o.(*appsv1.DaemonSet); ok {
-			found++
-			if set.Spec.Template.Spec.Affinity != nil {
-				t.Errorf("DaemonSet %s has %v", set.Name, set.Spec.Template.Spec.Affinity)
+	affinity := func(more ...string) *corev1.Affinity {
+		t.Helper()
+		const given = "affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms[0].matchExpressions[0]"
+		args := append([]string{"-f", valuesFile("default"), "--set", given + ".key=gpu," + given + ".operator=Exists"}, more...)
+		for _, o := range decode(t, renderWith(t, args...)) {
+			if set, ok := o.(*appsv1.DaemonSet); ok {
+				return set.Spec.Template.Spec.Affinity
 			}
 		}
+		t.Fatal("no DaemonSet")
+		return nil
 	}
-	if found != 1 {
-		t.Errorf("%d DaemonSets", found)
+	if affinity() == nil {
+		t.Error("an affinity is not used")
+	}
+	if a := affinity("--set", "affinity="); a != nil {
+		t.Errorf("the agents have %v", a)
 	}
 }

@@ -75,8 +75,10 @@ func TestInspectAndMigrateBelieveNoThief(t *testing.T) {
 	}
 
 	all := overview.Cluster{Client: theClient, DriverName: install.DriverName}
-	if pod, err := all.AgentPod(t.Context(), "", ownNode); err == nil || !strings.Contains(err.Error(), "find the running agent of node "+ownNode) {
-		t.Errorf("inspect would run a command in %s/%s, %v", pod.Namespace, pod.Name, err)
+	if pod, err := all.AgentPod(t.Context(), "", ownNode); err == nil {
+		t.Errorf("inspect would run a command in %s/%s", pod.Namespace, pod.Name)
+	} else if !strings.Contains(err.Error(), "find the running agent of node "+ownNode) {
+		t.Error(err)
 	}
 	plan := func() string {
 		t.Helper()
@@ -101,8 +103,10 @@ func TestInspectAndMigrateBelieveNoThief(t *testing.T) {
 
 	// The same pod in the release's namespace, where tenants create none, is the agent.
 	agent := pose(install.Namespace, "agent")
-	if pod, err := all.AgentPod(t.Context(), "", ownNode); err != nil || pod.UID != agent.UID {
-		t.Errorf("%v, %v", pod, err)
+	if pod, err := all.AgentPod(t.Context(), "", ownNode); err != nil {
+		t.Error(err)
+	} else if pod.UID != agent.UID {
+		t.Errorf("the agent's pod is %s/%s (%s)", pod.Namespace, pod.Name, pod.Status.Phase)
 	}
 	if text := plan(); strings.Contains(text, agentless) {
 		t.Errorf("migrate does not find the agent:\n%s", text)
