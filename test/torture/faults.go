@@ -150,7 +150,11 @@ func (s *injector) injectComponent(ctx context.Context, c *cluster.Component, op
 	case Restart:
 		return done{}, restart(ctx, c.Restart)
 	case Freeze:
-		if err := c.Freeze(); err != nil {
+		err := c.Freeze()
+		if errors.Is(err, cluster.ErrNotRunning) {
+			return done{skipped: "it does not run"}, nil // reviveKubelet
+		}
+		if err != nil {
 			return done{}, err
 		}
 		rest(ctx, op.Pause)

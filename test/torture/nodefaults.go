@@ -3,11 +3,13 @@
 package torture
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"io/fs"
 	"maps"
+	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -19,6 +21,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
+	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/simulated"
 	"github.com/tandem-gpu/tandem/test/faults"
@@ -229,6 +232,7 @@ const (
 // it has given away. Until then it refuses. Pods with an ID that does not
 // tell their GPU are deleted later, as Tandem's event asks for.
 func (s *injector) foreignPlugin(ctx context.Context, op Op) (did done, err error) {
+	defer func() { err = errors.Join(err, s.reviveKubelet(ctx)) }()
 	leaveAlone := sync.OnceFunc(s.alone(agentName))
 	defer leaveAlone()
 	minors := map[string]int{}
@@ -273,6 +277,32 @@ func (s *injector) foreignPlugin(ctx context.Context, op Op) (did done, err erro
 		rest(ctx, placePause)
 	}
 	return done{}, s.endForeign(ctx, op.Answer)
+}
+
+// reviveKubelet starts kubelet again, as a service manager does, if it has ended because the list of one device plugin replaced that of another
+// during an Allocate (docs/design/0003-withdrawing.md). Neither plugin can prevent that.
+func (s *injector) reviveKubelet(ctx context.Context) error {
+	defer s.alone(kubeletName)()
+	kubelet := s.component(kubeletName)
+	if _, err := kubelet.Pid(); !errors.Is(err, cluster.ErrNotRunning) {
+		return err
+	}
+	log, err := os.ReadFile(kubelet.LogPath())
+	if err != nil {
+		return fmt.Errorf("read why kubelet has ended: %w", err)
+	}
+	if !endedInAllocate(log) {
+		return errors.New("kubelet has ended, which no fault does; the end of its log says why")
+	}
+	s.trace.say("kubelet has ended in an Allocate, beside another device plugin: it is started again")
+	return restart(ctx, kubelet.Start)
+}
+
+// endedInAllocate reports whether kubelet's log ends with its dereference of a device that is not in the list any more.
+func endedInAllocate(log []byte) bool {
+	const kept = 8 << 10
+	_, stack, panicked := bytes.Cut(log[max(0, len(log)-kept):], []byte("panic: runtime error: invalid memory address"))
+	return panicked && bytes.Contains(stack, []byte("devicemanager.(*ManagerImpl).allocateContainerResources("))
 }
 
 // awaitReturn reports whether Tandem offers anything before patience ends.
