@@ -32,19 +32,23 @@ type waiting struct {
 }
 
 // describeWaits keeps the ledger's description of what draining and deserted holds wait for, and reports each of them once in an event
-// on the node, until ctx is done. It has its own loop because it reads a file of each process of the host.
+// on the node, until ctx is done. It also reports holds whose device has changed. It has its own loop because it reads a file of each
+// process of the host.
 func (r *Reconciler) describeWaits(ctx context.Context) {
 	timer := time.NewTimer(0)
 	defer timer.Stop()
-	known := map[waiter]*waiting{}
+	known, different := map[waiter]*waiting{}, map[waiter]*waiting{}
 	for r.Pods.AwaitSync(ctx) && ctx.Err() == nil {
-		changed := r.Ledger.Changed()
-		var next time.Duration
-		known, next = r.describe(ctx, known, time.Now())
-		timer.Reset(next)
+		changed, inventoryChanged := r.Ledger.Changed(), r.Inventory.Changed()
+		now := time.Now()
+		var next, nextDifference time.Duration
+		known, next = r.describe(ctx, known, now)
+		different, nextDifference = r.reportDifferences(different, now)
+		timer.Reset(min(next, nextDifference))
 		select {
 		case <-ctx.Done():
 		case <-changed:
+		case <-inventoryChanged:
 		case <-timer.C:
 		}
 		pause(ctx, r.times.verifyGather)
