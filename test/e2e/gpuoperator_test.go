@@ -97,7 +97,8 @@ spec:
 }
 
 // TestMIGManager: GPU Operator's MIG manager cuts a free GPU. It waits for the Operator's own pods only, which takes four seconds at least; by
-// then the agent has paused. Running pods and the agent stay, and both APIs serve the partitions afterwards.
+// then the agent has paused. Running pods and the agent stay, and both APIs serve the partitions afterwards. A GPU that a pod has and no
+// process uses is cut as well: an event says so.
 func TestMIGManager(t *testing.T) {
 	s := begin(t)
 	manager := migManager{s}
@@ -106,7 +107,9 @@ func TestMIGManager(t *testing.T) {
 	for slices.Contains(used, free) {
 		free++
 	}
+	idle := gpus["claim-0"][0]
 	t.Cleanup(func() { s.Uncut(free) })
+	t.Cleanup(func() { s.Uncut(idle) })
 	t.Cleanup(func() { s.DeleteAll() })
 	s.Undo(func() error {
 		args := []string{"label", "node", gpuNode, migState + "-"}
@@ -153,9 +156,12 @@ func TestMIGManager(t *testing.T) {
 			t.Errorf("%s saw GPUs %v, now %v", name, seen, now)
 		}
 	}
+	s.explained()
+	s.Administer("-i", fmt.Sprint(idle), "-mig", "1")
+	s.Administer("mig", "-i", fmt.Sprint(idle), "-cgi", "1g.10gb", "-C")
+	s.Event("Node", gpuNode, "HeldDeviceChanged", fmt.Sprintf("gpu-%d ", idle), "is in MIG mode", s.Namespace+"/claim-0")
 	if now := s.AgentPod(gpuNode); now.UID != agent.UID || s.AgentRestarts() != restarts {
 		t.Errorf("the agent is %s with %d restarts, was %s with %d", now.Name, s.AgentRestarts(), agent.Name, restarts)
 	}
 	s.NoDoubleOwners()
-	s.explained()
 }
