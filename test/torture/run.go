@@ -192,7 +192,17 @@ func (r *run) begin(ctx context.Context) error {
 	if err := r.clearAll(ctx); err != nil {
 		return err
 	}
-	var err error
+	// What the node offers now is what it has to offer later, so no hold may be left of the pods that were removed.
+	err := persist(ctx, "wait for the end of all holds", func(context.Context) error {
+		holds, err := r.auditor.list(holdsDir)
+		if err == nil && len(holds) > 0 {
+			err = fmt.Errorf("the ledger has %v", holds)
+		}
+		return err
+	})
+	if err != nil {
+		return err
+	}
 	if r.controller, err = hasController(ctx, r.client); err != nil {
 		return err
 	}
