@@ -147,8 +147,8 @@ func TestSingleStrategy(t *testing.T) {
 }
 
 // TestStaticAfterDynamic: Tandem is uninstalled while a claim has a partition that was made for it. The administrator partitions that GPU, and
-// Tandem comes back with GPUs that are not dynamic, more than once. The GPUNode still names the claim, which ends meanwhile. What is offered is
-// what exists, and a claim gets it.
+// Tandem comes back with GPUs that are not dynamic, more than once. The claim ends meanwhile, and the GPUNode still names it, because no
+// controller runs. What is offered is what exists, and a claim that comes at once gets it.
 func TestStaticAfterDynamic(t *testing.T) {
 	s := begin(t)
 	if !s.CountersKept() {
@@ -161,12 +161,13 @@ func TestStaticAfterDynamic(t *testing.T) {
 	if _, err := fmt.Sscanf(strings.Join(s.partitions()["early"], " "), "gpu%d/", &gpu); err != nil {
 		t.Fatal(s.partitions(), err)
 	}
-	s.Await(patient, "the GPUNode to name the claim", func() error {
+	named := func() error {
 		if spec := s.Kubectl("get", "gpunode", gpuNode, "-o", "jsonpath={.spec.claims}"); !strings.Contains(spec, s.Namespace) {
 			return fmt.Errorf("claims are %s", spec)
 		}
 		return nil
-	})
+	}
+	s.Await(patient, "the GPUNode to name the claim", named)
 	away := func() {
 		t.Helper()
 		if err := install.Uninstall(s.Ctx, theCluster, install.Options{}); err != nil {
@@ -175,7 +176,7 @@ func TestStaticAfterDynamic(t *testing.T) {
 	}
 	back := func() {
 		t.Helper()
-		if err := s.Install(s.Ctx, install.Options{Detached: true}); err != nil {
+		if err := s.Install(s.Ctx, install.Options{Detached: true, Values: []string{"controller.replicas=0"}}); err != nil {
 			t.Fatal(err)
 		}
 		s.RolledOut()
@@ -188,8 +189,13 @@ func TestStaticAfterDynamic(t *testing.T) {
 	s.Administer("mig", "-i", fmt.Sprint(gpu), "-cgi", "1g.10gb", "-C")
 	back()
 	s.remove("early")
+	if err := named(); err != nil {
+		t.Fatal(err)
+	}
 	away()
 	back()
+	s.Manifest(manifests.ClaimPod("late", "ones") + manifests.ClaimPod("none", "ones"))
+	s.Running(soon, 1, 1)
 	s.Published("1g.10gb")
 	s.Await(patient, "no pool of a GPU to be left", func() error {
 		if pools := s.poolsOfGPUs(); len(pools) > 0 {
@@ -197,8 +203,6 @@ func TestStaticAfterDynamic(t *testing.T) {
 		}
 		return nil
 	})
-	s.Manifest(manifests.ClaimPod("late", "ones") + manifests.ClaimPod("none", "ones"))
-	s.Running(soon, 1, 1)
 	s.explained()
 }
 
