@@ -18,8 +18,12 @@ help: ## this list
 demo: ## the main job on a real one-node cluster with 8 simulated H100s (RECORD=docs/demo writes docs/demo.cast and .svg)
 	@hack/demo.sh $(if $(RECORD),-record '$(RECORD)')
 
+.PHONY: demo-shell
+demo-shell: ## a shell in which kubectl, kubectl gpu and helm reach the demo's cluster
+	@hack/demo.sh shell
+
 .PHONY: demo-ui
-demo-ui: kubectl-gpu ## the web page of the demo's cluster, at an address of this machine
+demo-ui: ## the web page of the demo's cluster, at an address of this machine
 	@hack/demo.sh ui
 
 .PHONY: demo-down

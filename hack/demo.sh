@@ -3,11 +3,18 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 build() {
-	# The flags are those of gotool.BuildFlags.
-	CGO_ENABLED=1 go build -trimpath -buildvcs=false -gcflags=all=-dwarf=false -tags=grpcnotrace -o bin/hack/ "./hack/cmd/$1"
+	# The flags are those of gotool.BuildFlags, with which the packages have been compiled.
+	CGO_ENABLED=1 go build -trimpath -buildvcs=false -gcflags=all=-dwarf=false -tags=grpcnotrace -o "$@"
 }
 case ${1:-} in
-ui | down) ;;
+down) ;;
+ui | shell)
+	# Without this, it would compile for minutes, and then find no demo.
+	if [ ! -x bin/hack/demo ]; then
+		echo "demo: there is none: make demo builds and starts it" >&2
+		exit 1
+	fi
+	;;
 *)
 	if [ "$EUID" -ne 0 ]; then
 		echo "demo: needs root, for namespaces, mounts and device nodes: run it as root or with sudo" >&2
@@ -15,7 +22,7 @@ ui | down) ;;
 	fi
 	echo "demo: this takes half a minute, or about 15 minutes on two cores if nothing has been compiled yet"
 	hack/go.sh
-	build programs
+	build bin/hack/ ./hack/cmd/programs
 	# A shell does not forward signals.
 	bin/hack/programs &
 	readonly programs=$!
@@ -24,5 +31,9 @@ ui | down) ;;
 	trap - TERM INT
 	;;
 esac
-build demo
+build bin/hack/ ./hack/cmd/demo
+if [ "${1:-}" != down ]; then
+	build bin/hack/ ./hack/cmd/cluster
+	build bin/ ./cmd/kubectl-gpu
+fi
 exec bin/hack/demo "$@"

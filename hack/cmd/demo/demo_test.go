@@ -83,6 +83,9 @@ func TestRecording(t *testing.T) {
 	if len(picture.Text) != 3 || picture.Text[1].Text+"\r\n" != want[2] || picture.Text[0].Style != "animation-delay:1.0s" {
 		t.Errorf("the picture has %+v", picture.Text)
 	}
+	if static, _, animated := strings.Cut(string(svg), "@keyframes"); !animated || strings.Contains(static, "opacity") {
+		t.Errorf("text is invisible without animation: %s", static)
+	}
 }
 
 func TestLockIsForOne(t *testing.T) {

@@ -26,6 +26,7 @@ import (
 )
 
 const usage = `usage: demo [-dir DIR] [-kubernetes VERSION] [-record PATH]    start a cluster, install Tandem, show who gets which GPU; needs root
+       demo [-dir DIR] shell [COMMAND ...]                       a shell with kubectl, kubectl gpu and helm, or one command in it
        demo [-dir DIR] ui                                        serve the page of kubectl gpu ui at an address of this machine
        demo [-dir DIR] down                                      remove everything of it
 `
@@ -58,8 +59,12 @@ func run(ctx context.Context, args []string) error {
 	if os.Geteuid() != 0 {
 		return errors.New("needs root, for namespaces, mounts and device nodes: run it as root or with sudo")
 	}
-	if flags.NArg() == 1 && flags.Arg(0) == "ui" {
-		return ui(ctx, *dir) // without the lock: it may run while demo or down does
+	// Without the lock: they may run while demo or down does.
+	switch {
+	case flags.NArg() == 1 && flags.Arg(0) == "ui":
+		return ui(ctx, *dir)
+	case flags.Arg(0) == "shell":
+		return shell(ctx, *dir, flags.Args()[1:])
 	}
 	unlock, err := lock(*dir)
 	if err != nil {

@@ -78,15 +78,16 @@ const (
 	characterWidth               = 7.25
 )
 
-// svg is a picture in which each line appears at its time, without long pauses. It shows all lines where motion is not wanted.
+// svg is a picture in which each line appears at its time, without long pauses. It shows all lines where motion is not wanted, and in programs
+// that know no animation.
 func (r *recording) svg() ([]byte, error) {
 	var out bytes.Buffer
 	width, height := int(columns*characterWidth)+2*margin, len(r.lines)*lineHeight+2*margin
 	fmt.Fprintf(&out, `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 %[1]d %[2]d" width="%[1]d" height="%[2]d" role="img" aria-label="make demo">
 <style>
-text { font: %[3]dpx ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; fill: #d8dee9; white-space: pre; opacity: 0; animation: show 1ms forwards }
-@keyframes show { to { opacity: 1 } }
-@media (prefers-reduced-motion: reduce) { text { animation: none; opacity: 1 } }
+text { font: %[3]dpx ui-monospace, Menlo, Consolas, "DejaVu Sans Mono", monospace; fill: #d8dee9; white-space: pre; animation: show 1ms backwards }
+@keyframes show { from { opacity: 0 } }
+@media (prefers-reduced-motion: reduce) { text { animation: none } }
 </style>
 <rect width="100%%" height="100%%" rx="8" fill="#1d2430"/>
 `, width, height, fontSize)

@@ -3,6 +3,7 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -94,7 +95,7 @@ func (d *demo) run(ctx context.Context) error {
 	}
 	fmt.Fprint(d.out, "\n", table(pods, seen), "\n")
 	problem = errors.Join(problem, d.holders(ctx))
-	problem = errors.Join(problem, d.explain(ctx))
+	problem = errors.Join(problem, d.explain(ctx, waiting(pods)))
 	doubles := seen.DoublyOwned()
 	running, pending := count(pods)
 	fmt.Fprintf(d.out, "demo: pods=%d running=%d pending=%d doubly_owned=%d\n", len(pods), running, pending, len(doubles))
@@ -259,23 +260,37 @@ func check(seen oracle.Picture) error {
 	return errors.Join(problems...)
 }
 
-// holders prints which pod has which GPU according to GPUNode.
+// holders prints which pod has which GPU according to Tandem.
 func (d *demo) holders(ctx context.Context) error {
-	out, err := d.cluster.Kubectl(ctx, "get", "gpunodes", "-o", "wide")
+	plugin, err := pluginPath(ctx)
 	if err != nil {
 		return err
 	}
-	fmt.Fprintf(d.out, "kubectl get gpunodes -o wide\n%s\n", out)
+	cmd, err := d.cluster.Command(ctx, plugin, "ls")
+	if err != nil {
+		return err
+	}
+	var failure bytes.Buffer
+	cmd.Stderr = &failure
+	out, err := cmd.Output()
+	if err != nil {
+		return fmt.Errorf("kubectl gpu ls: %w: %s", err, &failure)
+	}
+	fmt.Fprintf(d.out, "kubectl gpu ls\n%s\n", out)
 	return nil
 }
 
-func (d *demo) explain(ctx context.Context) error {
-	enter := "go run ./hack/cmd/cluster -dir " + d.cluster.Config().Dir
-	fmt.Fprintf(d.out, `Look around:  %[1]s exec kubectl get pods,resourceclaims,gpunodes
-              %[1]s exec              a shell with kubectl and helm
-              %[1]s node node-1       a shell on the node
+// explain prints what to do next. waiting is the name of a pod without a GPU.
+func (d *demo) explain(ctx context.Context, waiting string) error {
+	enter := "bin/hack/cluster -dir " + d.cluster.Config().Dir
+	fmt.Fprintf(d.out, `Look around:  make demo-shell, and in it
+                kubectl gpu ls                                who has which GPU
+                kubectl gpu why %-30swhy this pod waits for one
+                kubectl gpu node node-1                       a picture of the node
+                kubectl get pods,resourceclaims,gpunodes
 Web page:     make demo-ui
-`, enter)
+The node:     %s node node-1
+`, waiting, enter)
 	agent, err := d.agentIP(ctx)
 	if err == nil {
 		fmt.Fprintf(d.out, `Dashboard:    %s forward 8080 %s:8080
@@ -284,6 +299,16 @@ Web page:     make demo-ui
 	}
 	fmt.Fprint(d.out, "Remove it:    make demo-down\n\n")
 	return err
+}
+
+// waiting is the name of a pod that waits; empty if none does.
+func waiting(pods []corev1.Pod) string {
+	for _, pod := range pods {
+		if unschedulable(pod) {
+			return pod.Name
+		}
+	}
+	return ""
 }
 
 func (d *demo) agentIP(ctx context.Context) (string, error) {

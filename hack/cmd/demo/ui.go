@@ -10,25 +10,20 @@ import (
 	"net"
 	"net/netip"
 	"os"
-	"path/filepath"
 	"runtime"
 	"strings"
 	"syscall"
 
 	"golang.org/x/sync/errgroup"
-
-	"github.com/tandem-gpu/tandem/hack/cluster"
-	"github.com/tandem-gpu/tandem/hack/gotool"
 )
 
-// ui serves the page of kubectl gpu ui at an address of this machine until ctx ends, and then returns nil. make kubectl-gpu must have built the
-// plugin. It runs in the cluster's network and listens at the same port there, so the address that it prints also works on the host.
+// ui serves the page of kubectl gpu ui at an address of this machine until ctx ends, and then returns nil. It runs in the cluster's network and listens at the same port there, so the address that it prints also works on the host.
 func ui(ctx context.Context, dir string) error {
-	c, err := cluster.Open(dir, os.Stderr)
+	c, err := open(dir)
 	if err != nil {
-		return fmt.Errorf("find the demo (make demo starts it): %w", err)
+		return err
 	}
-	root, err := gotool.Root(ctx)
+	plugin, err := pluginPath(ctx)
 	if err != nil {
 		return err
 	}
@@ -42,7 +37,7 @@ func ui(ctx context.Context, dir string) error {
 		return fmt.Errorf("serve the page: %w", err)
 	}
 	group, ctx := errgroup.WithContext(ctx)
-	cmd, err := c.Command(ctx, filepath.Join(root, "bin", "kubectl-gpu"), "ui", "--port", fmt.Sprint(address.Port()))
+	cmd, err := c.Command(ctx, plugin, "ui", "--port", fmt.Sprint(address.Port()))
 	if err != nil {
 		return err
 	}
