@@ -7,6 +7,7 @@ import (
 	"cmp"
 	"fmt"
 	"maps"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -40,9 +41,12 @@ var platforms = map[string]platform{
 	"gpu-operator": {selector: "nvidia.com/gpu.present=true"},
 }
 
+// platformFiles is a directory of the chart, so that each package of it has the files.
+const platformFiles = "tandem/platforms"
+
 // platformValues are the files that docs/user/platforms describes.
 func platformValues(name string) []string {
-	return []string{"-f", filepath.Join("values", name+".yaml"), "--set", "image.repository=registry.example.com/gpu/tandem"}
+	return []string{"-f", filepath.Join(platformFiles, name+".yaml"), "--set", "image.repository=registry.example.com/gpu/tandem"}
 }
 
 func platformAgents(t *testing.T, name string) (set appsv1.DaemonSet) {
@@ -53,9 +57,31 @@ func platformAgents(t *testing.T, name string) (set appsv1.DaemonSet) {
 	return set
 }
 
+// TestPackageHasPlatforms: who installs a release has no checkout.
+func TestPackageHasPlatforms(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	if out, err := run("package", "tandem", "--destination", dir); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	archives, err := filepath.Glob(filepath.Join(dir, "*.tgz"))
+	if err != nil || len(archives) != 1 {
+		t.Fatalf("archives %v: %v", archives, err)
+	}
+	listed, err := exec.Command("tar", "-tzf", archives[0]).CombinedOutput()
+	if err != nil {
+		t.Fatalf("%v\n%s", err, listed)
+	}
+	for name := range platforms {
+		if file := filepath.Join(platformFiles, name+".yaml") + "\n"; !strings.Contains(string(listed), file) {
+			t.Errorf("the package lacks %s", file)
+		}
+	}
+}
+
 func TestPlatforms(t *testing.T) {
 	t.Parallel()
-	files, err := filepath.Glob("values/*.yaml")
+	files, err := filepath.Glob(platformFiles + "/*.yaml")
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -17,3 +17,12 @@ func String() string {
 	}
 	return Version + " (" + Commit + ")"
 }
+
+// Page returns the address of a page of the documentation, a path in the repository, for a release or "dev".
+func Page(release, path string) string {
+	revision := "main"
+	if release != "dev" {
+		revision = "v" + release
+	}
+	return "https://github.com/tandem-gpu/tandem/blob/" + revision + "/" + path
+}

@@ -18,6 +18,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/tandem-gpu/tandem/hack/binaries"
+	"github.com/tandem-gpu/tandem/internal/version"
 )
 
 const (
@@ -99,8 +100,8 @@ func TestAlerts(t *testing.T) {
 	}
 	sections := read(t, page)
 	for _, r := range all.Groups[0].Rules {
-		if !strings.Contains(sections, "\n### "+r.Alert+"\n") || r.Annotations["runbook"] != "docs/user/monitoring.md#"+strings.ToLower(r.Alert) {
-			t.Errorf("%s has no section of that name in docs/user/monitoring.md, or its runbook %q is not that section", r.Alert, r.Annotations["runbook"])
+		if !strings.Contains(sections, "\n### "+r.Alert+"\n") || r.Annotations["runbook_url"] != version.Page("dev", "docs/user/monitoring.md#"+strings.ToLower(r.Alert)) {
+			t.Errorf("%s has no section of that name in docs/user/monitoring.md, or its runbook_url %q is not that section", r.Alert, r.Annotations["runbook_url"])
 		}
 		for _, key := range []string{"summary", "description"} {
 			if r.Annotations[key] == "" {
