@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package reference writes the pages of docs/reference from the sources: the chart's values and their schema, the types of the node
-// configuration and of claim parameters, the definition of GPUNode, the metrics that the programs register, and a table of events.
+// configuration and of claim parameters, the definition of GPUNode, the metrics that the programs register, the devices that the driver publishes, and a table of events.
 package reference
 
 import (
@@ -17,6 +17,7 @@ import (
 // pages are the names of the pages and what writes them.
 var pages = map[string]func(root string) (string, error){
 	"values.md": values, "configuration.md": configuration, "gpunode.md": gpuNode, "metrics.md": metrics, "events.md": eventsPage,
+	"attributes.md": attributesPage,
 }
 
 // Write writes all pages of the checkout whose root directory is given.

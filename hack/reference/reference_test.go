@@ -13,6 +13,10 @@ import (
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
+	resourceapi "k8s.io/api/resource/v1"
+	"k8s.io/dynamic-resource-allocation/cel"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 const root = "../.."
@@ -150,5 +154,49 @@ func TestMeaning(t *testing.T) {
 		if got := meaning("waitsFor", &schema{Description: text}); got != want {
 			t.Errorf("%q is %q, want %q", text, got, want)
 		}
+	}
+}
+
+// TestAttributes: each example of a selector is true for a device that has the attribute, and the page has all that the driver can publish.
+func TestAttributes(t *testing.T) {
+	kinds, shared, err := published()
+	if err != nil {
+		t.Fatal(err)
+	}
+	attributes, capacities := properties(kinds, shared[device.ByCount])
+	for _, p := range attributes {
+		selects(t, p.selector, kinds[p.on[0]])
+	}
+	kinds["shared GPUs"] = shared[device.ByCount]
+	for _, p := range capacities {
+		selects(t, strings.ReplaceAll(p.selector, "<n>", "0"), kinds[p.on[0]])
+	}
+	source, err := os.ReadFile(filepath.Join(root, "pkg", "driver", "attributes.go"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	names := regexp.MustCompile(`\b[ac](?:\.(?:text|version|number|amount)\(|\[)"(\w+)"`).FindAllStringSubmatch(string(source), -1)
+	if len(names) < 15 {
+		t.Fatalf("the sources have %v", names)
+	}
+	for _, name := range names {
+		if attributes[name[1]] == nil && capacities[name[1]] == nil {
+			t.Errorf("the example of the page has no %s", name[1])
+		}
+	}
+}
+
+func selects(t *testing.T, expression string, d resourceapi.Device) {
+	t.Helper()
+	compiled := cel.GetCompiler(cel.Features{EnableConsumableCapacity: true}).CompileCELExpression(expression, cel.Options{})
+	if compiled.Error != nil {
+		t.Errorf("%s: %v", expression, compiled.Error)
+		return
+	}
+	match, _, err := compiled.DeviceMatches(t.Context(), cel.Device{
+		Driver: "gpu.nvidia.com", AllowMultipleAllocations: d.AllowMultipleAllocations, Attributes: d.Attributes, Capacity: d.Capacity,
+	})
+	if !match || err != nil {
+		t.Errorf("%s does not select %s: %v", expression, d.Name, err)
 	}
 }
