@@ -18,10 +18,10 @@ func String() string {
 	return Version + " (" + Commit + ")"
 }
 
-// Page returns the address of a page of the documentation, a path in the repository, for a release or "dev".
+// Page returns the address of a page of the documentation, a path in the repository, for a release. Other builds get the newest page.
 func Page(release, path string) string {
 	revision := "main"
-	if release != "dev" {
+	if release != "" && release != "dev" {
 		revision = "v" + release
 	}
 	return "https://github.com/tandem-gpu/tandem/blob/" + revision + "/" + path

@@ -5,6 +5,8 @@ package device
 import (
 	"cmp"
 	"slices"
+	"strconv"
+	"strings"
 	"time"
 )
 
@@ -53,6 +55,49 @@ func (h Health) forHolder() Health {
 		return Health{}
 	default:
 		return h
+	}
+}
+
+// String returns the reason and the message. The message of an XID begins with the reason, which is not repeated.
+func (h Health) String() string {
+	if h.Healthy() || h.Message == "" {
+		return h.Reason
+	}
+	return h.Reason + ": " + strings.TrimPrefix(h.Message, h.Reason+" ")
+}
+
+// ParseHealth undoes String, but for a prefix of the message.
+func ParseHealth(text string) Health {
+	var h Health
+	h.Reason, h.Message, _ = strings.Cut(text, ": ")
+	if h.Reason == ReasonXID {
+		number, _, _ := strings.Cut(strings.TrimPrefix(h.Message, ReasonXID+" "), " ")
+		h.XID, _ = strconv.Atoi(strings.TrimSuffix(number, ":"))
+	}
+	return h
+}
+
+// MayEndByReset reports whether a reset may end a fault.
+func (h Health) MayEndByReset() bool { return h.Reason != ReasonRowRemapFailure }
+
+// Remedy says what an administrator can do about a fault, without a full stop. after follows the advice to reset a GPU with an XID.
+func (h Health) Remedy(after string) string {
+	switch h.Class() {
+	case FaultReset:
+		return "Drain the GPU and reset it (nvidia-smi --gpu-reset), or reboot the node" + after
+	case FaultReboot:
+		return "Drain the node and reboot it"
+	case FaultMemory:
+		if !h.MayEndByReset() {
+			return "Replace the GPU"
+		}
+		return "Drain the GPU and reset it. If the fault comes again, replace the GPU"
+	case FaultFabric:
+		return "Start nvidia-fabricmanager (or nvidia-imex) on the node and read its log"
+	case FaultContained, FaultApplication:
+		return "If it stays unhealthy, drain the GPU and reset it (nvidia-smi --gpu-reset)" + after
+	default:
+		return "Read the kernel's log of the node (dmesg). If the GPU does not come back, reboot the node"
 	}
 }
 

@@ -91,3 +91,24 @@ func TestXIDTable(t *testing.T) {
 		t.Errorf("the table of %s is not that of XIDs: go test ./pkg/device -run XIDTable -update", path)
 	}
 }
+
+// TestHealthAsText: what String says of a fault leads ParseHealth to the same class and remedy.
+func TestHealthAsText(t *testing.T) {
+	for text, h := range map[string]Health{
+		"":                            {},
+		"Lost":                        {Reason: ReasonLost},
+		"XID: 79 at noon: fallen off": {Reason: ReasonXID, Message: "XID 79 at noon: fallen off", XID: 79},
+		"XID: 48":                     {Reason: ReasonXID, Message: "XID 48", XID: 48},
+		"RowRemapFailure: row 3: bad": {Reason: ReasonRowRemapFailure, Message: "row 3: bad"},
+	} {
+		if h.String() != text {
+			t.Errorf("%+v is %q, want %q", h, h.String(), text)
+		}
+		if got := ParseHealth(text); got.Reason != h.Reason || got.XID != h.XID || got.Class() != h.Class() || got.Remedy("") != h.Remedy("") {
+			t.Errorf("%q is %+v, want %+v", text, got, h)
+		}
+	}
+	if h := ParseHealth("XID: XID 79: of an older agent"); h.XID != 79 {
+		t.Errorf("XID %d", h.XID)
+	}
+}

@@ -19,6 +19,8 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/runtimes"
+	buildversion "github.com/tandem-gpu/tandem/internal/version"
+	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/explain"
 )
 
@@ -96,10 +98,12 @@ func (f Facts) Unread() []NotRead {
 // Severity of a Finding.
 type Severity string
 
-// Error is something that does not work. Warning is something that may not, or that does less than it could.
+// Error is something that does not work. Warning is something that may not, or that does less than it could. Note is no problem, but
+// an administrator's decision that is easily forgotten.
 const (
 	Error   Severity = "error"
 	Warning Severity = "warning"
+	Note    Severity = "note"
 )
 
 // Finding is one problem.
@@ -110,7 +114,7 @@ type Finding struct {
 	// Problem and Action are what is wrong and what to do, in one line without a full stop.
 	Problem string `json:"problem"`
 	Action  string `json:"action"`
-	// Page is the place in the documentation.
+	// Page is the address of the place in the documentation, for the version of the plugin.
 	Page string `json:"page"`
 }
 
@@ -121,6 +125,7 @@ const (
 	pageInstall      = "docs/user/install.md"
 	pageVersions     = "docs/user/compatibility.md"
 	pageHealth       = "docs/user/health.md#reasons"
+	pageDrain        = "docs/user/kubectl-gpu.md#take-a-gpu-out-of-service-drain"
 )
 
 // oldest is the oldest Kubernetes that Tandem serves claims on.
@@ -147,7 +152,7 @@ func Examine(f Facts) []Finding {
 		}
 	}
 	slices.SortStableFunc(e.found, func(a, b Finding) int {
-		rank := func(s Severity) int { return slices.Index([]Severity{Error, Warning}, s) }
+		rank := func(s Severity) int { return slices.Index([]Severity{Error, Warning, Note}, s) }
 		return cmp.Compare(rank(a.Severity), rank(b.Severity))
 	})
 	return e.found
@@ -159,7 +164,7 @@ type examination struct {
 }
 
 func (e *examination) add(severity Severity, object, page, action, problem string, args ...any) {
-	e.found = append(e.found, Finding{severity, object, explain.OneLine(fmt.Sprintf(problem, args...)), action, page})
+	e.found = append(e.found, Finding{severity, object, explain.OneLine(fmt.Sprintf(problem, args...)), action, buildversion.Page(e.Client, page)})
 }
 
 func (e *examination) read(kinds ...Kind) bool {
@@ -332,11 +337,16 @@ func (e *examination) runtimes() {
 // devices checks what the agents report of devices and claims.
 func (e *examination) devices() {
 	for _, n := range e.GPUNodes {
+		unhealthy := map[string]bool{}
 		for _, d := range n.Status.Devices {
-			if d.UnhealthyReason != "" && d.Parent == "" && n.Status.Waiting == "" {
-				e.add(Warning, fmt.Sprintf("%s of node %s", d.Name, n.Name), pageHealth, "see the reason and the events of the node", "it is unhealthy: %s", d.UnhealthyReason)
+			// A partition has the faults of its GPU.
+			if d.UnhealthyReason != "" && n.Status.Waiting == "" && !unhealthy[d.Parent] {
+				unhealthy[d.Name] = true
+				e.add(Warning, fmt.Sprintf("%s of node %s", d.Name, n.Name), pageHealth, remedy(n.Name, d), "it is unhealthy: %s%s",
+					d.UnhealthyReason, podsOn(n.Status.Devices, d.Name))
 			}
 		}
+		e.maintenance(n)
 		for _, c := range n.Status.Conflicts {
 			if e.Now.Sub(c.Since.Time) > healing {
 				e.add(Warning, fmt.Sprintf("claim %s/%s", c.Namespace, c.Name), pagePods, "see the events of the claim: kubectl describe resourceclaim -n "+c.Namespace+" "+c.Name,
@@ -344,6 +354,84 @@ func (e *examination) devices() {
 			}
 		}
 	}
+}
+
+// remedy says what to do about an unhealthy device.
+func remedy(node string, d v1alpha1.DeviceStatus) string {
+	health := device.ParseHealth(d.UnhealthyReason)
+	if health.Class() == device.FaultNone {
+		return "see the reason and the events of the node"
+	}
+	gpu := cmp.Or(d.Parent, d.Name)
+	text := strings.NewReplacer("rain the GPU", "rain the GPU (kubectl gpu drain "+node+"/"+gpu+")", "rain the node", "rain the node (kubectl drain "+node+")").
+		Replace(health.Remedy(""))
+	return strings.ToLower(text[:1]) + text[1:]
+}
+
+// mostNamed bounds the names in one finding.
+const mostNamed = 5
+
+// podsOn names the pods that have a device or one of its partitions, after a semicolon; empty if there are none.
+func podsOn(devices []v1alpha1.DeviceStatus, name string) string {
+	var pods []string
+	for _, d := range devices {
+		if d.Name != name && d.Parent != name {
+			continue
+		}
+		for _, h := range d.Holders {
+			for _, p := range h.Pods {
+				if p.Name != "" && !slices.Contains(pods, p.Namespace+"/"+p.Name) {
+					pods = append(pods, p.Namespace+"/"+p.Name)
+				}
+			}
+		}
+	}
+	return listed("; it is used by ", pods)
+}
+
+// listed returns some names after a text, and how many others there are; empty if there are none.
+func listed(before string, names []string) string {
+	if len(names) == 0 {
+		return ""
+	}
+	text := before + strings.Join(names[:min(len(names), mostNamed)], ", ")
+	if more := len(names) - mostNamed; more > 0 {
+		text += fmt.Sprintf(" and %d more", more)
+	}
+	return text
+}
+
+// maintenance notes the GPUs of a node that an administrator has taken out of service: those with the same reason together.
+func (e *examination) maintenance(n v1alpha1.GPUNode) {
+	gpus, since := map[string][]string{}, map[string]time.Time{}
+	for _, d := range n.Status.Devices {
+		if d.Maintenance == nil || d.Parent != "" {
+			continue
+		}
+		why := d.Maintenance.Reason
+		gpus[why] = append(gpus[why], d.Name)
+		if at := d.Maintenance.Since; at != nil && (since[why].IsZero() || at.Time.Before(since[why])) {
+			since[why] = at.Time
+		}
+	}
+	for _, why := range slices.Sorted(maps.Keys(gpus)) {
+		text := "under maintenance"
+		if !since[why].IsZero() {
+			text += " since " + since[why].UTC().Format(time.RFC3339)
+		}
+		if why != "" {
+			text += ": " + why
+		}
+		e.add(Note, "node "+n.Name, pageDrain, "when it is done: kubectl gpu undrain "+n.Name+", or "+n.Name+"/GPU for one of them",
+			"%s", listed("", gpus[why])+" "+are(len(gpus[why]))+" "+text)
+	}
+}
+
+func are(n int) string {
+	if n == 1 {
+		return "is"
+	}
+	return "are"
 }
 
 func (e *examination) controller() {
@@ -507,7 +595,7 @@ func Text(f Facts, found []Finding) string {
 	counts := map[Severity]int{}
 	for _, finding := range found {
 		counts[finding.Severity]++
-		fmt.Fprintf(&b, "%s: %s: %s\n  %s (%s)\n", strings.ToUpper(string(finding.Severity)), finding.Object, finding.Problem, finding.Action, finding.Page)
+		fmt.Fprintf(&b, "%s: %s: %s\n  %s\n  %s\n", strings.ToUpper(string(finding.Severity)), finding.Object, finding.Problem, finding.Action, finding.Page)
 	}
 	ready := 0
 	for i := range f.Agents {
@@ -515,11 +603,12 @@ func Text(f Facts, found []Finding) string {
 			ready++
 		}
 	}
-	of := fmt.Sprintf("Kubernetes %s, %d of %d agents ready, %d GPUNodes", f.Kubernetes, ready, len(f.Agents), len(f.GPUNodes))
+	of := fmt.Sprintf("Kubernetes %s, %d of %d agents ready, %s", f.Kubernetes, ready, len(f.Agents), explain.Number(len(f.GPUNodes), "GPUNode"))
+	problems := counts[Error] + counts[Warning]
 	switch unread := f.Unread(); {
-	case len(found) == 0 && len(unread) > 0:
+	case problems == 0 && len(unread) > 0:
 		fmt.Fprintf(&b, "not all was checked: %s could not be read; no problem found in the rest: %s\n", explain.Number(len(unread), "kind"), of)
-	case len(found) == 0:
+	case problems == 0:
 		fmt.Fprintf(&b, "no problem found: %s\n", of)
 	default:
 		fmt.Fprintf(&b, "%s, %s: %s\n", explain.Number(counts[Error], "error"), explain.Number(counts[Warning], "warning"), of)

@@ -36,6 +36,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/golden"
+	buildversion "github.com/tandem-gpu/tandem/internal/version"
 	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/explain"
 	"github.com/tandem-gpu/tandem/pkg/overview"
@@ -186,11 +187,29 @@ var faults = map[string]struct {
 	"a config that was rejected before a restart": {func(f *Facts) { f.Events = []corev1.Event{event("node-1", "ConfigRejected", "x", 2*time.Hour)} }, nil},
 	"an event of no interest":                     {func(f *Facts) { f.Events = []corev1.Event{event("node-1", "GPUUnhealthy", "x", time.Minute)} }, nil},
 	"a fault": {func(f *Facts) {
-		f.GPUNodes[0].Status.Devices = []v1alpha1.DeviceStatus{{Name: "gpu-3", UnhealthyReason: "XID: XID 79"}, {Name: "gpu-3-mig", Parent: "gpu-3", UnhealthyReason: "XID: XID 79"}}
+		const reason = "XID: 79 at 2026-01-02T10:00:00Z: GPU has fallen off the bus (RESTART_BM)"
+		f.GPUNodes[0].Status.Devices = []v1alpha1.DeviceStatus{
+			{Name: "gpu-3", UnhealthyReason: reason},
+			{Name: "gpu-3-mig", Parent: "gpu-3", UnhealthyReason: reason, Holders: []v1alpha1.DeviceHolder{{Pods: []v1alpha1.PodReference{{Namespace: "ml", Name: "train"}}}}},
+		}
+	}, []string{"warning gpu-3 of node node-1"}},
+	"a fault of a partition": {func(f *Facts) {
+		f.GPUNodes[0].Status.Devices = []v1alpha1.DeviceStatus{
+			{Name: "gpu-3"}, {Name: "gpu-3-mig", Parent: "gpu-3", UnhealthyReason: "XID: 48 at 2026-01-02T10:00:00Z: Double bit ECC error"},
+		}
+	}, []string{"warning gpu-3-mig of node node-1"}},
+	"no fault of the hardware": {func(f *Facts) {
+		f.GPUNodes[0].Status.Devices = []v1alpha1.DeviceStatus{{Name: "gpu-3", UnhealthyReason: "NotRecordable: no space left"}}
 	}, []string{"warning gpu-3 of node node-1"}},
 	"maintenance": {func(f *Facts) {
-		f.GPUNodes[0].Status.Devices = []v1alpha1.DeviceStatus{{Name: "gpu-3", Maintenance: &v1alpha1.DeviceMaintenance{}}}
-	}, nil},
+		for i := range 8 {
+			d := v1alpha1.DeviceStatus{Name: fmt.Sprintf("gpu-%d", i), Maintenance: &v1alpha1.DeviceMaintenance{Reason: "new firmware", Since: ptr.To(ago(time.Hour))}}
+			if i == 3 {
+				d.Maintenance = &v1alpha1.DeviceMaintenance{}
+			}
+			f.GPUNodes[0].Status.Devices = append(f.GPUNodes[0].Status.Devices, d)
+		}
+	}, []string{"note node node-1", "note node node-1"}},
 	"an old conflict": {func(f *Facts) {
 		f.GPUNodes[0].Status.Conflicts = []v1alpha1.ConflictingClaim{
 			{Namespace: "ml", Name: "old", Since: metav1.MicroTime{Time: now.Add(-time.Hour)}}, {Namespace: "ml", Name: "new", Since: metav1.MicroTime{Time: now}},
@@ -241,10 +260,14 @@ func TestPagesExist(t *testing.T) {
 		f := clean()
 		c.change(&f)
 		for _, finding := range Examine(f) {
-			pages[finding.Page] = true
+			page, ours := strings.CutPrefix(finding.Page, buildversion.Page(f.Client, ""))
+			if !ours {
+				t.Errorf("%s is not of version %s", finding.Page, f.Client)
+			}
+			pages[page] = true
 		}
 	}
-	for _, page := range []string{pageInstallation, pagePods, pageInstall, pageVersions, pageHealth} {
+	for _, page := range []string{pageInstallation, pagePods, pageInstall, pageVersions, pageHealth, pageDrain} {
 		if !pages[page] {
 			t.Errorf("no finding of TestExamine names %s", page)
 		}

@@ -65,7 +65,7 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 	for _, of := range devices {
 		d := v1alpha1.DeviceStatus{
 			Name: names[of.Ref()], UUID: of.UUID(), Profile: of.Partition.Profile, Model: of.GPU.ProductName,
-			UnhealthyReason: reason(of.Health()), Holders: holders[of.Ref()], Excluded: f.Excluded != nil && f.Excluded(of.GPU),
+			UnhealthyReason: of.Health().String(), Holders: holders[of.Ref()], Excluded: f.Excluded != nil && f.Excluded(of.GPU),
 		}
 		if of.Whole() {
 			d.Slowdown = of.GPU.Slowdown
@@ -256,14 +256,6 @@ func (f Facts) sharing(of device.Device, offered []device.Share, listed int32) *
 		return nil
 	}
 	return s
-}
-
-// reason returns why a device is unhealthy; empty if it is healthy.
-func reason(h device.Health) string {
-	if h.Healthy() || h.Message == "" {
-		return h.Reason
-	}
-	return h.Reason + ": " + h.Message
 }
 
 // holdersByDevice returns each holder of a device once. The holder of a partition that does not exist is listed with its GPU.

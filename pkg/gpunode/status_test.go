@@ -409,7 +409,7 @@ func TestStatusOfFaults(t *testing.T) {
 	}
 	f.Inventory.GPUs[0].Health = device.Health{Reason: device.ReasonXID, Message: "XID 48", XID: 48}
 	broken := Status(f)
-	if broken.Devices[0].UnhealthyReason != "XID: XID 48" || !Urgent(slow, broken) || Urgent(broken, slow) {
+	if broken.Devices[0].UnhealthyReason != "XID: 48" || !Urgent(slow, broken) || Urgent(broken, slow) {
 		t.Errorf("broken: %+v, urgent %v", broken.Devices[0], Urgent(slow, broken))
 	}
 }

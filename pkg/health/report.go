@@ -151,25 +151,9 @@ func (i *Inventory) remedy(d device.Device, health device.Health) string {
 	}
 	switch health.Class() {
 	case device.FaultReset, device.FaultMemory, device.FaultContained, device.FaultApplication:
-		if i.action(d.GPU, health) == device.FaultResetWhenIdle && mayEndByReset(health) {
+		if i.action(d.GPU, health) == device.FaultResetWhenIdle && health.MayEndByReset() {
 			return text + "Tandem resets the GPU once it has no holder"
 		}
 	}
-	switch health.Class() {
-	case device.FaultReset:
-		return text + "Drain the GPU and reset it (nvidia-smi --gpu-reset), or reboot the node" + after
-	case device.FaultReboot:
-		return text + "Drain the node and reboot it"
-	case device.FaultMemory:
-		if !mayEndByReset(health) {
-			return text + "Replace the GPU"
-		}
-		return text + "Reset the GPU once it is drained. If the fault comes again, replace the GPU"
-	case device.FaultFabric:
-		return text + "Start nvidia-fabricmanager (or nvidia-imex) on the node and read its log"
-	case device.FaultContained, device.FaultApplication:
-		return text + "If it stays unhealthy, drain the GPU and reset it (nvidia-smi --gpu-reset)" + after
-	default:
-		return text + "Read the kernel's log of the node (dmesg). If the GPU does not come back, reboot the node"
-	}
+	return text + health.Remedy(after)
 }

@@ -74,12 +74,9 @@ func (i *Inventory) wantsReset(g device.GPU) bool {
 		faults = append(faults, inPartition(p)...)
 	}
 	return slices.ContainsFunc(faults, func(f device.Health) bool {
-		return mayEndByReset(f) && i.action(g, f) == device.FaultResetWhenIdle
+		return f.MayEndByReset() && i.action(g, f) == device.FaultResetWhenIdle
 	})
 }
-
-// mayEndByReset reports whether a reset may end a fault.
-func mayEndByReset(fault device.Health) bool { return fault.Reason != device.ReasonRowRemapFailure }
 
 // begin returns the earlier attempts, and whether another one may begin. end must follow.
 func (r *resets) begin(uuid string) (before attempts, may bool) {
