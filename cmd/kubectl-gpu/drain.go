@@ -38,7 +38,7 @@ func (p *plugin) drain() *cobra.Command {
 			d.Resources.GPU = resource
 			return d.Run(cmd.Context(), node, gpu, o)
 		},
-		ValidArgsFunction: p.completeNodes(1),
+		ValidArgsFunction: p.completeGPUs(),
 	}
 	cmd.Flags().StringVar(&o.Reason, "reason", "", "why the GPU is out of service, shown wherever the GPU is shown")
 	cmd.Flags().BoolVar(&o.Wait, "wait", true, "wait until no holder is left")
@@ -64,7 +64,7 @@ func (p *plugin) undrain() *cobra.Command {
 			}
 			return d.End(cmd.Context(), node, gpu)
 		},
-		ValidArgsFunction: p.completeNodes(1),
+		ValidArgsFunction: p.completeGPUs(),
 	}
 }
 

@@ -136,8 +136,18 @@ func (p *plugin) command() *cobra.Command {
 	root.SetOut(p.streams.Out)
 	root.SetErr(p.streams.ErrOut)
 	root.PersistentFlags().StringVar(&p.driverName, driverNameFlag, config.Defaults().DriverName, "name of Tandem's DRA driver")
-	root.AddCommand(p.ls(), p.top(), p.why(), p.pending(), p.node(), p.drain(), p.undrain(), p.inspect(), p.doctor(), p.ui())
+	root.AddCommand(p.ls(), p.top(), p.why(), p.pending(), p.node(), p.drain(), p.undrain(), p.inspect(), p.doctor(), p.ui(), p.version())
 	return root
+}
+
+// version prints what --version does, where users of kubectl look for it.
+func (p *plugin) version() *cobra.Command {
+	return &cobra.Command{
+		Use: "version", Short: "Print the version of the plugin", Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return p.print(fmt.Sprintf("%s version %s\n", cmd.Root().DisplayName(), version.String()))
+		},
+	}
 }
 
 // notes prints what a view lacks to standard error, so that standard output stays as documented.
@@ -174,6 +184,24 @@ func (p *plugin) printData(output, what string, value any) error {
 func (p *plugin) completeNodes(most int) cobra.CompletionFunc {
 	return p.completion(most, func(ctx context.Context, c connection, prefix string) ([]string, error) {
 		return c.cluster.NodeNames(ctx, prefix)
+	})
+}
+
+// completeGPUs completes NODE[/GPU]: first names of nodes, and behind a slash the GPUs of that node.
+func (p *plugin) completeGPUs() cobra.CompletionFunc {
+	return p.completion(1, func(ctx context.Context, c connection, prefix string) ([]string, error) {
+		node, _, behind := strings.Cut(prefix, "/")
+		if !behind {
+			return c.cluster.NodeNames(ctx, prefix)
+		}
+		of, err := c.cluster.GPUNode(ctx, node)
+		var names []string
+		for _, d := range of.Status.Devices {
+			if name := node + "/" + d.Name; d.Parent == "" && strings.HasPrefix(name, prefix) {
+				names = append(names, name)
+			}
+		}
+		return names, err
 	})
 }
 

@@ -32,6 +32,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/internal/version"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/overview"
 )
@@ -149,6 +150,10 @@ func TestCompletion(t *testing.T) {
 		"node |":          "gpu-2 node-1 :4",
 		"node n|":         "node-1 :4",
 		"node node-1 |":   ":4",
+		"drain n|":        "node-1 :4",
+		"drain node-1/|":  "node-1/gpu-0 node-1/gpu-1 node-1/gpu-2 node-1/gpu-3 node-1/gpu-4 node-1/gpu-5 node-1/gpu-6 node-1/gpu-7 :4",
+		"undrain gpu-2/|": "gpu-2/gpu-0 :4",
+		"drain node-9/|":  ":1",
 		"ls node-1 |":     "gpu-2 node-1 :4",
 		"top node-1 |":    "gpu-2 node-1 :4",
 		"top --sort-by |": "memory util :4",
@@ -176,6 +181,16 @@ func TestCompletion(t *testing.T) {
 	for _, line := range []string{"node", "why"} {
 		if got := w.run(t, "__complete", line, ""); !strings.Contains(got, ":1") {
 			t.Errorf("%s without rights: %s", line, got)
+		}
+	}
+}
+
+func TestVersion(t *testing.T) {
+	w := world{}
+	want := "kubectl gpu version " + version.String() + "\n"
+	for _, command := range []string{"version", "--version"} {
+		if got := w.run(t, command); got != want {
+			t.Errorf("%s: %q, want %q", command, got, want)
 		}
 	}
 }

@@ -26,6 +26,10 @@ func (p *plugin) ui() *cobra.Command {
 			if err != nil {
 				return err
 			}
+			// Not to print an address at which nothing will be: the page needs GPUNodes.
+			if _, err := c.cluster.NodeNames(cmd.Context(), ""); err != nil {
+				return err
+			}
 			var config net.ListenConfig
 			listener, err := config.Listen(cmd.Context(), "tcp", fmt.Sprintf("127.0.0.1:%d", port))
 			if err != nil {

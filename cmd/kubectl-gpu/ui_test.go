@@ -144,7 +144,7 @@ func TestPageOfFewRights(t *testing.T) {
 		t.Errorf("%d holders without a name:\n%s", n, body)
 	}
 	w.denied = []string{"gpunodes"}
-	if got := w.run(t, "ui"); !strings.Contains(got, "resources: [gpunodes]") {
+	if got := w.run(t, "ui"); !strings.Contains(got, "resources: [gpunodes]") || strings.Contains(got, "http://") {
 		t.Error(got)
 	}
 }

@@ -148,6 +148,10 @@ func (d *Drainer) change(
 		stored, err = d.Cluster.PatchGPUNode(ctx, name, patch)
 		return err
 	})
+	// A user who may not even get it needs to patch it, too.
+	if denied, is := errors.AsType[*overview.DeniedError](err); is {
+		denied.Verb = "patch"
+	}
 	if apierrors.IsConflict(err) {
 		err = fmt.Errorf("write the maintenance of GPUNode %s: other clients keep changing it: %w", name, err)
 	}
@@ -199,7 +203,7 @@ func (d *Drainer) await(ctx context.Context, node string, gpus []GPU, o Options)
 			if ctx.Err() != nil {
 				return ctx.Err()
 			}
-			return timedOut(node, gpus, said, o.Timeout)
+			return timedOut(node, gpus, said, o)
 		case <-time.After(d.Interval):
 		}
 	}
@@ -228,7 +232,7 @@ func (d *Drainer) sayAll(node string, gpus []GPU, what string) error {
 	return nil
 }
 
-func timedOut(node string, gpus []GPU, said map[string]string, after time.Duration) error {
+func timedOut(node string, gpus []GPU, said map[string]string, o Options) error {
 	var left []string
 	for _, g := range gpus {
 		if said[g.UUID] != "" {
@@ -236,9 +240,13 @@ func timedOut(node string, gpus []GPU, said map[string]string, after time.Durati
 		}
 	}
 	if len(left) == 0 {
-		return fmt.Errorf("the GPUs of %s were not free for long enough within %s. They stay under maintenance", node, after)
+		return fmt.Errorf("the GPUs of %s were not free for long enough within %s. They stay under maintenance", node, o.Timeout)
 	}
-	return fmt.Errorf("not free after %s: %s. The GPUs stay under maintenance", after, strings.Join(left, "; "))
+	more := ""
+	if !o.Evict {
+		more = "; --evict evicts their pods"
+	}
+	return fmt.Errorf("not free after %s: %s. The GPUs stay under maintenance%s", o.Timeout, strings.Join(left, "; "), more)
 }
 
 // look returns how many GPUs are not free, and evicts their holders if the user wants that.

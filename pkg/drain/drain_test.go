@@ -330,7 +330,7 @@ func TestRun(t *testing.T) {
 		},
 		"held for too long": {
 			holders: []v1alpha1.DeviceHolder{byPod("infer")}, options: Options{Timeout: time.Minute}, said: []string{"gpu-0 of node-1 is held by ml/infer (limits)"},
-			err: "not free after 1m0s: gpu-0 is held by ml/infer (limits). The GPUs stay under maintenance", took: time.Minute,
+			err: "not free after 1m0s: gpu-0 is held by ml/infer (limits). The GPUs stay under maintenance; --evict evicts their pods", took: time.Minute,
 		},
 		"eviction": {
 			holders: []v1alpha1.DeviceHolder{byPod("infer"), byClaim("train")}, pods: []runtime.Object{
