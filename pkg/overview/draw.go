@@ -14,12 +14,12 @@ import (
 // sliceWidth is the width of a memory slice in a bar, with its right border.
 const sliceWidth = 8
 
-// strokes are the characters of a bar.
-type strokes struct{ horizontal, vertical, topLeft, topRight, bottomLeft, bottomRight, down, up string }
+// strokes are the characters of a bar, and that which ends a profile that does not fit.
+type strokes struct{ horizontal, vertical, topLeft, topRight, bottomLeft, bottomRight, down, up, cut string }
 
 var (
-	asciiStrokes = strokes{"-", "|", "+", "+", "+", "+", "+", "+"}
-	lineStrokes  = strokes{"─", "│", "┌", "┐", "└", "┘", "┬", "┴"}
+	asciiStrokes = strokes{"-", "|", "+", "+", "+", "+", "+", "+", "~"}
+	lineStrokes  = strokes{"─", "│", "┌", "┐", "└", "┘", "┬", "┴", "…"}
 )
 
 // Draw returns the picture of a node as text.
@@ -162,7 +162,7 @@ func (s Style) bar(n Node, gpu GPU) string {
 		}
 		label = s.plain(label)
 		if utf8.RuneCountInString(label) > width {
-			label = string([]rune(label)[:width])
+			label = string([]rune(label)[:width-1]) + line.cut
 		}
 		top.WriteString(topJoin + strings.Repeat(line.horizontal, width))
 		bottom.WriteString(bottomJoin + strings.Repeat(line.horizontal, width))

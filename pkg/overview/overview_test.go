@@ -162,6 +162,17 @@ func TestParts(t *testing.T) {
 	}
 }
 
+// TestCutProfile: a profile that does not fit into the bar is not drawn as another one.
+func TestCutProfile(t *testing.T) {
+	var node v1alpha1.GPUNode
+	node.Status.Devices = []v1alpha1.DeviceStatus{{Name: "gpu-0"}, {Name: "gpu-0-mig-1g10gb-me-20-0", Parent: "gpu-0", Profile: "1g.10gb+me"}}
+	for cut, style := range map[string]Style{"|1g.10g~|": {}, "│1g.10g…│": {UTF8: true}} {
+		if got := style.Draw(PictureOf(NodeOf(node), nil, "")); !strings.Contains(got, cut) || strings.Contains(got, "1g.10gb|") {
+			t.Errorf("no %s in\n%s", cut, got)
+		}
+	}
+}
+
 func TestWrap(t *testing.T) {
 	long := strings.Repeat("word ", 60)
 	for line := range strings.Lines(wrap("  ", strings.TrimSpace(long))) {
