@@ -69,6 +69,10 @@ func TestLint(t *testing.T) {
 			t.Errorf("%s: %v\n%s", name, err, out)
 		}
 	}
+	// Without values, what is missing is said once.
+	if out, err := run("lint", "tandem"); err != nil || strings.Count(string(out), "image.repository is not set") != 1 {
+		t.Errorf("%v\n%s", err, out)
+	}
 }
 
 // Every field exists in the API: the API server silently drops misspelt fields.
@@ -526,6 +530,9 @@ func TestRejects(t *testing.T) {
 		args []string
 		want string
 	}{
+		"Split without devices": {[]string{"--set", "config.version=v1", "--set", "config.tandem.mode=Split"}, "config.tandem.devices: is required by mode Split: set which GPUs"},
+		"shares with MPS": {[]string{"--set", "config.version=v1", "--set", "config.tandem.devices[0].match.index=0", "--set",
+			"config.tandem.devices[0].sharing.strategy=MPS", "--set", "config.tandem.devices[0].sharing.shares=4"}, "sharing.shares: 4 is not allowed: shares are for strategy TimeSlicing"},
 		"no repository":         {[]string{"--set", "image.repository="}, "image.repository is not set"},
 		"old Kubernetes":        {[]string{"--kube-version", "1.33.9"}, "requires kubeVersion: >=1.34.0-0"},
 		"unknown key":           {[]string{"--set", "acces=none"}, "additional properties 'acces' not allowed"},

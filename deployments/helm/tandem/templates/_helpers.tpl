@@ -86,9 +86,6 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 
 {{- define "tandem.image" -}}
-{{- if not .Values.image.repository }}
-{{- fail "image.repository is not set: Tandem has no public image yet. Build and push one with `make image-push IMAGE=registry.example.com/gpu/tandem:TAG`, then install with --set image.repository=registry.example.com/gpu/tandem --set image.tag=TAG" }}
-{{- end }}
 {{- if .Values.image.digest }}
 {{- printf "%s@%s" .Values.image.repository .Values.image.digest }}
 {{- else }}

@@ -68,7 +68,7 @@ keys are accepted, definitions.
 {{- else if eq $kind "object" -}}
 {{- range get $schema "required" | default list -}}
 {{- if not (hasKey $value .) -}}
-{{- printf "%s.%s: is required\n" $at . -}}
+{{- printf "%s\n" (printf "%s.%s: is required %s" $at . (get $schema "description" | default "") | trim) -}}
 {{- end -}}
 {{- end -}}
 {{- $properties := get $schema "properties" | default dict -}}
