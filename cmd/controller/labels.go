@@ -13,10 +13,12 @@ import (
 
 	"k8s.io/client-go/kubernetes"
 
+	"github.com/tandem-gpu/tandem/pkg/controller"
 	"github.com/tandem-gpu/tandem/pkg/nodelabels"
 )
 
-// removeLabels removes the labels that agents have written from all nodes. A Job of the chart runs it after an uninstallation.
+// removeLabels removes the labels that agents have written from all nodes, and the controller's condition. A Job of the chart runs it after an
+// uninstallation.
 func removeLabels(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	flags := flag.NewFlagSet("controller remove-labels", flag.ContinueOnError)
 	flags.SetOutput(stderr)
@@ -41,6 +43,7 @@ func removeLabels(ctx context.Context, args []string, stdout, stderr io.Writer) 
 	if failed != nil {
 		failed = fmt.Errorf("remove labels: %w", failed)
 	}
-	_, err = fmt.Fprintf(stdout, "Removed Tandem's labels from %d nodes.\n", removed)
-	return errors.Join(failed, err)
+	conditions, err := controller.RemoveConditions(ctx, client.CoreV1().Nodes())
+	_, printed := fmt.Fprintf(stdout, "Removed Tandem's labels from %d nodes, and the condition %s from %d.\n", removed, controller.ConditionGPUsHealthy, conditions)
+	return errors.Join(failed, err, printed)
 }

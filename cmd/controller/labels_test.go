@@ -30,8 +30,9 @@ func TestRemoveLabels(t *testing.T) {
 	}
 	nodes := corev1.NodeList{
 		TypeMeta: metav1.TypeMeta{APIVersion: "v1", Kind: "NodeList"},
-		Items:    []corev1.Node{node("ours", nodelabels.Manager), node("theirs", "gfd")},
+		Items:    []corev1.Node{node("ours", nodelabels.Manager), node("theirs", "gfd"), node("healthy", "gfd")},
 	}
+	nodes.Items[2].Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady}, {Type: "GPUsHealthy"}}
 	patched := map[string]string{}
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		var answer any = nodes
@@ -56,9 +57,14 @@ func TestRemoveLabels(t *testing.T) {
 	}
 	var out bytes.Buffer
 	err := run(t.Context(), []string{"remove-labels", "--kubeconfig=" + kubeconfig}, &out, io.Discard)
-	if err != nil || !strings.Contains(out.String(), "from 1 nodes") || len(patched) != 1 {
+	if err != nil || !strings.Contains(out.String(), "from 1 nodes, and the condition GPUsHealthy from 1") || len(patched) != 2 {
 		t.Errorf("%q, %v, patched %v", out.String(), err, patched)
 	}
+	const request = "/api/v1/nodes/healthy/status?"
+	if want := `application/strategic-merge-patch+json {"status":{"conditions":[{"$patch":"delete","type":"GPUsHealthy"}]}}`; patched[request] != want {
+		t.Errorf("the condition is removed by %q, want %q", patched[request], want)
+	}
+	delete(patched, request)
 	for request, body := range patched {
 		// No force: it must not take labels of others.
 		if !strings.HasPrefix(request, "/api/v1/nodes/ours?fieldManager="+nodelabels.Manager) || strings.Contains(request, "force=true") ||

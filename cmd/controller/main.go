@@ -52,7 +52,7 @@ const gcPercent = 30
 const commands = `
 Other commands:
   controller migrate        translate the configuration of NVIDIA's drivers, and move nodes
-  controller remove-labels  remove the labels of GPU Feature Discovery from nodes
+  controller remove-labels  remove the labels of GPU Feature Discovery and the condition GPUsHealthy from nodes
   controller stacks         have the controller of this container log the stacks of its goroutines
   controller version        print the version
 `

@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"strings"
 	"time"
@@ -13,7 +14,10 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
+	typedcorev1 "k8s.io/client-go/kubernetes/typed/core/v1"
+	"k8s.io/client-go/tools/pager"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/handler"
@@ -130,4 +134,29 @@ func conditionOf(node *corev1.Node) corev1.NodeCondition {
 		}
 	}
 	return corev1.NodeCondition{}
+}
+
+// RemoveConditions removes the condition from all nodes: no controller updates it after an uninstallation. It is idempotent. On an error it goes on with
+// the other nodes.
+func RemoveConditions(ctx context.Context, nodes typedcorev1.NodeInterface) (removed int, err error) {
+	patch := fmt.Appendf(nil, `{"status":{"conditions":[{"$patch":"delete","type":%q}]}}`, ConditionGPUsHealthy)
+	pages := pager.New(func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) { return nodes.List(ctx, o) })
+	pages.PageSize = 100 // a Node lists the machine's images, and so may have 50 KiB
+	var failed error
+	err = pages.EachListItem(ctx, metav1.ListOptions{}, func(object runtime.Object) error {
+		node, is := object.(*corev1.Node)
+		if !is || conditionOf(node).Type == "" {
+			return nil
+		}
+		if _, err := nodes.Patch(ctx, node.Name, types.StrategicMergePatchType, patch, metav1.PatchOptions{}, "status"); err == nil {
+			removed++
+		} else if !apierrors.IsNotFound(err) {
+			failed = errors.Join(failed, fmt.Errorf("remove condition %s of node %s: %w", ConditionGPUsHealthy, node.Name, err))
+		}
+		return nil
+	})
+	if err != nil {
+		err = fmt.Errorf("list nodes: %w", err)
+	}
+	return removed, errors.Join(failed, err)
 }
