@@ -52,15 +52,20 @@ deps: ## install the Debian packages that building and testing need
 programs:
 	@[ "$$(id -u)" -ne 0 ] || { hack/go.sh && go build -o bin/hack/ ./hack/cmd/cluster && exec bin/hack/cluster build $(if $(KUBERNETES),-kubernetes $(KUBERNETES)); }
 
+# The flags are those of gotool.BuildFlags, with which make demo and make image have compiled most packages.
+commit = $(shell git rev-parse --short=12 HEAD 2>/dev/null)$(if $(shell git status --porcelain 2>/dev/null),-dirty)
+build = go build -buildvcs=false -gcflags=all=-dwarf=false -tags=grpcnotrace \
+	-ldflags '-X github.com/tandem-gpu/tandem/internal/version.Commit=$(commit)' -o bin/
+
 .PHONY: build
 build: ## all programs, into bin/
 	@hack/go.sh
-	go build -tags grpcnotrace -o bin/ ./cmd/...
+	$(build) ./cmd/...
 
 .PHONY: kubectl-gpu
-kubectl-gpu: ## the kubectl plugin, one static program, into bin/
+kubectl-gpu: ## the kubectl plugin, into bin/
 	@hack/go.sh
-	CGO_ENABLED=0 go build -ldflags '-s -w' -o bin/ ./cmd/kubectl-gpu
+	$(build) ./cmd/kubectl-gpu
 
 .PHONY: unit
 unit: ## unit tests with the race detector

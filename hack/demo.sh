@@ -34,6 +34,6 @@ esac
 build bin/hack/ ./hack/cmd/demo
 if [ "${1:-}" != down ]; then
 	build bin/hack/ ./hack/cmd/cluster
-	build bin/ ./cmd/kubectl-gpu
+	make --no-print-directory --silent kubectl-gpu
 fi
 exec bin/hack/demo "$@"

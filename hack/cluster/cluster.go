@@ -55,6 +55,9 @@ func New(config Config) (*Cluster, error) {
 	for i, described := range config.Nodes {
 		node := &Node{cluster: c, index: i, name: described.Name, config: described,
 			machine: c.newMachine(programs, described.Name, described.KubernetesVersion, described.Mounts)}
+		if described.Kind {
+			node.machine.runOptions = ",nosuid,nodev,noexec" // those of docker run --tmpfs /run
+		}
 		node.describe(programs)
 		c.nodes = append(c.nodes, node)
 	}

@@ -68,6 +68,9 @@ type NodeConfig struct {
 	Mounts []Mount `json:"mounts,omitempty"`
 	// Labels the kubelet registers the node with; NodeRestriction limits what may be under kubernetes.io.
 	Labels map[string]string `json:"labels,omitempty"`
+	// Kind gives the node what the nodes of kind have instead: a /run on which nothing can be executed, and a containerd that is configured
+	// with the format of version 2 and leaves CDI to the defaults. There is no systemd all the same.
+	Kind bool `json:"kind,omitempty"`
 	// Bare boots the machine only, without containerd, kubelet and kube-proxy: the caller plays them (test/kubelet).
 	Bare bool `json:"bare,omitempty"`
 }

@@ -40,7 +40,9 @@ type machine struct {
 	group  string
 	pause  string
 	mounts []Mount
-	env    []string
+	// runOptions are further ones of the mount at /run, each after a comma.
+	runOptions string
+	env        []string
 }
 
 // machineState is what is on disk about a running machine.
@@ -170,7 +172,7 @@ func (m *machine) setupEnvironment() (env []string, bootID string, err error) {
 	return []string{
 		"PATH=/usr/sbin:/usr/bin:/sbin:/bin", "NAME=" + m.name, "ROOT=" + m.rootfs(), "GROUP=" + m.group,
 		"HIERARCHIES=" + strings.Join(groups, "\n"), "TREES=" + strings.Join(trees, " "),
-		"MOUNTS=" + strings.Join(mounts, "\n"), "BOOT_ID=" + bootID, "PAUSE=" + m.pause, "SECOND=" + setupCgroupScript,
+		"MOUNTS=" + strings.Join(mounts, "\n"), "RUN_OPTIONS=" + m.runOptions, "BOOT_ID=" + bootID, "PAUSE=" + m.pause, "SECOND=" + setupCgroupScript,
 	}, bootID, nil
 }
 

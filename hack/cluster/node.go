@@ -250,6 +250,10 @@ func (n *Node) configure(ctx context.Context, programs *binaries.Set) error {
 	if err != nil {
 		return err
 	}
+	containerd := containerdConfig
+	if n.config.Kind {
+		containerd = kindContainerdConfig
+	}
 	program := crunPath
 	if n.config.ContainerRuntime == Runc {
 		program = filepath.Join(programs.Runc, Runc)
@@ -257,7 +261,7 @@ func (n *Node) configure(ctx context.Context, programs *binaries.Set) error {
 	files := map[string]string{
 		"/etc/kubernetes/kubelet.yaml":      string(kubelet),
 		"/etc/kubernetes/kube-proxy.yaml":   string(proxy),
-		"/etc/containerd/config.toml":       fmt.Sprintf(containerdConfig, pauseImage, snapshotter, programs.CNI, program),
+		"/etc/containerd/config.toml":       fmt.Sprintf(containerd, pauseImage, snapshotter, programs.CNI, program),
 		"/etc/cni/net.d/10-tandem.conflist": fmt.Sprintf(cniConfig, nodePods(n.index)),
 		"/etc/containerd/base-spec.json":    string(spec),
 		bootIDHookPath:                      bootIDHook,
@@ -398,6 +402,38 @@ state = "/run/containerd"
       [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc.options]
         BinaryName = "%[4]s"
         SystemdCgroup = false
+`
+
+// kindContainerdConfig has the sections and keys of images/base/files/etc/containerd/config.toml of kind v0.33.0, and what this machine needs:
+// kind's restrict_oom_score_adj is false, but runc may not lower the score where this machine is in a container without the right to.
+const kindContainerdConfig = `version = 2
+root = "/var/lib/containerd"
+state = "/run/containerd"
+
+[grpc]
+  address = "` + containerdSocket + `"
+
+[plugins."io.containerd.grpc.v1.cri"]
+  sandbox_image = "%[1]s"
+  tolerate_missing_hugepages_controller = true
+  restrict_oom_score_adj = true
+
+[plugins."io.containerd.grpc.v1.cri".cni]
+  bin_dir = "%[3]s"
+  conf_dir = "/etc/cni/net.d"
+
+[plugins."io.containerd.grpc.v1.cri".containerd]
+  discard_unpacked_layers = true
+  snapshotter = "%[2]s"
+  default_runtime_name = "runc"
+
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+  runtime_type = "io.containerd.runc.v2"
+  base_runtime_spec = "/etc/containerd/base-spec.json"
+
+[plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
+  BinaryName = "%[4]s"
+  SystemdCgroup = false
 `
 
 // Each plugin is a process when a pod starts and another one when it ends, so these are as few as possible. Host ports and bandwidth limits

@@ -2,7 +2,8 @@
 # shellcheck shell=sh
 # First process of a machine, in fresh mount, network, PID, UTS and IPC namespaces. Environment: NAME, ROOT (directory that
 # becomes /), GROUP (cgroup name), HIERARCHIES (lines "mountpoint options"), TREES (directories of the host's root to show),
-# MOUNTS (lines "source target ro|rw"), BOOT_ID, PAUSE (program to become), SECOND (script to run in the cgroup namespace).
+# MOUNTS (lines "source target ro|rw"), RUN_OPTIONS (further ones of the mount at /run, each after a comma), BOOT_ID, PAUSE (program to
+# become), SECOND (script to run in the cgroup namespace).
 
 set -eu
 
@@ -28,7 +29,7 @@ done
 
 mount -t proc -o nosuid,nodev,noexec proc proc
 mount -t sysfs -o nosuid,nodev,noexec sysfs sys
-mount -t tmpfs -o mode=755,size=512m tmpfs run
+mount -t tmpfs -o "mode=755,size=512m$RUN_OPTIONS" tmpfs run
 mkdir run/lock
 
 mount -t tmpfs -o mode=755,size=4m tmpfs dev

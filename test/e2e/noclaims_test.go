@@ -107,18 +107,24 @@ func TestWithoutTheClaimsAPI(t *testing.T) {
 
 func (s *story) clusterWithoutClaims() *cluster.Cluster {
 	s.Helper()
+	return s.ownCluster(cluster.Config{
+		Nodes:         []cluster.NodeConfig{{Name: gpuNode}},
+		APIServerArgs: []string{"--runtime-config=resource.k8s.io/v1=false"},
+		FeatureGates:  map[string]bool{"DynamicResourceAllocation": false},
+	})
+}
+
+// ownCluster starts a cluster for this story only, with the versions of the stories' cluster.
+func (s *story) ownCluster(config cluster.Config) *cluster.Cluster {
+	s.Helper()
 	dir, err := cluster.OwnedDir(s.Ctx, tempPrefix, s.Output())
 	if err != nil {
 		s.Fatal(err)
 	}
 	s.Cleanup(func() { os.RemoveAll(dir) })
-	c, err := cluster.New(cluster.Config{
-		Dir: filepath.Join(dir, "cluster"), KubernetesVersion: theCluster.Config().KubernetesVersion, Progress: s.Output(),
-		ContainerRuntime: theCluster.Config().ContainerRuntime,
-		Nodes:            []cluster.NodeConfig{{Name: gpuNode}},
-		APIServerArgs:    []string{"--runtime-config=resource.k8s.io/v1=false"},
-		FeatureGates:     map[string]bool{"DynamicResourceAllocation": false},
-	})
+	config.Dir, config.Progress = filepath.Join(dir, "cluster"), s.Output()
+	config.KubernetesVersion, config.ContainerRuntime = theCluster.Config().KubernetesVersion, theCluster.Config().ContainerRuntime
+	c, err := cluster.New(config)
 	if err != nil {
 		s.Fatal(err)
 	}
