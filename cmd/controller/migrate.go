@@ -34,8 +34,8 @@ const migrateUsage = `Usage: controller migrate [-f FILE]...     print values fo
        controller migrate --apply          move nodes from NVIDIA's software to Tandem, one after the other
        controller migrate --apply --back   move them back
 
-A file has values of NVIDIA's charts, a configuration of its device plugin, a ConfigMap or a ClusterPolicy; "-" is standard input.
-Without files, the values are those of the Helm releases in the cluster.
+A file has values of NVIDIA's charts, a configuration of its device plugin, a ConfigMap, a ClusterPolicy or a DaemonSet; "-" is standard
+input. Without files, the values are those of the Helm releases and of NVIDIA's DaemonSets in the cluster.
 
 `
 
@@ -75,7 +75,7 @@ func parseMigrate(args []string, stderr io.Writer) (migration, error) {
 		fmt.Fprint(stderr, migrateUsage)
 		flags.PrintDefaults()
 	}
-	flags.Func("f", "`file` to read; may be repeated", func(s string) error {
+	flags.Func("f", "`file` to read, or CHART=file if its values do not say which chart they are for; may be repeated", func(s string) error {
 		m.files = append(m.files, s)
 		return nil
 	})
@@ -122,11 +122,15 @@ func parseMigrate(args []string, stderr io.Writer) (migration, error) {
 func (m migration) printValues(ctx context.Context, stdin io.Reader, stdout, stderr io.Writer) error {
 	var sources []migrate.Source
 	for _, file := range m.files {
-		text, err := readInput(file, stdin)
+		chart, path, ok := strings.Cut(file, "=")
+		if !ok || !migrate.IsChart(chart) {
+			chart, path = "", file
+		}
+		text, err := readInput(path, stdin)
 		if err != nil {
 			return err
 		}
-		found, err := migrate.Read(file, text)
+		found, err := migrate.ReadFor(chart, path, text)
 		if err != nil {
 			return err
 		}
@@ -142,8 +146,11 @@ func (m migration) printValues(ctx context.Context, stdin io.Reader, stdout, std
 		if err != nil {
 			return fmt.Errorf("configure API client: %w", err)
 		}
-		if sources, partly = migrate.ReadReleases(ctx, client, m.namespace); len(sources) == 0 {
-			return cmp.Or(partly, errors.New("the cluster has no Helm release of NVIDIA's device plugin, DRA driver or GPU Operator: pass their values with -f"))
+		releases, err := migrate.ReadReleases(ctx, client, m.namespace)
+		sets, setsErr := migrate.ReadDaemonSets(ctx, client, m.namespace)
+		if sources, partly = append(releases, sets...), errors.Join(err, setsErr); len(sources) == 0 {
+			return cmp.Or(partly, errors.New("the cluster has no Helm release of NVIDIA's device plugin, DRA driver or GPU Operator, and no DaemonSet of theirs: "+
+				"pass their values with -f"))
 		}
 	}
 	result, err := migrate.Translate(sources...)

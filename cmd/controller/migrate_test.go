@@ -37,7 +37,7 @@ func TestMigrateErrors(t *testing.T) {
 
 func TestMigrateValues(t *testing.T) {
 	var out bytes.Buffer
-	if err := runMigrate(t.Context(), []string{"-f", "-"}, strings.NewReader("nvidiaDriverRoot: /run/nvidia/driver"), &out, io.Discard); err != nil {
+	if err := runMigrate(t.Context(), []string{"-f", "nvidia-device-plugin=-"}, strings.NewReader("nvidiaDriverRoot: /run/nvidia/driver"), &out, io.Discard); err != nil {
 		t.Fatal(err)
 	}
 	if !strings.HasSuffix(out.String(), "\ndriverRoot: /run/nvidia/driver\n") {

@@ -260,13 +260,17 @@ func include(set *appsv1.DaemonSet) error {
 		set.Spec.UpdateStrategy = before
 	}
 	delete(set.Annotations, strategyAnnotation)
-	pod := &set.Spec.Template.Spec
+	removeExclusion(&set.Spec.Template.Spec)
+	return nil
+}
+
+func removeExclusion(pod *corev1.PodSpec) {
 	terms := requiredTerms(pod)
 	for i := range terms {
 		terms[i].MatchExpressions = slices.DeleteFunc(terms[i].MatchExpressions, isExclusion)
 	}
 	if slices.ContainsFunc(terms, func(term corev1.NodeSelectorTerm) bool { return !isNothing(term) }) || len(terms) == 0 {
-		return nil
+		return
 	}
 	pod.Affinity.NodeAffinity.RequiredDuringSchedulingIgnoredDuringExecution = nil
 	if len(pod.Affinity.NodeAffinity.PreferredDuringSchedulingIgnoredDuringExecution) == 0 {
@@ -275,7 +279,20 @@ func include(set *appsv1.DaemonSet) error {
 	if *pod.Affinity == (corev1.Affinity{}) {
 		pod.Affinity = nil
 	}
-	return nil
+}
+
+// withoutExclusion returns the affinity of values without the exclusion, with which Tandem's agents would leave the nodes that they serve. Who
+// manages NVIDIA's software by GitOps adds it to the values.
+func withoutExclusion(affinity any) any {
+	text, err := json.Marshal(map[string]any{"affinity": affinity})
+	var pod corev1.PodSpec
+	if err != nil || json.Unmarshal(text, &pod) != nil || !slices.ContainsFunc(requiredTerms(&pod), func(term corev1.NodeSelectorTerm) bool {
+		return slices.ContainsFunc(term.MatchExpressions, isExclusion)
+	}) {
+		return affinity
+	}
+	removeExclusion(&pod)
+	return plain(pod.Affinity)
 }
 
 // change updates a DaemonSet, again if another writer was faster.

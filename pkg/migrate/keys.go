@@ -3,6 +3,7 @@
 package migrate
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"reflect"
@@ -26,6 +27,8 @@ type row struct {
 	Only    []any          `json:"only"`
 	Why     string         `json:"why"`
 	Note    string         `json:"note"`
+	Name    string         `json:"name"`
+	Lost    bool           `json:"lost"`
 	// does is the list that the row is in.
 	does effect
 }
@@ -35,15 +38,53 @@ type effect int
 const (
 	kept effect = iota
 	moved
-	unused
+	unneeded
+	lost
 	refused
-	own
 )
+
+// paths returns the keys of a row.
+func (r row) paths() []string {
+	if len(r.Keys) == 0 {
+		return []string{r.Key}
+	}
+	var paths []string
+	for _, key := range r.Keys {
+		paths = append(paths, r.Key+"."+key)
+	}
+	return paths
+}
 
 // table has the rows by path, and the values of the chart without any key set.
 type table struct {
 	rows     map[string]row
 	defaults map[string]any
+	// variables are the keys that variables of the environment of NVIDIA's programs set.
+	variables map[string]string
+}
+
+// rowList is a list of rows, and what those do.
+type rowList struct {
+	rows []row
+	does effect
+}
+
+func (t *table) add(lists []rowList) error {
+	for _, list := range lists {
+		for _, r := range list.rows {
+			r.does = list.does
+			if r.Lost {
+				r.does = lost
+			}
+			for _, path := range r.paths() {
+				if _, twice := t.rows[path]; twice {
+					return fmt.Errorf("read the keys of NVIDIA's charts: %s is listed twice", path)
+				}
+				t.rows[path] = r
+			}
+		}
+	}
+	return nil
 }
 
 // theTable reads the chart's files, which are embedded in the program.
@@ -52,32 +93,19 @@ var theTable = sync.OnceValues(func() (table, error) {
 	if err := yaml.Unmarshal(helm.NVIDIAKeys, &lists); err != nil {
 		return table{}, fmt.Errorf("read nvidia-keys.yaml of the chart: %w", err)
 	}
-	t := table{rows: map[string]row{}}
+	t := table{rows: map[string]row{}, variables: maps.Clone(moreVariables)}
 	if err := yaml.Unmarshal(helm.Values, &t.defaults); err != nil {
 		return table{}, fmt.Errorf("read values.yaml of the chart: %w", err)
 	}
-	for _, list := range []struct {
-		rows []row
-		does effect
-	}{{lists.Moved, moved}, {lists.Variables, kept}, {lists.Unused, unused}, {lists.Refused, refused}, {lists.Own, own}, {lists.Same, kept}} {
-		for _, r := range list.rows {
-			r.does = list.does
-			paths := []string{r.Key}
-			if len(r.Keys) > 0 {
-				paths = nil
-			}
-			for _, key := range r.Keys {
-				paths = append(paths, r.Key+"."+key)
-			}
-			for _, path := range paths {
-				if _, twice := t.rows[path]; twice {
-					return table{}, fmt.Errorf("nvidia-keys.yaml of the chart: %s is listed twice", path)
-				}
-				t.rows[path] = r
-			}
-		}
+	err := t.add([]rowList{{lists.Moved, moved}, {lists.Variables, kept}, {lists.Unused, unneeded}, {lists.Refused, refused}, {lists.Own, unneeded}, {lists.Same, kept}})
+	charts, chartsErr := theCharts()
+	if err = cmp.Or(err, chartsErr); err == nil {
+		err = t.add([]rowList{{charts[DevicePlugin].Unneeded, unneeded}, {charts[DRADriver].Unneeded, unneeded}})
 	}
-	return t, nil
+	for _, r := range lists.Variables {
+		t.variables[r.Name] = r.Key
+	}
+	return t, err
 })
 
 // below reports whether a key below path has a row of its own.
@@ -153,6 +181,19 @@ func isEmpty(value any) bool {
 		return len(v) == 0
 	}
 	return reflect.ValueOf(value).IsZero()
+}
+
+// hasNothing reports whether a value and all in it are not set.
+func hasNothing(value any) bool {
+	if inside, ok := value.(map[string]any); ok {
+		for _, one := range inside {
+			if !hasNothing(one) {
+				return false
+			}
+		}
+		return true
+	}
+	return isUnset(value)
 }
 
 // isUnset reports whether the chart's templates treat a value as not set. False and 0 are set.

@@ -8,9 +8,13 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"path"
 	"slices"
 	"strconv"
+	"strings"
 
+	appsv1 "k8s.io/api/apps/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
 	kjson "sigs.k8s.io/json"
 	"sigs.k8s.io/yaml"
@@ -42,13 +46,21 @@ type Source struct {
 
 	// configMap is the name of the ConfigMap that Values are from.
 	configMap string
-	// lost are keys that the conversion to Values left out, with reasons.
-	lost []lostKeys
+	// lost are keys that the conversion to Values left out, with reasons. changes are differences that it made.
+	lost    []lostKeys
+	changes []string
+	// cdi is set if GPU Operator's device plugin passes devices by CDI.
+	cdi bool
 }
 
 // Read returns the sources in a file with one or more YAML documents: values of NVIDIA's charts, configuration files of the device
-// plugin, ConfigMaps with such files, or a ClusterPolicy. name is for messages.
+// plugin, ConfigMaps with such files, a ClusterPolicy, or DaemonSets of NVIDIA's. name is for messages.
 func Read(name string, text []byte) ([]Source, error) {
+	return ReadFor("", name, text)
+}
+
+// ReadFor is Read for values of a chart of that name, if it is not empty.
+func ReadFor(chart, name string, text []byte) ([]Source, error) {
 	var sources []Source
 	for documents := utilyaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(text))); ; {
 		document, err := documents.Read()
@@ -65,7 +77,7 @@ func Read(name string, text []byte) ([]Source, error) {
 		if values == nil {
 			continue
 		}
-		source, err := sourceOf(name, values)
+		source, err := sourceOf(name, chartKinds[chart], values)
 		if err != nil {
 			return nil, fmt.Errorf("read %s: %w", name, err)
 		}
@@ -90,7 +102,7 @@ func parse(text []byte) (map[string]any, error) {
 	return values, nil
 }
 
-func sourceOf(name string, values map[string]any) (Source, error) {
+func sourceOf(name string, chart Kind, values map[string]any) (Source, error) {
 	// `helm get values` writes a heading.
 	delete(values, "USER-SUPPLIED VALUES")
 	delete(values, "COMPUTED VALUES")
@@ -100,22 +112,34 @@ func sourceOf(name string, values map[string]any) (Source, error) {
 		return configMapSource(name, values)
 	case "ClusterPolicy":
 		spec, _ := values["spec"].(map[string]any)
-		return operatorSource(name, spec), nil
+		return operatorSource(name, spec, nil)
+	case "DaemonSet":
+		var set appsv1.DaemonSet
+		if err := runtime.DefaultUnstructuredConverter.FromUnstructured(values, &set); err != nil {
+			return Source{}, fmt.Errorf("read DaemonSet: %w", err)
+		}
+		return daemonSetSource(name, &set)
 	default:
-		return Source{}, fmt.Errorf("kind %v: want values of a chart, a configuration file, a ConfigMap or a ClusterPolicy", kind)
+		return Source{}, fmt.Errorf("kind %v: want values of a chart, a configuration file, a ConfigMap, a ClusterPolicy or a DaemonSet", kind)
 	}
-	has := func(keys ...string) bool {
-		return slices.ContainsFunc(keys, func(key string) bool { _, ok := values[key]; return ok })
-	}
-	switch {
-	case has("version", "flags", "sharing", "imex"):
+	has := func(key string) bool { _, ok := values[key]; return ok }
+	if chart == "" && slices.ContainsFunc([]string{"version", "flags", "sharing", "imex"}, has) {
 		return Source{Name: name, Kind: Configuration, Values: map[string]any{"config": values}}, nil
-	case has("operator", "daemonsets", "toolkit", "dcgmExporter"):
-		return operatorSource(name, values), nil
-	case has("kubeletPlugin", "featureGates", "gpuResourcesEnabledOverride") || at(values, "resources.gpus") != nil || at(values, "resources.computeDomains") != nil:
-		return Source{Name: name, Kind: DRADriver, Values: values}, nil
 	}
-	return Source{Name: name, Kind: DevicePlugin, Values: values}, nil
+	if chart == "" {
+		var err error
+		if chart, err = chartOf(values); err != nil {
+			return Source{}, err
+		}
+	}
+	if chart == Operator {
+		charts, err := theCharts()
+		if err != nil {
+			return Source{}, err
+		}
+		return operatorSource(name, values, charts[Operator].Kept)
+	}
+	return Source{Name: name, Kind: chart, Values: values}, nil
 }
 
 func configMapSource(name string, values map[string]any) (Source, error) {
@@ -127,54 +151,90 @@ func configMapSource(name string, values map[string]any) (Source, error) {
 	return Source{Name: name, Kind: Configuration, configMap: configMap, Values: map[string]any{"config": map[string]any{"map": data}}}, nil
 }
 
-// operatorKeys are keys of a ClusterPolicy's spec, which are those of the chart gpu-operator too, and the same keys of NVIDIA's other
-// charts (gpu-operator, api/nvidia/v1/clusterpolicy_types.go).
-var operatorKeys = map[string]string{
-	"devicePlugin.config.name":                "config.name",
-	"devicePlugin.config.data":                "config.map",
-	"devicePlugin.config.default":             "config.default",
-	"devicePlugin.resources":                  "resources",
-	"devicePlugin.mps.root":                   "mps.root",
-	"devicePlugin.imagePullSecrets":           "imagePullSecrets",
-	"mig.strategy":                            "migStrategy",
-	"daemonsets.tolerations":                  "tolerations",
-	"daemonsets.priorityClassName":            "priorityClassName",
-	"daemonsets.annotations":                  "podAnnotations",
-	"daemonsets.updateStrategy":               "updateStrategy.type",
-	"daemonsets.rollingUpdate.maxUnavailable": "updateStrategy.rollingUpdate.maxUnavailable",
-	"hostPaths.driverInstallDir":              "nvidiaDriverRoot",
-}
-
-// operatorSource reads the keys that concern the device plugin. The Operator still uses the others.
-func operatorSource(name string, spec map[string]any) Source {
-	s := Source{Name: name, Kind: Operator, Values: map[string]any{}}
-	for from, to := range operatorKeys {
-		if value := at(spec, from); !isUnset(value) {
-			put(s.Values, to, value)
+// operatorSource reads the keys of GPU Operator that concern the device plugin. The Operator still uses the others. usual are
+// defaults of its chart for keys that are missing.
+func operatorSource(name string, spec, usual map[string]any) (Source, error) {
+	charts, err := theCharts()
+	if err != nil {
+		return Source{}, err
+	}
+	t, err := operatorTable()
+	if err != nil {
+		return Source{}, err
+	}
+	keys, err := theTable()
+	if err != nil {
+		return Source{}, err
+	}
+	s := Source{Name: name, Kind: Operator, Values: map[string]any{}, cdi: at(spec, "cdi.enabled") == true}
+	var variables, flags []any
+	var others []string
+	t.visit(charts[Operator].decided(spec, ""), func(key string, r row, value any) {
+		list, _ := value.([]any)
+		switch {
+		case isUnset(value) || r.does == moved && r.To == "":
+		case r.To == variablesPath:
+			variables = append(variables, list...)
+		case r.To == argumentsPath:
+			ofFlags, left := keys.argumentsAsVariables(list)
+			flags = append(flags, ofFlags...)
+			if len(left) > 0 {
+				s.lost = addLost(s.lost, key, r, value)
+			}
+		case r.does == moved:
+			put(s.Values, r.To, value)
+		case r.does == kept && !hasNothing(value):
+			others = append(others, r.Key)
+		default:
+			s.lost = addLost(s.lost, key, r, value)
+		}
+	}, func(key string, value any) { s.lost = addLost(s.lost, key, unknownKey, value) })
+	for key, value := range usual {
+		if at(spec, key) == nil {
+			put(s.Values, t.rows[key].To, value)
 		}
 	}
-	if at(s.Values, "config.name") != nil || at(s.Values, "config.map") != nil {
-		if at(s.Values, "config.map") != nil && at(spec, "devicePlugin.config.create") == true {
-			delete(s.Values["config"].(map[string]any), "name")
+	if others = slices.Compact(others); len(others) > 0 {
+		s.lost = append(s.lost, lostKeys{path: strings.Join(others, ", "), why: "GPU Operator still uses this", unneeded: true})
+	}
+	if variables = append(variables, flags...); len(variables) > 0 {
+		put(s.Values, variablesPath, variables)
+	}
+	s.settle(spec)
+	return s, nil
+}
+
+// settle corrects the values of GPU Operator that depend on others.
+func (s *Source) settle(spec map[string]any) {
+	if settings, ok := s.Values["config"].(map[string]any); ok {
+		switch creates := at(spec, "devicePlugin.config.create") == true; {
+		case settings["map"] != nil && creates:
+			delete(settings, "name")
+		case settings["map"] != nil:
+			delete(settings, "map")
+			s.lost = append(s.lost, lostKeys{path: "devicePlugin.config.data", why: "the Operator uses it only with devicePlugin.config.create", unneeded: true})
 		}
-		// The Operator's DaemonSet sets this strategy.
-		put(s.Values, "config.fallbackStrategies", []any{"empty"})
+		if settings["name"] != nil || settings["map"] != nil {
+			// The Operator's DaemonSet sets this strategy.
+			settings["fallbackStrategies"] = []any{"empty"}
+		}
 	}
 	if text, ok := at(s.Values, "updateStrategy.rollingUpdate.maxUnavailable").(string); ok {
 		if number, err := strconv.Atoi(text); err == nil {
 			put(s.Values, "updateStrategy.rollingUpdate.maxUnavailable", int64(number))
 		}
 	}
-	if variables, _ := at(spec, "devicePlugin.env").([]any); len(variables) > 0 {
-		// These tell NVIDIA's container runtime what the plugin's own container gets.
-		isRuntimes := func(variable any) bool {
-			v, _ := variable.(map[string]any)
-			return v["name"] == "NVIDIA_VISIBLE_DEVICES" || v["name"] == "NVIDIA_DRIVER_CAPABILITIES"
-		}
-		put(s.Values, "kubeletPlugin.containers.gpus.env", slices.DeleteFunc(slices.Clone(variables), isRuntimes))
+	if root, _ := at(spec, "hostPaths.kubeletRootDir").(string); root != "" {
+		put(s.Values, "kubeletPlugin.kubeletPluginsDirectoryPath", path.Join(root, "plugins"))
 	}
-	if arguments := at(spec, "devicePlugin.args"); !isEmpty(arguments) {
-		s.lost = append(s.lost, lostKeys{path: "devicePlugin.args", why: "set these flags in the configuration or in extraArgs"})
+	if at(s.Values, "gdsEnabled") == true {
+		put(s.Values, "mofedEnabled", true)
 	}
-	return s
+	if at(spec, "cdi.enabled") == false {
+		put(s.Values, "deviceListStrategy", "envvar")
+		s.changes = append(s.changes, "deviceListStrategy: envvar, because cdi.enabled of the Operator is false. NVIDIA's container runtime must stay the default")
+	}
+	if at(spec, "devicePlugin.enabled") == false {
+		s.lost = append(s.lost, lostKeys{path: "devicePlugin.enabled", why: "Tandem serves nvidia.com/gpu limits all the same; the value config.tandem.mode=ClaimsOnly prevents it"})
+	}
 }

@@ -17,6 +17,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/version"
 	"k8s.io/client-go/kubernetes"
 	kjson "sigs.k8s.io/json"
 )
@@ -83,6 +84,37 @@ func ReadReleases(ctx context.Context, client kubernetes.Interface, namespace st
 	return sources, errors.Join(errs...)
 }
 
+// ReadDaemonSets returns the settings of NVIDIA's DaemonSets that are in their environment and arguments, as variables of GPU Operator and of
+// static manifests are. It returns what it could read together with errors about the rest. namespace is that of ReadReleases.
+func ReadDaemonSets(ctx context.Context, client kubernetes.Interface, namespace string) ([]Source, error) {
+	sets, err := client.AppsV1().DaemonSets(metav1.NamespaceAll).List(ctx, metav1.ListOptions{})
+	if err != nil {
+		return nil, fmt.Errorf("list DaemonSets: %w", err)
+	}
+	trusted := trustedNamespaces(client, namespace)
+	var sources []Source
+	var errs []error
+	for i := range sets.Items {
+		set := &sets.Items[i]
+		if role, ok := roleOf(*set); !ok || role == mpsDaemon {
+			continue
+		}
+		ok, err := trusted(ctx, set.Namespace)
+		if err != nil || !ok {
+			errs = append(errs, err) // the plan names one of a tenant
+			continue
+		}
+		source, err := daemonSetSource("DaemonSet "+set.Namespace+"/"+set.Name, set)
+		if err != nil {
+			errs = append(errs, err)
+		}
+		if len(source.Values) > 0 || source.cdi {
+			sources = append(sources, source)
+		}
+	}
+	return sources, errors.Join(errs...)
+}
+
 // trustedNamespaces returns whether tenants cannot create releases in a namespace: it is administered, or NVIDIA's DaemonSets left nodes from there.
 func trustedNamespaces(client kubernetes.Interface, tandem string) func(ctx context.Context, namespace string) (bool, error) {
 	of := newNamespaces(client, tandem)
@@ -126,7 +158,8 @@ func releaseSource(secret corev1.Secret) (source Source, ok bool, err error) {
 		Name  string `json:"name"`
 		Chart struct {
 			Metadata struct {
-				Name string `json:"name"`
+				Name    string `json:"name"`
+				Version string `json:"version"`
 			} `json:"metadata"`
 			Values map[string]any `json:"values"`
 		} `json:"chart"`
@@ -146,10 +179,27 @@ func releaseSource(secret corev1.Secret) (source Source, ok bool, err error) {
 	if source.Chosen == nil {
 		source.Chosen = map[string]any{}
 	}
+	charts, err := theCharts()
+	if err != nil {
+		return Source{}, false, err
+	}
 	if kind == Operator {
-		source = operatorSource(source.Name, source.Values)
+		if source, err = operatorSource(source.Name, source.Values, charts[kind].Kept); err != nil {
+			return Source{}, false, err
+		}
+	}
+	if isNewer(release.Chart.Metadata.Version, charts[kind].Newest) {
+		source.changes = append(source.changes, fmt.Sprintf("%s: its chart has version %s. Defaults that are newer than version %s count as set by you", source.Name,
+			release.Chart.Metadata.Version, charts[kind].Newest))
 	}
 	return source, true, nil
+}
+
+// isNewer compares versions of charts. Versions of the DRA driver were years before 0.4.
+func isNewer(chart, newest string) bool {
+	is, err := version.ParseGeneric(chart)
+	known := version.MustParseGeneric(newest)
+	return err == nil && known.LessThan(is) && (known.Major() > 0 || is.Major() != 25)
 }
 
 // overlay returns values with those that a user set, as Helm merges them: maps by key, and null removes a key.

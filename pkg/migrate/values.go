@@ -15,6 +15,7 @@ import (
 	"slices"
 	"strings"
 
+	"k8s.io/apimachinery/pkg/runtime"
 	"sigs.k8s.io/yaml"
 
 	"github.com/tandem-gpu/tandem/internal/config"
@@ -27,9 +28,9 @@ type Result struct {
 	From []string
 	// Values are for Tandem's chart. They have no image.
 	Values map[string]any
-	// Changes are differences in behaviour, and Lost are keys without effect or equivalent. Each is a line "key: what or why". They are
-	// sorted.
-	Changes, Lost []string
+	// Changes are differences in behaviour, Lost are keys without equivalent, and Unneeded are keys without meaning for Tandem. Each is a
+	// line "key: what or why". They are sorted.
+	Changes, Lost, Unneeded []string
 }
 
 // YAML returns a values file, with the changes and losses as comments.
@@ -43,7 +44,7 @@ func (r Result) YAML() ([]byte, error) {
 	for _, part := range []struct {
 		title string
 		lines []string
-	}{{"What changes:", r.Changes}, {"What is lost:", r.Lost}} {
+	}{{"What changes:", r.Changes}, {"What is lost:", r.Lost}, {"What has no meaning here:", r.Unneeded}} {
 		if len(part.lines) == 0 {
 			part.lines = []string{"nothing"}
 		}
@@ -70,14 +71,21 @@ func Translate(sources ...Source) (Result, error) {
 			return Result{}, fmt.Errorf("%s: %w", s.Name, err)
 		}
 		result.From = append(result.From, fmt.Sprintf("%s (%s)", s.Name, s.Kind))
-		result.Changes, result.Lost = append(result.Changes, one.changes...), append(result.Lost, one.lostLines()...)
+		result.Changes = append(result.Changes, one.changes...)
+		for _, l := range one.lost {
+			if l.unneeded {
+				result.Unneeded = append(result.Unneeded, l.String())
+			} else {
+				result.Lost = append(result.Lost, l.String())
+			}
+		}
 		result.Changes = append(result.Changes, merge(result.Values, one.out, s, "")...)
 	}
 	if err := result.settleMap(); err != nil {
 		return Result{}, err
 	}
-	result.compareDefaults(sources)
-	for _, lines := range []*[]string{&result.Changes, &result.Lost} {
+	result.compareDefaults(t, sources)
+	for _, lines := range []*[]string{&result.Changes, &result.Lost, &result.Unneeded} {
 		slices.Sort(*lines)
 		*lines = slices.Compact(*lines)
 	}
@@ -119,12 +127,23 @@ func brief(path string, value any) string {
 func (r *Result) settleMap() error {
 	settings, _ := r.Values["config"].(map[string]any)
 	configs, _ := settings["map"].(map[string]any)
-	if name, ok := settings["name"]; ok {
-		if len(configs) > 0 {
-			delete(settings, "name") // the ConfigMap was read
-		} else {
-			r.Changes = append(r.Changes, fmt.Sprintf("config.name: the ConfigMap %v must exist in Tandem's namespace; pass its manifest to migrate to check its configurations", name))
+	name, named := settings["name"]
+	if len(configs) == 0 && !named {
+		for _, key := range []string{"default", "fallbackStrategies"} {
+			if _, ok := settings[key]; ok {
+				delete(settings, key)
+				r.Unneeded = append(r.Unneeded, "config."+key+": it needs config.name or config.map")
+			}
 		}
+		if settings != nil && len(settings) == 0 {
+			delete(r.Values, "config")
+		}
+		return nil
+	}
+	if named && len(configs) > 0 {
+		delete(settings, "name") // the ConfigMap was read
+	} else if named {
+		r.Changes = append(r.Changes, fmt.Sprintf("config.name: the ConfigMap %v must exist in Tandem's namespace; pass its manifest to migrate to check its configurations", name))
 	}
 	if name, ok := settings["default"]; len(configs) == 0 || ok {
 		if _, found := configs[fmt.Sprint(name)]; ok && !found && len(configs) > 0 {
@@ -157,9 +176,28 @@ type translation struct {
 }
 
 func (t *translation) run() error {
-	t.lost = slices.Clone(t.source.lost)
+	t.lost, t.changes = slices.Clone(t.source.lost), slices.Clone(t.source.changes)
+	values := runtime.DeepCopyJSON(t.source.Values)
+	for _, key := range []string{"affinity", "kubeletPlugin.affinity"} {
+		if affinity := at(values, key); !isUnset(affinity) {
+			put(values, key, withoutExclusion(affinity))
+		}
+	}
+	t.source.Chosen = runtime.DeepCopyJSON(t.source.Chosen)
+	if variables, _ := at(values, variablesPath).([]any); len(variables) > 0 {
+		left, changes := t.applyVariables(values, t.source.Chosen, variables)
+		put(values, variablesPath, left)
+		t.changes = append(t.changes, changes...)
+	}
+	charts, err := theCharts()
+	if err != nil {
+		return err
+	}
+	if t.source.Kind != Operator {
+		values = charts[t.source.Kind].decided(values, "")
+	}
 	var moves []func()
-	t.visit(t.source.Values, func(path string, r row, value any) {
+	t.visit(values, func(path string, r row, value any) {
 		switch r.does {
 		case kept:
 			t.keep(path, r, value)
@@ -169,16 +207,24 @@ func (t *translation) run() error {
 			if !slices.ContainsFunc(r.Only, func(only any) bool { return fmt.Sprint(only) == fmt.Sprint(value) }) {
 				t.lose(path, r, value)
 			}
-		case unused, own:
+		case lost, unneeded:
 			t.lose(path, r, value)
 		}
-	}, func(path string, value any) { t.lose(path, row{Why: "unknown key"}, value) })
+	}, func(path string, value any) { t.lose(path, unknownKey, value) })
 	for _, move := range moves {
 		move()
+	}
+	for _, above := range []string{"", "kubeletPlugin."} {
+		if kind := at(values, above+"updateStrategy.type"); at(t.out, "updateStrategy.maxUnavailable") != nil && !isUnset(kind) && kind != "RollingUpdate" {
+			delete(t.out, "updateStrategy")
+			t.lost = append(t.lost, lostKeys{path: above + "updateStrategy.rollingUpdate.maxUnavailable", why: "it needs updateStrategy.type RollingUpdate", unneeded: true})
+		}
 	}
 	t.checkConfigs()
 	return errors.Join(t.errs...)
 }
+
+var unknownKey = row{Why: "unknown key", does: lost}
 
 // lostKeys are keys that have no effect, for one reason.
 type lostKeys struct {
@@ -188,36 +234,41 @@ type lostKeys struct {
 	keys []string
 	// why is the reason.
 	why string
+	// unneeded is set if a user misses nothing.
+	unneeded bool
 }
 
-// lostLines returns one line for each lostKeys.
-func (t *translation) lostLines() []string {
-	var lines []string
-	for _, l := range t.lost {
-		line := l.path
-		if len(l.keys) > 0 {
-			line += " (" + strings.Join(l.keys, ", ") + ")"
-		}
-		lines = append(lines, line+": "+l.why)
+func (l lostKeys) String() string {
+	if len(l.keys) == 0 {
+		return l.path + ": " + l.why
 	}
-	return lines
+	return l.path + " (" + strings.Join(l.keys, ", ") + "): " + l.why
 }
 
-// lose reports a key without effect, if it is set and a user set it. Keys of one row have one line.
+// lose reports a key without effect, if it is set and a user set it.
 func (t *translation) lose(path string, r row, value any) {
-	if r.Why == "" || isEmpty(value) || t.source.Chosen != nil && at(t.source.Chosen, path) == nil {
+	if r.Why == "" || t.source.Chosen != nil && at(t.source.Chosen, path) == nil {
 		return
 	}
+	t.lost = addLost(t.lost, path, r, value)
+}
+
+// addLost adds a key without effect. Keys of one row have one line. Who turns off what Tandem does not have loses nothing.
+func addLost(list []lostKeys, path string, r row, value any) []lostKeys {
+	if hasNothing(value) {
+		return list
+	}
+	one := lostKeys{path: path, why: r.Why, unneeded: r.does == unneeded || isEmpty(value)}
 	if len(r.Keys) == 0 {
-		t.lost = append(t.lost, lostKeys{path: path, why: r.Why})
-		return
+		return append(list, one)
 	}
 	key := strings.TrimPrefix(path, r.Key+".")
-	if last := len(t.lost) - 1; last >= 0 && t.lost[last].path == r.Key && len(t.lost[last].keys) > 0 {
-		t.lost[last].keys = append(t.lost[last].keys, key)
-		return
+	if last := len(list) - 1; last >= 0 && list[last].path == r.Key && list[last].why == r.Why && list[last].unneeded == one.unneeded && len(list[last].keys) > 0 {
+		list[last].keys = append(list[last].keys, key)
+		return list
 	}
-	t.lost = append(t.lost, lostKeys{path: r.Key, keys: []string{key}, why: r.Why})
+	one.path, one.keys = r.Key, []string{key}
+	return append(list, one)
 }
 
 func (t *translation) change(path, what string) { t.changes = append(t.changes, path+": "+what) }
@@ -324,8 +375,9 @@ func configs(values map[string]any) (map[string]string, error) {
 	for name, one := range several {
 		found["config.map."+name] = one
 	}
-	if len(several) == 0 && settings != nil && settings["name"] == nil {
-		found["config"] = settings
+	// Without all keys of several configurations.
+	if one := withoutUsual(settings, settings); len(several) == 0 && settings["name"] == nil && (len(one) > 0 || len(settings) == 0 && settings != nil) {
+		found["config"] = one
 	}
 	texts := map[string]string{}
 	for at, one := range found {
@@ -399,7 +451,7 @@ func (t *translation) compare(above string, parsed map[string]any) {
 }
 
 // compareDefaults reports differences between the defaults of NVIDIA's charts and Tandem's, and what depends on several keys.
-func (r *Result) compareDefaults(sources []Source) {
+func (r *Result) compareDefaults(t table, sources []Source) {
 	texts, _ := configs(r.Values) // they were valid
 	configured := func(path string) bool {
 		for _, text := range texts {
@@ -409,13 +461,24 @@ func (r *Result) compareDefaults(sources []Source) {
 		}
 		return false
 	}
+	variables, _ := r.Values["extraEnv"].([]any)
+	// isSet reports whether a key is set, by a variable or in the configuration as well.
+	isSet := func(key, path string) bool {
+		return at(r.Values, key) != nil || configured(path) || slices.ContainsFunc(variables, func(one any) bool {
+			v, _ := one.(map[string]any)
+			name, _ := v["name"].(string)
+			return t.variables[name] == key
+		})
+	}
 	change := func(path, what string) { r.Changes = append(r.Changes, path+": "+what) }
+	has := func(is func(Source) bool) bool { return slices.ContainsFunc(sources, is) }
 	had := func(kinds ...Kind) bool {
-		return slices.ContainsFunc(sources, func(s Source) bool { return slices.Contains(kinds, s.Kind) })
+		return has(func(s Source) bool { return slices.Contains(kinds, s.Kind) })
 	}
 	limits, claims := had(DevicePlugin, Operator, Configuration), had(DRADriver)
 	serves := func(path string) bool { return at(r.Values, path) != false }
-	if limits && serves("devicePlugin.enabled") && at(r.Values, "deviceListStrategy") == nil && !configured("flags.plugin.deviceListStrategy") {
+	byCDI := has(func(s Source) bool { return s.cdi })
+	if limits && serves("devicePlugin.enabled") && !byCDI && !isSet("deviceListStrategy", "flags.plugin.deviceListStrategy") {
 		change("deviceListStrategy", "it is not set. NVIDIA's default is envvar, Tandem's cdi-cri: the runtime needs CDI, and containers see NVIDIA_VISIBLE_DEVICES=void")
 	}
 	if serves("devicePlugin.enabled") && serves("resources.gpus.enabled") && !configured("tandem.mode") {
@@ -428,16 +491,56 @@ func (r *Result) compareDefaults(sources []Source) {
 	}
 	if claims {
 		change("deviceClasses.create", "set it to false while NVIDIA's release owns the DeviceClasses gpu.nvidia.com and mig.nvidia.com")
+		if !has(func(s Source) bool { return at(s.Values, "webhook.enabled") == true }) {
+			change("webhook.enabled", "it is not set. NVIDIA's default is false. Tandem has a webhook, which needs no cert-manager; false turns it off")
+		}
+		if has(func(s Source) bool {
+			return s.Kind == DRADriver && at(s.Values, "resources.computeDomains.enabled") != false
+		}) {
+			r.Lost = append(r.Lost, "resources.computeDomains: "+t.rows["resources.computeDomains"].Why)
+		}
 	}
-	if !serves("webhook.enabled") {
-		change("webhook.enabled", "false turns off Tandem's webhook, which needs no cert-manager; remove the key to have it")
+	plugin := func(is func(any) bool) bool {
+		return has(func(s Source) bool { return s.Kind == DevicePlugin && is(at(s.Values, "gfd.enabled")) })
 	}
-	gfd := slices.ContainsFunc(sources, func(s Source) bool { return s.Kind == DevicePlugin && at(s.Values, "gfd.enabled") == true })
-	if gfd && at(r.Values, "gfd.noTimestamp") == nil && !configured("flags.gfd.noTimestamp") {
-		put(r.Values, "gfd.noTimestamp", false)
-		change("gfd.noTimestamp", "false writes the label nvidia.com/gfd.timestamp as GPU Feature Discovery does; remove the key to leave the label out")
+	switch {
+	case plugin(func(enabled any) bool { return enabled == true }):
+		if !isSet("gfd.noTimestamp", "flags.gfd.noTimestamp") {
+			put(r.Values, "gfd.noTimestamp", false)
+			change("gfd.noTimestamp", "false writes the label nvidia.com/gfd.timestamp as GPU Feature Discovery does; remove the key to leave the label out")
+		}
+	case plugin(func(any) bool { return true }) && !had(Operator):
+		change("gfd.enabled", "it is false in NVIDIA's chart by default. Tandem's agents write the labels of GPU Feature Discovery, unless others own them; false prevents it")
 	}
-	if had(DevicePlugin, Operator) && at(r.Values, "updateStrategy.maxUnavailable") == nil {
-		change("updateStrategy.maxUnavailable", "it is not set. An upgrade restarts the agents of 10% of the nodes at once, NVIDIA's one node at a time")
+	if at(r.Values, "updateStrategy.maxUnavailable") == nil {
+		switch {
+		case had(DevicePlugin, Operator):
+			change("updateStrategy.maxUnavailable", "it is not set. An upgrade restarts the agents of 10% of the nodes at once, NVIDIA's one node at a time")
+		case claims:
+			change("updateStrategy.maxUnavailable", "it is not set. An upgrade restarts the agents of 10% of the nodes at once, NVIDIA's all of them")
+		}
+	}
+	if had(DevicePlugin, DRADriver, Operator) {
+		r.comparePlacement(change)
+	}
+}
+
+// comparePlacement reports where Tandem's agents run otherwise than NVIDIA's, and what they need there.
+func (r *Result) comparePlacement(change func(path, what string)) {
+	placed, _ := json.Marshal([]any{r.Values["nodeSelector"], at(r.Values, "affinity.nodeAffinity")})
+	if string(placed) == "[null,null]" {
+		change("affinity", "it is not set. NVIDIA's software runs only where labels of Node Feature Discovery or GPU Operator say so by default, Tandem's agents on "+
+			"every Linux node; they do nothing on one without GPUs")
+	}
+	for _, label := range []struct{ prefix, advice string }{
+		{"feature.node.kubernetes.io/", "Node Feature Discovery writes them. If NVIDIA's release installed it, install it by itself before you uninstall that release"},
+		{"nvidia.com/", "Tandem's agent writes most of them, but only where it runs. Write them yourself before you uninstall NVIDIA's release"},
+	} {
+		if strings.Contains(string(placed), `"`+label.prefix) {
+			change("affinity, nodeSelector", "the agents run only on nodes with labels "+label.prefix+"*. "+label.advice+", or remove the keys: agents may run on every node")
+		}
+	}
+	if r.Values["tolerations"] == nil {
+		change("tolerations", "it is not set. NVIDIA's agents tolerate only the taint nvidia.com/gpu and a few others by default, Tandem's every taint")
 	}
 }

@@ -30,14 +30,14 @@ func manifests(t *testing.T, file string) (string, error) {
 	return string(out), err
 }
 
-// ofMigrate returns a values file with what migrate makes of a file.
-func ofMigrate(t *testing.T, file string) string {
+// ofMigrate returns a values file with what migrate makes of values of a chart.
+func ofMigrate(t *testing.T, chart, file string) string {
 	t.Helper()
 	text, err := os.ReadFile(file)
 	if err != nil {
 		t.Fatal(err)
 	}
-	sources, err := migrate.Read(file, text)
+	sources, err := migrate.ReadFor(chart, file, text)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -66,16 +66,16 @@ func TestMigratedValuesInstall(t *testing.T) {
 	t.Logf("configurations=%d", len(files))
 }
 
-// The chart makes the same of NVIDIA's values and of what migrate makes of them. One default is NVIDIA's with migrate only: the label of the
-// time (docs/design/0017-node-labels.md).
+// The chart makes the same of NVIDIA's values and of what migrate makes of them, apart from NVIDIA's defaults. One of these is NVIDIA's with
+// migrate only: the label of the time (docs/design/0017-node-labels.md).
 func TestMigratedValuesDoTheSame(t *testing.T) {
-	same := func(t *testing.T, file string) {
+	same := func(t *testing.T, chart, file string) {
 		t.Helper()
-		theirs, err := manifests(t, withTimestamp(t, file))
+		theirs, err := manifests(t, withoutDefaults(t, chart, file))
 		if err != nil {
 			t.Fatalf("%v\n%.2000s", err, theirs)
 		}
-		migrated := ofMigrate(t, file)
+		migrated := ofMigrate(t, chart, file)
 		ours, err := manifests(t, migrated)
 		if err != nil {
 			t.Fatalf("%v\n%.2000s", err, ours)
@@ -86,8 +86,8 @@ func TestMigratedValuesDoTheSame(t *testing.T) {
 			t.Fatalf("values\n%s\nbecome\n%s\nwhich differ (-theirs +migrated):\n%s", values, after, diff)
 		}
 	}
-	t.Run("nvidia-device-plugin", func(t *testing.T) { same(t, theirValues(t)) })
-	t.Run("dra-driver-nvidia-gpu", func(t *testing.T) { same(t, "testdata/dra-driver.values.yaml") })
+	t.Run("nvidia-device-plugin", func(t *testing.T) { same(t, "nvidia-device-plugin", theirValues(t)) })
+	t.Run("dra-driver-nvidia-gpu", func(t *testing.T) { same(t, "dra-driver-nvidia-gpu", "testdata/dra-driver.values.yaml") })
 	for kind, examples := range map[string]map[string][]string{"nvidia-device-plugin": pluginExamples, "dra-driver-nvidia-gpu": driverExamples} {
 		t.Run("random "+kind, func(t *testing.T) {
 			g := drawn(t)
@@ -98,28 +98,30 @@ func TestMigratedValuesDoTheSame(t *testing.T) {
 						values = append(values, nested(path, texts[g.IntN(len(texts))]))
 					}
 				}
-				same(t, valuesText(t, together(t, values)))
+				same(t, kind, valuesText(t, together(t, values)))
 			}
 		})
 	}
 }
 
-// withTimestamp are the values with the default of NVIDIA's chart that Tandem's has otherwise, where the chart runs GPU Feature Discovery.
-func withTimestamp(t *testing.T, file string) string {
+// withoutDefaults are the values that are no default of NVIDIA's chart, with the default of it that Tandem's has otherwise, where the chart runs
+// GPU Feature Discovery.
+func withoutDefaults(t *testing.T, chart, file string) string {
 	t.Helper()
-	text, err := os.ReadFile(file)
-	if err != nil {
-		t.Fatal(err)
-	}
 	var values map[string]any
-	if err := yaml.Unmarshal(text, &values); err != nil {
+	text, err := os.ReadFile(file)
+	if err == nil {
+		err = yaml.Unmarshal(text, &values)
+	}
+	if err == nil {
+		values, err = migrate.Decided(chart, values)
+	}
+	if err != nil {
 		t.Fatalf("%s: %v", file, err)
 	}
-	gfd, _ := values["gfd"].(map[string]any)
-	if gfd["enabled"] != true || gfd["noTimestamp"] != nil {
-		return file
+	if gfd, _ := values["gfd"].(map[string]any); gfd["enabled"] == true && gfd["noTimestamp"] == nil {
+		gfd["noTimestamp"] = false
 	}
-	gfd["noTimestamp"] = false
 	return valuesText(t, marshal(t, values))
 }
 
@@ -173,7 +175,7 @@ var (
 		"deviceListStrategy": {"envvar", "[envvar, cdi-cri]", "null", `""`}, "deviceIDStrategy": {"uuid", "index", "null"},
 		"gdrcopyEnabled": {"true", "false"}, "gdsEnabled": {"true", "null"}, "mofedEnabled": {"true", "false"},
 		"deviceDiscoveryStrategy": {"auto", "nvml", "null"}, "gfd.enabled": {"true", "false"}, "gfd.noTimestamp": {"true"}, "gfd.sleepInterval": {"30s"},
-		"gfd.nameOverride": {"labels"}, "gfd.namespaceOverride": {"gpu"}, "gfd.securityContext": {"{privileged: true}"}, "allowDefaultNamespace": {"true", "false"},
+		"gfd.nameOverride": {"labels"}, "gfd.enableHostNetwork": {"true"}, "gfd.namespaceOverride": {"gpu"}, "gfd.securityContext": {"{privileged: true}"}, "allowDefaultNamespace": {"true", "false"},
 		"selectorLabelsOverride": {"{}", "{a: b}"}, "podSecurityContext": {"{}", "{runAsUser: 0}"}, "securityContext": {"{privileged: true}"},
 		"nfd.enableNodeFeatureApi": {"true", "false", "null"}, "nfd.enabled": {"true", "false"}, "nfd.image": {"{tag: a}"}, "nfd.imagePullSecrets": {"[]"},
 		"nfd.nameOverride": {"node-feature-discovery"}, "nfd.fullnameOverride": {"a"}, "nfd.namespaceOverride": {"a"}, "nfd.featureGates": {"{}"},
@@ -203,7 +205,7 @@ var (
 		"webhook.podAnnotations": {"{}"}, "webhook.podSecurityContext": {"{}"}, "webhook.nodeSelector": {"{}"}, "webhook.tolerations": {"[]"}, "webhook.affinity": {"{}"},
 		"webhook.containers": {"{}"}, "webhook.serviceAccount": {"{}"}, "webhook.failurePolicy": {"Fail"}, "webhook.tls": {"{}"}, "webhook.enabled": {"true", "false"},
 		"controller.leaderElection": {"{}"}, "controller.metrics": {"{enabled: true}"}, "controller.podAnnotations": {"{}"}, "controller.podSecurityContext": {"{}"},
-		"controller.containers": {"{}"}, "controller.networkPolicy": {"{}"}, "controller.replicas": {"1", "2", "0"}, "controller.priorityClassName": {"a", "system-cluster-critical"},
+		"controller.containers": {"{}"}, "controller.networkPolicy": {"{enabled: false}"}, "controller.replicas": {"1", "2", "0"}, "controller.priorityClassName": {"a", "system-cluster-critical"},
 		"controller.nodeSelector": {"{}", "{a: b}"}, "controller.tolerations": {"[]", "[{key: a, operator: Exists}]"}, "controller.affinity": {"{}", "{nodeAffinity: {}}"},
 		"kubeletPlugin.metrics": {"{}"}, "kubeletPlugin.podSecurityContext": {"{}"}, "kubeletPlugin.networkPolicy": {"{}"}, "kubeletPlugin.kubeletRegistrarDirectoryPath": {"/var/lib/kubelet/plugins_registry"},
 		"kubeletPlugin.containers.init": {"{}"}, "kubeletPlugin.containers.computeDomains": {"{}"}, "kubeletPlugin.containers.gpus.securityContext": {"{}"},
@@ -242,8 +244,8 @@ func TestKeysOfMigrateAreComplete(t *testing.T) {
 	if rows < 80 {
 		t.Errorf("only %d keys", rows)
 	}
-	for _, file := range []string{theirValues(t), "testdata/dra-driver.values.yaml"} {
-		text, err := os.ReadFile(ofMigrate(t, file))
+	for chart, file := range map[string]string{"nvidia-device-plugin": theirValues(t), "dra-driver-nvidia-gpu": "testdata/dra-driver.values.yaml"} {
+		text, err := os.ReadFile(ofMigrate(t, chart, file))
 		if err != nil {
 			t.Fatal(err)
 		}

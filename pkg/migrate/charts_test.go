@@ -1,0 +1,246 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package migrate
+
+import (
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
+	"sigs.k8s.io/yaml"
+
+	"github.com/tandem-gpu/tandem/internal/golden"
+)
+
+var charts = []string{"nvidia-device-plugin", "dra-driver-nvidia-gpu", "gpu-operator"}
+
+// translatedFor translates values of a chart.
+func translatedFor(t *testing.T, chart string, values map[string]any) Result {
+	t.Helper()
+	text, err := yaml.Marshal(values)
+	if err != nil {
+		t.Fatal(err)
+	}
+	sources, err := ReadFor(chart, "file", text)
+	if err != nil {
+		t.Fatal(err)
+	}
+	result, err := Translate(sources...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return result
+}
+
+// examples are values for keys that cannot have any text. The others that they need are beside them.
+var examples = map[string]string{
+	"config.name": "{config: {name: a}}", "config.map": "{config: {map: {a: 'version: v1'}}}", "config.default": "{config: {name: a, default: b}}",
+	"config.fallbackStrategies": "{config: {name: a, fallbackStrategies: [empty]}}", "resources": "{resources: {limits: {cpu: 1}}}",
+	"affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms": "{affinity: {nodeAffinity: {requiredDuringSchedulingIgnoredDuringExecution: " +
+		"{nodeSelectorTerms: [{matchExpressions: [{key: a, operator: Exists}]}]}}}}",
+	"kubeletPlugin.affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms": "{kubeletPlugin: {affinity: {nodeAffinity: " +
+		"{requiredDuringSchedulingIgnoredDuringExecution: {nodeSelectorTerms: [{matchExpressions: [{key: a, operator: Exists}]}]}}}}}",
+	"gfd.enabled": "{gfd: {enabled: true}}", "kubeletPlugin.nodeSelector": "{kubeletPlugin: {nodeSelector: {a: b}}}",
+	"kubeletPlugin.containers.gpus.resources":   "{kubeletPlugin: {containers: {gpus: {resources: {limits: {cpu: 1}}}}}}",
+	"kubeletPlugin.containers.gpus.env":         "{kubeletPlugin: {containers: {gpus: {env: [{name: A, value: b}]}}}}",
+	"kubeletPlugin.kubeletPluginsDirectoryPath": "{kubeletPlugin: {kubeletPluginsDirectoryPath: /kubelet/plugins}}",
+	"resources.gpus.enabled":                    "{resources: {gpus: {enabled: false}}}", "webhook.enabled": "{webhook: {enabled: true}}",
+	"devicePlugin.env": "{devicePlugin: {env: [{name: A, value: b}]}}", "devicePlugin.args": "{devicePlugin: {args: [--mig-strategy=mixed]}}",
+	"devicePlugin.config.name": "{devicePlugin: {config: {name: a}}}", "devicePlugin.config.default": "{devicePlugin: {config: {name: a, default: b}}}",
+	"devicePlugin.config.data":   "{devicePlugin: {config: {create: true, name: a, data: {a: 'version: v1'}}}}",
+	"devicePlugin.config.create": "{devicePlugin: {config: {create: true}}}", "devicePlugin.resources": "{devicePlugin: {resources: {limits: {cpu: 1}}}}",
+	"cdi.enabled": "{cdi: {enabled: false}}", "gfd.env": "{gfd: {env: [{name: GFD_NO_TIMESTAMP, value: 'true'}]}}",
+}
+
+// without are the values that an example adds its key to.
+func without(t *testing.T, key string, values map[string]any) map[string]any {
+	t.Helper()
+	if key != "config.default" && key != "devicePlugin.config.default" && key != "config.fallbackStrategies" {
+		return map[string]any{}
+	}
+	section := strings.TrimSuffix(strings.TrimSuffix(key, ".default"), ".fallbackStrategies")
+	less := map[string]any{}
+	put(less, section+".name", at(values, section+".name"))
+	return less
+}
+
+// outcome says what becomes of a key: carried, lost or without meaning, and where to, or why.
+func outcome(t *testing.T, chart, key string) (what, where string) {
+	t.Helper()
+	values := map[string]any{}
+	put(values, key, "changed")
+	if text := examples[key]; text != "" {
+		if chart == "gpu-operator" && key == "gfd.enabled" {
+			text = "{gfd: {enabled: false}}"
+		}
+		clear(values)
+		if err := yaml.Unmarshal([]byte(text), &values); err != nil || at(values, key) == nil {
+			t.Fatalf("%s: the example %s, %v", key, text, err)
+		}
+	} else if strings.HasSuffix(key, ".enabled") {
+		usual, _ := theCharts()
+		put(values, key, !slices.Contains(usual[chartKinds[chart]].Keys[key], any(true)))
+	}
+	before, after := translatedFor(t, chart, without(t, key, values)), translatedFor(t, chart, values)
+	added := func(is, was []string) string {
+		for _, line := range is {
+			if !slices.Contains(was, line) {
+				return line
+			}
+		}
+		return ""
+	}
+	if strings.HasPrefix(key, "resources.computeDomains.") {
+		before.Lost = nil // the default is lost
+	}
+	lost, unneeded := added(after.Lost, before.Lost), added(after.Unneeded, before.Unneeded)
+	switch {
+	case strings.HasSuffix(lost+unneeded, "unknown key"):
+		t.Errorf("%s: %s is unknown", chart, key)
+	case !reflect.DeepEqual(before.Values, after.Values):
+		var to []string
+		for _, path := range leaves(after.Values, "") {
+			if path != "config.fallbackStrategies" && !reflect.DeepEqual(at(after.Values, path), at(before.Values, path)) || path == key {
+				to = append(to, "`"+strings.NewReplacer(".limits.cpu", "", "nodeSelector.a", "nodeSelector", "config.map.a", "config.map").Replace(path)+"`")
+			}
+		}
+		if table, _ := theTable(); !isUnset(at(values, key)) && reflect.DeepEqual(at(table.defaults, key), at(values, key)) {
+			to = append([]string{"`" + key + "`, whose default is the same"}, to...)
+		}
+		return "carried", strings.Join(to, ", ")
+	case lost != "":
+		_, why, _ := strings.Cut(lost, ": ")
+		return "lost", why
+	case key == "webhook.enabled" && unneeded == "" && len(after.Changes) < len(before.Changes):
+		return "carried", "`webhook.enabled`, whose default is the same"
+	case unneeded != "":
+		_, why, _ := strings.Cut(unneeded, ": ")
+		return "without meaning", why
+	default:
+		t.Errorf("%s: %s is not carried, and nothing says that it is lost or without meaning", chart, key)
+	}
+	return "", ""
+}
+
+// TestKeysOfTheCharts: each key of the values files of NVIDIA's charts is carried, or listed as lost or without meaning. To compare the keys and
+// the defaults with the charts, name a directory with CHART.yaml, the values files, in NVIDIA_CHARTS; -update rewrites the lists of keys.
+func TestKeysOfTheCharts(t *testing.T) {
+	for _, chart := range charts {
+		file := filepath.Join("testdata/keys", chart+".txt")
+		if dir := os.Getenv("NVIDIA_CHARTS"); dir != "" {
+			text, err := os.ReadFile(filepath.Join(dir, chart+".yaml"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			values, err := parse(text)
+			if err != nil {
+				t.Fatal(err)
+			}
+			golden.Compare(t, file, []byte(strings.Join(leaves(values, ""), "\n")+"\n"))
+			onlyDefaults(t, chart, values)
+		}
+		text, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		keys := strings.Fields(string(text))
+		if len(keys) < 50 {
+			t.Errorf("%s: %d keys", chart, len(keys))
+		}
+		count := map[string]int{}
+		for _, key := range keys {
+			what, _ := outcome(t, chart, key)
+			count[what]++
+		}
+		t.Logf("%s: %v", chart, count)
+	}
+}
+
+// onlyDefaults checks that values with nothing but defaults of the chart become what no values become.
+func onlyDefaults(t *testing.T, chart string, values map[string]any) {
+	t.Helper()
+	before, after := translatedFor(t, chart, map[string]any{}), translatedFor(t, chart, values)
+	// Images have other versions in each release of GPU Operator, and the Operator uses its other keys.
+	after.Unneeded = slices.DeleteFunc(after.Unneeded, func(line string) bool {
+		return strings.Contains(line, "(version): ") || strings.HasPrefix(line, "image: ") || strings.HasSuffix(line, ": GPU Operator still uses this")
+	})
+	after.Changes = slices.DeleteFunc(after.Changes, func(line string) bool { return strings.HasPrefix(line, "deviceListStrategy: ") })
+	before.Changes = slices.DeleteFunc(before.Changes, func(line string) bool { return strings.HasPrefix(line, "deviceListStrategy: ") })
+	if diff := cmp.Diff(before, after, cmpopts.EquateEmpty()); diff != "" {
+		t.Errorf("%s: defaults become (-without +with):\n%s", chart, diff)
+	}
+}
+
+// A default of NVIDIA's charts is no decision of a user, in any version of the chart. Set beside another value, it changes nothing either.
+func TestDefaultsAreNoDecisions(t *testing.T) {
+	known, err := theCharts()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, chart := range charts {
+		for version := range 2 {
+			values := map[string]any{}
+			for _, key := range slices.Sorted(maps.Keys(known[chartKinds[chart]].Keys)) {
+				if usual := known[chartKinds[chart]].Keys[key]; len(usual) > 0 {
+					put(values, key, usual[min(version, len(usual)-1)])
+				}
+			}
+			onlyDefaults(t, chart, values)
+		}
+	}
+	if got := translatedFor(t, "nvidia-device-plugin", map[string]any{"tolerations": []any{map[string]any{"key": "a"}}, "gfd": map[string]any{"enabled": false}}).Values; !reflect.DeepEqual(
+		got, map[string]any{"tolerations": []any{map[string]any{"key": "a"}}}) {
+		t.Errorf("a list of tolerations and a default: %v", got)
+	}
+}
+
+// mostSet are the keys that users set most: from the charts' documentation, issues, and values files in public repositories.
+var mostSet = map[string][]string{
+	"nvidia-device-plugin": {
+		"affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms", "compatWithCPUManager", "config.default", "config.map", "config.name",
+		"deviceIDStrategy", "deviceListStrategy", "failOnInitError", "gdsEnabled", "gfd.enabled", "image.repository", "image.tag", "imagePullSecrets", "migStrategy",
+		"nodeSelector", "nvidiaDriverRoot", "priorityClassName", "resources", "runtimeClassName", "tolerations",
+	},
+	"dra-driver-nvidia-gpu": {
+		"controller.affinity.nodeAffinity.preferredDuringSchedulingIgnoredDuringExecution", "controller.priorityClassName", "controller.tolerations", "featureGates",
+		"gpuResourcesEnabledOverride", "image.repository", "image.tag", "imagePullSecrets",
+		"kubeletPlugin.affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms", "kubeletPlugin.containers.gpus.env",
+		"kubeletPlugin.containers.gpus.resources", "kubeletPlugin.kubeletPluginsDirectoryPath", "kubeletPlugin.nodeSelector", "kubeletPlugin.priorityClassName",
+		"kubeletPlugin.tolerations", "logVerbosity", "nvidiaDriverRoot", "resources.computeDomains.enabled", "resources.gpus.enabled", "webhook.enabled",
+	},
+	"gpu-operator": {
+		"cdi.enabled", "daemonsets.tolerations", "dcgmExporter.enabled", "dcgmExporter.serviceMonitor.enabled", "devicePlugin.config.default", "devicePlugin.config.name",
+		"devicePlugin.enabled", "devicePlugin.env", "driver.enabled", "driver.rdma.enabled", "driver.version", "gdrcopy.enabled", "gds.enabled", "gfd.enabled",
+		"hostPaths.driverInstallDir", "mig.strategy", "migManager.config.name", "nfd.enabled", "toolkit.enabled", "toolkit.env",
+	},
+}
+
+// TestKeysPage: docs/user/migrate-keys.md says what becomes of the keys that users set most.
+func TestKeysPage(t *testing.T) {
+	var page strings.Builder
+	page.WriteString(`# Keys of NVIDIA's charts
+
+What ` + "`controller migrate`" + ` makes of the 20 keys that users set most in each of NVIDIA's charts ([Move from NVIDIA's
+drivers](migrate.md)). Carried: the key becomes another one, or keeps its name. Lost: Tandem has nothing like it.
+Without meaning: nothing is missing without it. What ` + "`migrate`" + ` prints says the same of each key in your files. A
+test writes this page.
+`)
+	for _, chart := range charts {
+		fmt.Fprintf(&page, "\n## %s\n\n| key | | in Tandem's chart, or why |\n|---|---|---|\n", chart)
+		if !slices.IsSorted(mostSet[chart]) || len(mostSet[chart]) != 20 {
+			t.Errorf("%s: %d keys", chart, len(mostSet[chart]))
+		}
+		for _, key := range mostSet[chart] {
+			what, where := outcome(t, chart, key)
+			fmt.Fprintf(&page, "| `%s` | %s | %s |\n", key, what, where)
+		}
+	}
+	golden.Compare(t, "../../docs/user/migrate-keys.md", []byte(page.String()))
+}

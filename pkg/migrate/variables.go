@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package migrate
+
+import (
+	"fmt"
+	"reflect"
+	"slices"
+	"strconv"
+	"strings"
+
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// variablesPath is the key of NVIDIA's charts with environment variables of the agent.
+const variablesPath = "kubeletPlugin.containers.gpus.env"
+
+// argumentsPath stands for arguments of GPU Operator's programs. NVIDIA's charts have no such key.
+const argumentsPath = "args"
+
+// moreVariables are the keys that variables of NVIDIA's programs set, apart from those in nvidia-keys.yaml.
+var moreVariables = map[string]string{
+	"MIG_STRATEGY": "migStrategy", "NVIDIA_DRIVER_ROOT": "nvidiaDriverRoot", "NVIDIA_DEV_ROOT": "nvidiaDevRoot", "NVIDIA_CDI_HOOK_PATH": "nvidiaCDIHookPath",
+	"LOG_VERBOSITY": "logVerbosity", "FAIL_ON_INIT_ERROR": "failOnInitError", "GFD_FAIL_ON_INIT_ERROR": "failOnInitError", "MPS_ROOT": "mps.root",
+	"FEATURE_GATES": "featureGates", "NO_TIMESTAMP": "gfd.noTimestamp", "SLEEP_INTERVAL": "gfd.sleepInterval", "USE_NODE_FEATURE_API": "nfd.enableNodeFeatureApi",
+}
+
+// ownVariables concern NVIDIA's containers themselves: what NVIDIA's container runtime gives them, and where they find what.
+var ownVariables = []string{
+	"NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_MIG_MONITOR_DEVICES", "NVIDIA_MIG_CONFIG_DEVICES", "NODE_NAME", "NAMESPACE", "POD_NAMESPACE",
+	"POD_NAME", "POD_UID", "SERVICE_ACCOUNT_NAME", "IMAGE_NAME", "IMAGE_PULL_SECRETS", "CDI_ENABLED", "CDI_ROOT", "CDI_ANNOTATION_PREFIX", "HTTP_ENDPOINT", "METRICS_PATH",
+	"HEALTHCHECK_PORT", "KUBELET_REGISTRAR_DIRECTORY_PATH", "KUBELET_PLUGINS_DIRECTORY_PATH", "MASK_NVIDIA_DRIVER_PARAMS", "HOST_ROOT", "CONFIG_FILE", "CONFIG_FILE_SRCDIR",
+}
+
+// applyVariables sets the keys that variables set: in NVIDIA's programs a variable overrides the key. It returns the variables that set none.
+func (t table) applyVariables(values, chosen map[string]any, variables []any) (left []any, changes []string) {
+	for _, one := range variables {
+		v, _ := one.(map[string]any)
+		name, _ := v["name"].(string)
+		text, isText := v["value"].(string)
+		key, known := t.variables[name]
+		value, ok := valueOf(key, text)
+		switch {
+		case slices.Contains(ownVariables, name):
+		case !isText || !known || !ok:
+			left = append(left, one)
+		default:
+			if is := at(values, key); !isUnset(is) && !reflect.DeepEqual(plain(is), plain(value)) {
+				changes = append(changes, fmt.Sprintf("%s: the environment variable %s overrides it, as it does in NVIDIA's program", key, name))
+			}
+			put(values, key, value)
+			if chosen != nil {
+				put(chosen, key, value)
+			}
+		}
+	}
+	return left, changes
+}
+
+// valueOf returns a variable's text as the key has it.
+func valueOf(key, text string) (value any, ok bool) {
+	switch key {
+	case "deviceListStrategy":
+		if list := strings.Split(text, ","); len(list) > 1 {
+			var several []any
+			for _, one := range list {
+				several = append(several, strings.TrimSpace(one))
+			}
+			return several, true
+		}
+	case "compatWithCPUManager", "gdrcopyEnabled", "gdsEnabled", "mofedEnabled", "failOnInitError", "gfd.noTimestamp", "nfd.enableNodeFeatureApi":
+		set, err := strconv.ParseBool(text)
+		return set, err == nil
+	}
+	return text, true
+}
+
+// argumentsAsVariables returns flags of NVIDIA's programs as variables, and the arguments that are none.
+func (t table) argumentsAsVariables(arguments []any) (variables []any, others []string) {
+	for _, one := range arguments {
+		argument := fmt.Sprint(one)
+		flag, value, ok := strings.Cut(argument, "=")
+		if !ok {
+			value = "true"
+		}
+		name := strings.ReplaceAll(strings.ToUpper(strings.TrimLeft(flag, "-")), "-", "_")
+		if _, known := t.variables[name]; known && strings.HasPrefix(flag, "--") {
+			variables = append(variables, map[string]any{"name": name, "value": value})
+		} else {
+			others = append(others, argument)
+		}
+	}
+	return variables, others
+}
+
+// daemonSetSource reads the settings that a DaemonSet of NVIDIA's has in its environment and arguments. Where no chart or controller wrote it,
+// it also says on which nodes it runs.
+func daemonSetSource(name string, set *appsv1.DaemonSet) (Source, error) {
+	t, err := theTable()
+	if err != nil {
+		return Source{}, err
+	}
+	charts, err := theCharts()
+	if err != nil {
+		return Source{}, err
+	}
+	role, ok := roleOf(*set)
+	if !ok || role == mpsDaemon {
+		return Source{}, fmt.Errorf("DaemonSet %s is none of NVIDIA's device plugin or DRA driver", set.Name)
+	}
+	s := Source{Name: name, Kind: DevicePlugin, Values: map[string]any{}}
+	if role == draDriver {
+		s.Kind = DRADriver
+	}
+	pod := &set.Spec.Template.Spec
+	var container corev1.Container
+	for _, c := range pod.Containers {
+		if c.Name == "gpus" || strings.HasPrefix(c.Name, "nvidia-device-plugin") {
+			container = c
+		}
+	}
+	variables, _ := plain(container.Env).([]any)
+	arguments, _ := plain(container.Args).([]any)
+	flags, others := t.argumentsAsVariables(arguments)
+	variables = append(variables, flags...)
+	controller := metav1.GetControllerOf(set)
+	switch {
+	case controller != nil && controller.Kind == "ClusterPolicy":
+		s.Kind = Operator
+		variables = slices.DeleteFunc(variables, func(one any) bool {
+			v, _ := one.(map[string]any)
+			byCDI := v["name"] == "DEVICE_LIST_STRATEGY" && v["value"] == operatorsCDI
+			s.cdi = s.cdi || byCDI
+			return byCDI || v["name"] == "NVIDIA_CDI_HOOK_PATH" || slices.ContainsFunc(charts[Operator].Keys["devicePlugin.env"], func(usual any) bool {
+				list, _ := usual.([]any)
+				return slices.ContainsFunc(list, func(item any) bool { return reflect.DeepEqual(item, one) })
+			})
+		})
+	case set.Annotations[releaseAnnotation] == "":
+		s.place(set)
+		if len(others) > 0 && strings.HasPrefix(others[0], "-") {
+			s.lost = append(s.lost, lostKeys{path: "args", keys: others, why: "set these flags in the configuration or in extraArgs"})
+		}
+	}
+	if len(variables) > 0 {
+		put(s.Values, variablesPath, variables)
+	}
+	return s, nil
+}
+
+// operatorsCDI is the strategy that GPU Operator sets with cdi.enabled.
+const operatorsCDI = "cdi-annotations,cdi-cri"
+
+// releaseAnnotation of an object names the Helm release that it is of.
+const releaseAnnotation = "meta.helm.sh/release-name"
+
+// place sets the keys that say on which nodes a DaemonSet runs.
+func (s *Source) place(set *appsv1.DaemonSet) {
+	above := ""
+	if s.Kind == DRADriver {
+		above = "kubeletPlugin."
+	}
+	pod := set.Spec.Template.Spec
+	for key, value := range map[string]any{
+		"nodeSelector": pod.NodeSelector, "affinity": pod.Affinity, "tolerations": pod.Tolerations, "priorityClassName": pod.PriorityClassName,
+	} {
+		if value = plain(value); !isEmpty(value) {
+			put(s.Values, above+key, value)
+		}
+	}
+}

@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package migrate
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes/fake"
+	"sigs.k8s.io/yaml"
+)
+
+// wantValues checks the values, and that the report has and lacks some text.
+func wantValues(t *testing.T, result Result, values string, has, lacks []string) {
+	t.Helper()
+	var want map[string]any
+	if err := yaml.Unmarshal([]byte(values), &want); err != nil {
+		t.Fatal(err)
+	}
+	if diff := cmp.Diff(want, plain(result.Values)); diff != "" {
+		t.Errorf("values (-want +got):\n%s", diff)
+	}
+	text, err := result.YAML()
+	if err != nil {
+		t.Fatal(err)
+	}
+	comments, _, _ := strings.Cut(string(text), "\n"+"values")
+	for _, part := range has {
+		if !strings.Contains(comments, part) {
+			t.Errorf("without %q:\n%s", part, text)
+		}
+	}
+	for _, part := range lacks {
+		if strings.Contains(comments, part) {
+			t.Errorf("with %q:\n%s", part, text)
+		}
+	}
+}
+
+// Settings by environment variables and flags are those of the keys, in all that migrate compares.
+func TestVariablesAreSettings(t *testing.T) {
+	for _, test := range []struct {
+		text, values string
+		has, lacks   []string
+	}{
+		{
+			text: "{toolkit: {enabled: true}, devicePlugin: {env: [{name: DEVICE_LIST_STRATEGY, value: volume-mounts}]}}",
+			// mig.strategy is a default that nodes with partitions would miss.
+			values: "{deviceListStrategy: volume-mounts, migStrategy: single}", lacks: []string{"deviceListStrategy: it is not set"},
+		},
+		{
+			text: "{toolkit: {}, mig: {strategy: mixed}, devicePlugin: {args: ['--device-list-strategy=envvar,cdi-cri', --unknown], env: [{name: MIG_STRATEGY, value: none}, " +
+				"{name: PASS_DEVICE_SPECS, value: \"true\"}, {name: A, value: b}, {name: NVIDIA_DRIVER_ROOT, value: /opt/driver}]}}",
+			values: "{deviceListStrategy: [envvar, cdi-cri], migStrategy: none, compatWithCPUManager: true, driverRoot: /opt/driver, extraEnv: [{name: A, value: b}]}",
+			has:    []string{"migStrategy: the environment variable MIG_STRATEGY overrides it", "devicePlugin.args: set these flags"},
+			lacks:  []string{"deviceListStrategy: it is not set"},
+		},
+		{
+			text:   "{toolkit: {}, mig: {}, devicePlugin: {env: [{name: DEVICE_LIST_STRATEGY, valueFrom: {configMapKeyRef: {name: a, key: b}}}]}}",
+			values: "{migStrategy: single, extraEnv: [{name: DEVICE_LIST_STRATEGY, valueFrom: {configMapKeyRef: {name: a, key: b}}}]}",
+			lacks:  []string{"deviceListStrategy: it is not set"},
+		},
+		{
+			text:   "{kubeletPlugin: {containers: {gpus: {env: [{name: LOG_VERBOSITY, value: \"6\"}, {name: FEATURE_GATES, value: \"MPSSupport=true\"}, {name: NVIDIA_VISIBLE_DEVICES, value: void}]}}}}",
+			values: `{logVerbosity: "6"}`, has: []string{"featureGates: the configuration turns"},
+		},
+		{
+			text:   "{gfd: {enabled: true, env: [{name: GFD_NO_TIMESTAMP, value: \"true\"}, {name: GFD_SLEEP_INTERVAL, value: 5m}]}, driver: {}}",
+			values: "{migStrategy: single, gfd: {noTimestamp: true, sleepInterval: 5m}}",
+		},
+		{
+			text: `{apiVersion: apps/v1, kind: DaemonSet, metadata: {name: plugin}, spec: {template: {spec: {nodeSelector: {gpu: here}, tolerations: [{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}],
+				containers: [{name: nvidia-device-plugin-ctr, args: ["--fail-on-init-error=false", "--config-file=/a"], env: [{name: MIG_STRATEGY, value: mixed}]}]}}}}`,
+			values: "{migStrategy: mixed, nodeSelector: {gpu: here}, tolerations: [{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}]}",
+			has:    []string{"args (--config-file=/a): set these flags"},
+		},
+	} {
+		wantValues(t, translated(t, "file", test.text), test.values, test.has, test.lacks)
+	}
+}
+
+// Values that have a meaning only with another one.
+func TestDependentValues(t *testing.T) {
+	for _, test := range []struct {
+		text, values string
+		has          []string
+	}{
+		{text: "{operator: {}, driver: {enabled: false}, hostPaths: {driverInstallDir: /run/nvidia/driver}}", values: "{migStrategy: single}"},
+		{text: "{operator: {}, driver: {enabled: false}, hostPaths: {driverInstallDir: /home/kubernetes/bin/nvidia}}", values: "{migStrategy: single, driverRoot: /home/kubernetes/bin/nvidia}"},
+		{text: "{operator: {}, hostPaths: {kubeletRootDir: /var/lib/k0s/kubelet}}", values: "{migStrategy: single, kubeletDir: /var/lib/k0s/kubelet}"},
+		{
+			text: "{mig: {}, devicePlugin: {config: {name: a, data: {b: 'version: v1'}}}}", values: "{migStrategy: single, config: {name: a, fallbackStrategies: [empty]}}",
+			has: []string{"devicePlugin.config.data: the Operator uses it only with devicePlugin.config.create"},
+		},
+		{text: "{mig: {}, devicePlugin: {config: {default: a}}}", values: "{migStrategy: single}", has: []string{"config.default: it needs config.name or config.map"}},
+		{text: "{migStrategy: none, config: {default: a, fallbackStrategies: [empty]}}", values: "{migStrategy: none}", has: []string{"config.default: it needs", "config.fallbackStrategies: it needs"}},
+		{text: "{mig: {strategy: none}, cdi: {enabled: false}}", values: "{migStrategy: none, deviceListStrategy: envvar}", has: []string{"deviceListStrategy: envvar, because"}},
+		{
+			text: "{migStrategy: none, updateStrategy: {type: OnDelete, rollingUpdate: {maxUnavailable: 3}}}", values: "{migStrategy: none}",
+			has: []string{"updateStrategy.type: agents are", "updateStrategy.rollingUpdate.maxUnavailable: it needs updateStrategy.type"},
+		},
+		{
+			text: "{mig: {}, daemonsets: {updateStrategy: OnDelete, rollingUpdate: {maxUnavailable: 3}}}", values: "{migStrategy: single}",
+			has: []string{"updateStrategy.rollingUpdate.maxUnavailable: it needs updateStrategy.type"},
+		},
+	} {
+		wantValues(t, translated(t, "file", test.text), test.values, test.has, nil)
+	}
+}
+
+// Which chart a file is for.
+func TestChartOfValues(t *testing.T) {
+	for text, want := range map[string]Kind{
+		"{devicePlugin: {config: {name: shares, default: four}}, mig: {strategy: single}}": Operator,
+		"{mig: {strategy: single}}": Operator, "{daemonsets: {}}": Operator, "{gfd: {enabled: false}}": Operator, "{devicePlugin: {config: {name: a}}}": Operator,
+		"{gfd: {enabled: true}}": DevicePlugin, "{migStrategy: single}": DevicePlugin, "{config: {name: a}}": DevicePlugin, "{tolerations: []}": DevicePlugin,
+		"{resources: {gpus: {enabled: true}}}": DRADriver, "{kubeletPlugin: {}}": DRADriver, "{featureGates: {}}": DRADriver, "{resources: {limits: {cpu: 1}}}": DevicePlugin,
+		"{webhook: {enabled: true}}": DRADriver, "{logVerbosity: 6}": DRADriver, "{failOnInitError: false, nvidiaDriverRoot: /}": DevicePlugin,
+	} {
+		sources, err := Read("file", []byte(text))
+		if err != nil || sources[0].Kind != want {
+			t.Errorf("%s: %v, %v; want %s", text, sources, err, want)
+		}
+	}
+	for _, text := range []string{"{nvidiaDriverRoot: /a}", "{devicePlugin: {enabled: false}}", "{a: b}"} {
+		if _, err := Read("file", []byte(text)); err == nil || !strings.Contains(err.Error(), "name the chart, as in -f ") {
+			t.Errorf("%s: %v", text, err)
+		}
+	}
+}
+
+// A release with the default affinity of NVIDIA's chart, whose labels go with the release; values in Git, with the term that migrate asks for;
+// and affinity that the user wrote.
+func TestAffinityWithLabelsOfTheRelease(t *testing.T) {
+	known, err := theCharts()
+	if err != nil {
+		t.Fatal(err)
+	}
+	path := "affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms"
+	usual := func() map[string]any {
+		values := map[string]any{}
+		put(values, path, plain(known[DevicePlugin].Keys[path][0]))
+		return values
+	}
+	inGit := usual()
+	for _, term := range at(inGit, path).([]any) {
+		term := term.(map[string]any)
+		term["matchExpressions"] = append(term["matchExpressions"].([]any), plain(exclusion))
+	}
+	of := func(name string, values map[string]any, version string) *corev1.Secret {
+		return release(t, "nvidia", name, map[string]any{"name": name, "config": values, "chart": map[string]any{
+			"metadata": map[string]any{"name": "nvidia-device-plugin", "version": version}, "values": usual(),
+		}})
+	}
+	for _, values := range []map[string]any{{"gfd": map[string]any{"enabled": true}}, inGit} {
+		sources, err := ReadReleases(t.Context(), fake.NewClientset(of("nvdp", values, "0.19.3"), podOn("a", "plugin", &plugin)), "")
+		if err != nil {
+			t.Fatal(err)
+		}
+		result, err := Translate(sources...)
+		if err != nil || result.Values["affinity"] != nil {
+			t.Errorf("affinity %v, %v", result.Values["affinity"], err)
+		}
+		if text := strings.Join(result.Changes, "\n"); !strings.Contains(text, "affinity: it is not set") || strings.Contains(text, "has version") {
+			t.Errorf("changes:\n%s", text)
+		}
+	}
+	sources, err := ReadReleases(t.Context(), fake.NewClientset(of("nvdp", map[string]any{}, "0.99.0"), podOn("a", "plugin", &plugin)), "")
+	if err != nil {
+		t.Fatal(err)
+	}
+	result, err := Translate(sources...)
+	if err != nil || !strings.Contains(strings.Join(result.Changes, "\n"), "release nvidia/nvdp: its chart has version 0.99.0") {
+		t.Errorf("%v, %v", result.Changes, err)
+	}
+	own := translated(t, "file", "{migStrategy: null, nodeSelector: {feature.node.kubernetes.io/pci-10de.present: \"true\", nvidia.com/gpu.product: A100}}")
+	for _, labels := range []string{"feature.node.kubernetes.io/*", "nvidia.com/*"} {
+		if !strings.Contains(strings.Join(own.Changes, "\n"), "the agents run only on nodes with labels "+labels) {
+			t.Errorf("changes:\n%s", strings.Join(own.Changes, "\n"))
+		}
+	}
+}
+
+// DaemonSets of the cluster: settings that no release has, and none of what GPU Operator always sets.
+func TestReadDaemonSets(t *testing.T) {
+	set := func(name string, of *metav1.OwnerReference, variables ...corev1.EnvVar) *appsv1.DaemonSet {
+		d := plugin.DeepCopy()
+		d.Name, d.UID = name, ""
+		d.Spec.Template.Spec = corev1.PodSpec{Containers: []corev1.Container{{Name: "nvidia-device-plugin", Env: variables}}}
+		if of != nil {
+			d.OwnerReferences = []metav1.OwnerReference{*of}
+		} else {
+			d.Annotations = map[string]string{releaseAnnotation: "nvdp"}
+		}
+		return d
+	}
+	yes := true
+	policy := &metav1.OwnerReference{Kind: "ClusterPolicy", Name: "cluster-policy", Controller: &yes}
+	usual := []corev1.EnvVar{
+		{Name: "PASS_DEVICE_SPECS", Value: "true"}, {Name: "DEVICE_LIST_STRATEGY", Value: "envvar"}, {Name: "NVIDIA_VISIBLE_DEVICES", Value: "all"}, {Name: "CDI_ENABLED", Value: "true"},
+		{Name: "NVIDIA_CDI_HOOK_PATH", Value: "/usr/local/nvidia/toolkit/nvidia-cdi-hook"}, {Name: "MIG_STRATEGY", Value: "mixed"},
+	}
+	tenants := set("tenants", nil, corev1.EnvVar{Name: "MIG_STRATEGY", Value: "single"})
+	tenants.Namespace = "aaa-tenant"
+	client := fake.NewClientset(podOn("a", "plugin", &plugin), tenants, set("helm", nil, corev1.EnvVar{Name: "NVIDIA_DRIVER_ROOT", Value: "/opt/driver"}), set("operator", policy, usual...),
+		set("with-cdi", policy, corev1.EnvVar{Name: "DEVICE_LIST_STRATEGY", Value: operatorsCDI}))
+	sources, err := ReadDaemonSets(t.Context(), client, "")
+	if err != nil || len(sources) != 3 {
+		t.Fatalf("%v, %v", sources, err)
+	}
+	result, err := Translate(sources...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	wantValues(t, result, "{migStrategy: mixed, driverRoot: /opt/driver}", nil, []string{"deviceListStrategy: it is not set"})
+}
