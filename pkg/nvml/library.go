@@ -298,6 +298,8 @@ type session struct {
 	idle      broadcast.Signal
 	// wanted counts the callers of suspend: a long use should end, and none begin.
 	wanted atomic.Int32
+	// outdated is set if the session should end with its last use. A long use should end, and none begin.
+	outdated atomic.Bool
 }
 
 // errSuspended means that no use may begin now.
@@ -354,7 +356,8 @@ func (s *session) stay() {
 
 func (s *session) shutdown() {
 	s.stay()
-	s.handles = nil
+	s.handles, s.holding = nil, false
+	s.outdated.Store(false)
 	s.library.Shutdown()
 }
 
@@ -364,7 +367,7 @@ func (s *session) close() {
 	if s.users--; s.users > 0 {
 		return
 	}
-	if !s.holding {
+	if !s.holding || s.outdated.Load() {
 		s.shutdown()
 	}
 	s.idle.Notify()
@@ -382,8 +385,8 @@ func (s *session) closeLater() {
 		return
 	}
 	switch {
-	case s.holding:
-	case s.paused.Load() != nil:
+	case s.holding && !s.outdated.Load():
+	case s.outdated.Load() || s.paused.Load() != nil:
 		s.shutdown()
 	default:
 		var timer *time.Timer
@@ -449,6 +452,17 @@ func (s *session) hold(hold bool) {
 	s.holding = hold
 }
 
+// renew ends the session, even if it is held; now, or with its last use.
+func (s *session) renew() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.users > 0 {
+		s.outdated.Store(true)
+	} else if s.isOpen() {
+		s.shutdown()
+	}
+}
+
 // suspend waits for the uses that are open, closes NVML and calls do. Other uses wait. It fails if a use stays open for longer than limit.
 // A session that was held open is so again from the next scan on.
 func (s *session) suspend(limit time.Duration, do func() error) error {
@@ -476,7 +490,6 @@ func (s *session) trySuspend() bool {
 	}
 	if s.isOpen() {
 		s.shutdown()
-		s.holding = false
 	}
 	s.suspended.Store(true)
 	return true

@@ -61,7 +61,8 @@ type Node struct {
 	// slow contains the readings of GPUs that an earlier scan began and did not wait for, by index.
 	slow map[int]reading
 	// places are the UUIDs of the GPUs that NVML enumerates, by index, as last identified; empty for a GPU that never was.
-	places []string
+	places  []string
+	hotplug hotplug
 	// loadTried is when the agent last tried to load nvidia-uvm, unloadable why that failed.
 	loadTried  time.Time
 	unloadable error
@@ -212,6 +213,9 @@ func (n *Node) scanOnce(ctx context.Context, deep bool) error {
 	err := n.ready()
 	if err == nil {
 		err = n.follow(deep)
+	}
+	if err == nil && deep {
+		n.replug()
 	}
 	if err == nil {
 		err = n.scan(ctx, deep)

@@ -178,7 +178,7 @@ func (w *watched) over(ctx context.Context, g gpu.GPU, err error) {
 
 // watchGPU calls handle for each XID of a GPU, until ctx is done, the GPU has come back or is gone, or the session is needed.
 func (n *Node) watchGPU(ctx context.Context, s *session, g gpu.GPU, handle func(gpu.XIDEvent)) error {
-	free := func() bool { return s.wanted.Load() == 0 && !s.suspended.Load() }
+	free := func() bool { return s.wanted.Load() == 0 && !s.suspended.Load() && !s.outdated.Load() }
 	if !broadcast.Await(ctx, s.idle.Changed, free) {
 		return nil
 	}
@@ -201,7 +201,7 @@ func (n *Node) watchGPU(ctx context.Context, s *session, g gpu.GPU, handle func(
 	if ret := d.RegisterEvents(gonvml.EventTypeXidCriticalError, set); ret != gonvml.SUCCESS {
 		return returnError{ret}
 	}
-	for failed := false; ctx.Err() == nil && s.wanted.Load() == 0 && s.paused.Load() == nil; {
+	for failed := false; ctx.Err() == nil && s.wanted.Load() == 0 && !s.outdated.Load() && s.paused.Load() == nil; {
 		data, ret := set.Wait(uint32(eventWait.Milliseconds()))
 		switch {
 		case ret == gonvml.SUCCESS && data.EventType == gonvml.EventTypeXidCriticalError:
