@@ -48,7 +48,7 @@ type GPU struct {
 	AddressingMode string
 	// ECCEnabled is nil if the GPU has no ECC or the driver does not report it.
 	ECCEnabled *bool
-	// MemoryBytes is the total framebuffer memory.
+	// MemoryBytes is the total framebuffer memory, or the node's for a GPU without memory of its own; zero where it is not known.
 	MemoryBytes uint64
 	// MIGCapable and MIGEnabled describe the current MIG mode, not whether partitions exist.
 	MIGCapable bool

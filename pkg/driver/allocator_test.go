@@ -75,6 +75,9 @@ func TestSchedulersViewOfOurSlices(t *testing.T) {
 	tolerant := exactly(1)
 	tolerant.Exactly.Tolerations = []resourceapi.DeviceToleration{{Operator: resourceapi.DeviceTolerationOpExists}}
 	firstTwo := []withdrawal{heldByPod(0), lost(1)}
+	// GB10 reports neither memory nor ECC.
+	odd := machine(8)
+	odd.GPUs[0].MemoryBytes, odd.GPUs[0].ECCEnabled = 0, nil
 	tests := map[string]struct {
 		inv         device.Inventory
 		withdrawn   []withdrawal
@@ -84,26 +87,27 @@ func TestSchedulersViewOfOurSlices(t *testing.T) {
 		constraints []resourceapi.DeviceConstraint
 		want        []string
 	}{
-		"first fit is ascending":               {inv: machine(8), request: exactly(3), want: []string{"gpu-0", "gpu-1", "gpu-2"}},
-		"ascending over slices":                {inv: machine(256), request: exactly(1, "device.attributes['gpu.nvidia.com'].minor >= 66"), want: []string{"gpu-66"}},
-		"by attribute":                         {inv: machine(8), request: exactly(1, "device.attributes['gpu.nvidia.com'].productName.startsWith('NVIDIA H100') && device.attributes['gpu.nvidia.com'].eccEnabled && device.attributes['resource.kubernetes.io'].numaNode == 1"), want: []string{"gpu-4"}},
-		"by version":                           {inv: machine(8), request: exactly(1, "device.attributes['gpu.nvidia.com'].cudaComputeCapability.isGreaterThan(semver('8.9.0')) && device.attributes['gpu.nvidia.com'].driverVersion.isLessThan(semver('581.0.0'))"), want: []string{"gpu-0"}},
-		"by version, none":                     {inv: machine(8), request: exactly(1, "device.attributes['gpu.nvidia.com'].cudaComputeCapability.isGreaterThan(semver('10.0.0'))")},
-		"by memory":                            {inv: machine(8), request: exactly(1, "device.capacity['gpu.nvidia.com'].memory.compareTo(quantity('80Gi')) >= 0"), want: []string{"gpu-0"}},
-		"the smallest that is enough":          {inv: mixedMachine(), request: exactly(1), want: []string{"gpu-2"}},
-		"the next where the smallest are gone": {inv: mixedMachine(), allocated: []string{"gpu-2", "gpu-3"}, request: exactly(1), want: []string{"gpu-0"}},
-		"by UUID":                              {inv: machine(8), request: exactly(1, "device.attributes['gpu.nvidia.com'].uuid == '"+uuidOf(5)+"'"), want: []string{"gpu-5"}},
-		"by PCI address":                       {inv: machine(8), request: exactly(1, "device.attributes['resource.kubernetes.io'].pciBusID == '0000:13:00.0'"), want: []string{"gpu-3"}},
-		"pair on one NVLink domain":            {inv: machine(8), allocated: []string{"gpu-0", "gpu-1", "gpu-2"}, request: exactly(2), constraints: matching("gpu.nvidia.com/nvlinkDomain"), want: []string{"gpu-4", "gpu-5"}},
-		"no NVLink, no pair":                   {inv: l4x4(), request: exactly(2), constraints: matching("gpu.nvidia.com/nvlinkDomain")},
-		"four on one NUMA node":                {inv: machine(8), allocated: []string{"gpu-1"}, request: exactly(4), constraints: matching("resource.kubernetes.io/numaNode"), want: []string{"gpu-4", "gpu-5", "gpu-6", "gpu-7"}},
-		"five on one NUMA node":                {inv: machine(8), request: exactly(5), constraints: matching("resource.kubernetes.io/numaNode")},
-		"pair below one PCIe root":             {inv: machine(8), allocated: []string{"gpu-0"}, request: exactly(2), constraints: matching("resource.kubernetes.io/pcieRoot"), want: []string{"gpu-2", "gpu-3"}},
-		"withdrawn by taint":                   {inv: machine(8), withdrawn: firstTwo, request: exactly(1), want: []string{"gpu-2"}},
-		"withdrawn by omission":                {inv: machine(8), withdrawn: firstTwo, omit: true, request: exactly(1), want: []string{"gpu-2"}},
-		"more than is left":                    {inv: machine(8), withdrawn: firstTwo, request: exactly(7)},
-		"a wildcard toleration ignores it":     {inv: machine(8), withdrawn: firstTwo, request: tolerant, want: []string{"gpu-0"}},
-		"unusable GPUs do not stop other GPUs": {inv: unusableMachine(), withdrawn: []withdrawal{lost(1)}, request: exactly(3), want: []string{"gpu-6", "gpu-0", "gpu-7"}},
+		"first fit is ascending":                  {inv: machine(8), request: exactly(3), want: []string{"gpu-0", "gpu-1", "gpu-2"}},
+		"ascending over slices":                   {inv: machine(256), request: exactly(1, "device.attributes['gpu.nvidia.com'].minor >= 66"), want: []string{"gpu-66"}},
+		"a GPU that reports no memory and no ECC": {inv: odd, request: exactly(1, "device.capacity['gpu.nvidia.com'].memory.compareTo(quantity('40Gi')) >= 0", "device.attributes['gpu.nvidia.com'].eccEnabled"), want: []string{"gpu-1"}},
+		"by attribute":                            {inv: machine(8), request: exactly(1, "device.attributes['gpu.nvidia.com'].productName.startsWith('NVIDIA H100') && device.attributes['gpu.nvidia.com'].eccEnabled && device.attributes['resource.kubernetes.io'].numaNode == 1"), want: []string{"gpu-4"}},
+		"by version":                              {inv: machine(8), request: exactly(1, "device.attributes['gpu.nvidia.com'].cudaComputeCapability.isGreaterThan(semver('8.9.0')) && device.attributes['gpu.nvidia.com'].driverVersion.isLessThan(semver('581.0.0'))"), want: []string{"gpu-0"}},
+		"by version, none":                        {inv: machine(8), request: exactly(1, "device.attributes['gpu.nvidia.com'].cudaComputeCapability.isGreaterThan(semver('10.0.0'))")},
+		"by memory":                               {inv: machine(8), request: exactly(1, "device.capacity['gpu.nvidia.com'].memory.compareTo(quantity('80Gi')) >= 0"), want: []string{"gpu-0"}},
+		"the smallest that is enough":             {inv: mixedMachine(), request: exactly(1), want: []string{"gpu-2"}},
+		"the next where the smallest are gone":    {inv: mixedMachine(), allocated: []string{"gpu-2", "gpu-3"}, request: exactly(1), want: []string{"gpu-0"}},
+		"by UUID":                                 {inv: machine(8), request: exactly(1, "device.attributes['gpu.nvidia.com'].uuid == '"+uuidOf(5)+"'"), want: []string{"gpu-5"}},
+		"by PCI address":                          {inv: machine(8), request: exactly(1, "device.attributes['resource.kubernetes.io'].pciBusID == '0000:13:00.0'"), want: []string{"gpu-3"}},
+		"pair on one NVLink domain":               {inv: machine(8), allocated: []string{"gpu-0", "gpu-1", "gpu-2"}, request: exactly(2), constraints: matching("gpu.nvidia.com/nvlinkDomain"), want: []string{"gpu-4", "gpu-5"}},
+		"no NVLink, no pair":                      {inv: l4x4(), request: exactly(2), constraints: matching("gpu.nvidia.com/nvlinkDomain")},
+		"four on one NUMA node":                   {inv: machine(8), allocated: []string{"gpu-1"}, request: exactly(4), constraints: matching("resource.kubernetes.io/numaNode"), want: []string{"gpu-4", "gpu-5", "gpu-6", "gpu-7"}},
+		"five on one NUMA node":                   {inv: machine(8), request: exactly(5), constraints: matching("resource.kubernetes.io/numaNode")},
+		"pair below one PCIe root":                {inv: machine(8), allocated: []string{"gpu-0"}, request: exactly(2), constraints: matching("resource.kubernetes.io/pcieRoot"), want: []string{"gpu-2", "gpu-3"}},
+		"withdrawn by taint":                      {inv: machine(8), withdrawn: firstTwo, request: exactly(1), want: []string{"gpu-2"}},
+		"withdrawn by omission":                   {inv: machine(8), withdrawn: firstTwo, omit: true, request: exactly(1), want: []string{"gpu-2"}},
+		"more than is left":                       {inv: machine(8), withdrawn: firstTwo, request: exactly(7)},
+		"a wildcard toleration ignores it":        {inv: machine(8), withdrawn: firstTwo, request: tolerant, want: []string{"gpu-0"}},
+		"unusable GPUs do not stop other GPUs":    {inv: unusableMachine(), withdrawn: []withdrawal{lost(1)}, request: exactly(3), want: []string{"gpu-6", "gpu-0", "gpu-7"}},
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {

@@ -37,15 +37,12 @@ func publishedDevice(d device.Device) resourceapi.Device {
 	if d.Whole() {
 		a.text("type", "gpu")
 		a.text("uuid", g.UUID)
-		if g.ECCEnabled != nil {
-			a["eccEnabled"] = resourceapi.DeviceAttribute{BoolValue: ptr.To(*g.ECCEnabled)}
-		}
+		// A selector fails on all nodes if one GPU in the cluster lacks the value that it reads: where NVML reports none, it is false or zero.
+		a["eccEnabled"] = resourceapi.DeviceAttribute{BoolValue: ptr.To(g.ECCEnabled != nil && *g.ECCEnabled)}
 		a.text("nvlinkDomain", g.NVLinkDomain)
 		a.text("fabricClique", g.FabricClique)
 		// The memory only, as in NVIDIA's driver: NVML does not report the engines of a GPU.
-		if g.MemoryBytes > 0 {
-			c.amount(capacity.Memory, int64(g.MemoryBytes))
-		}
+		c.amount(capacity.Memory, int64(g.MemoryBytes))
 		return resourceapi.Device{Name: d.Name(), Attributes: a, Capacity: c}
 	}
 	// Partitions have no NVLink. One that is created for a claim has a UUID while it exists.

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"path/filepath"
 	"strconv"
+	"strings"
 	"time"
 
 	"github.com/NVIDIA/go-nvlib/pkg/nvlib/device"
@@ -67,6 +68,19 @@ func (r *reader) readAll(g *gpu.GPU, d gonvml.Device) (complete bool) {
 	return complete
 }
 
+// nodeMemory returns the node's memory in bytes; zero if it cannot be read.
+func (o Options) nodeMemory() uint64 {
+	for line := range strings.Lines(contents(o.ProcRoot, "meminfo")) {
+		if fields := strings.Fields(line); len(fields) > 1 && fields[0] == "MemTotal:" {
+			kibibytes, err := strconv.ParseUint(fields[1], 10, 53)
+			if err == nil {
+				return kibibytes << 10
+			}
+		}
+	}
+	return 0
+}
+
 // readECC reads whether ECC is on.
 func readECC(g *gpu.GPU, d gonvml.Device) {
 	if current, _, ret := d.GetEccMode(); ret == gonvml.SUCCESS {
@@ -84,7 +98,12 @@ func (r *reader) readState(known *knownGPU, d gonvml.Device) {
 	switch {
 	case ret == gonvml.SUCCESS:
 		g.MemoryBytes = memory.Total
-	case !unsupported(ret):
+	case unsupported(ret):
+		// It has no memory of its own, and uses all of the node's (GB10).
+		if g.MemoryBytes == 0 {
+			g.MemoryBytes = r.options.nodeMemory()
+		}
+	default:
 		g.Health = healthOf(ret, "reading its memory")
 		return
 	}

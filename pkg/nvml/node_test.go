@@ -456,3 +456,19 @@ func node590(p simulated.Profile) simulated.Profile {
 	p.Driver.Version, p.Driver.CUDA = "590.10.02", "13.1"
 	return p
 }
+
+// A GPU without memory of its own has the node's. The library says so, or the node's memory is not known.
+func TestMemoryOfTheNode(t *testing.T) {
+	for meminfo, want := range map[string]uint64{"MemTotal:       127600360 kB\nMemFree: 1 kB\n": 127600360 << 10, "MemTotal:\n": 0} {
+		m := newMachine(t, "l4x4")
+		m.options.ProcRoot = filepath.Join(m.dir, simulated.ProcDir)
+		if err := os.WriteFile(filepath.Join(m.options.ProcRoot, "meminfo"), []byte(meminfo), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		m.fault(t, simulated.GPUFaults{GPU: "1", Calls: map[string]simulated.CallFault{"GetMemoryInfo": {Return: "ERROR_NOT_SUPPORTED"}}})
+		gpus := m.open(t).Inventory().GPUs
+		if gpus[1].MemoryBytes != want || !gpus[1].Health.Healthy() || gpus[0].MemoryBytes == want {
+			t.Errorf("%d and %d bytes, %+v; want %d", gpus[0].MemoryBytes, gpus[1].MemoryBytes, gpus[1].Health, want)
+		}
+	}
+}

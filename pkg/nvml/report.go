@@ -106,7 +106,11 @@ func (r Report) writeGPU(t *text, g gpu.GPU) {
 	if g.ECCEnabled != nil {
 		ecc = fmt.Sprint(*g.ECCEnabled)
 	}
-	t.field("memory", fmt.Sprintf("%d MiB, ECC %s, addressing %s", g.MemoryBytes/mebibyte, ecc, cmp.Or(g.AddressingMode, "not reported")))
+	memory := "not reported"
+	if g.MemoryBytes > 0 {
+		memory = fmt.Sprintf("%d MiB", g.MemoryBytes/mebibyte)
+	}
+	t.field("memory", fmt.Sprintf("%s, ECC %s, addressing %s", memory, ecc, cmp.Or(g.AddressingMode, "not reported")))
 	t.field("place", fmt.Sprintf("NVML index %d, minor %d, PCI %s, root %s, NUMA node %d",
 		g.Index, g.Minor, cmp.Or(g.PCIBusID, "-"), cmp.Or(g.PCIeRoot, "-"), g.NUMANode))
 	t.field("NVLink", fmt.Sprintf("domain %s, fabric clique %s", cmp.Or(g.NVLinkDomain, "-"), cmp.Or(g.FabricClique, "-")))
