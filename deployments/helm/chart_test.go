@@ -6,6 +6,7 @@ package helm_test
 import (
 	"bufio"
 	"bytes"
+	"encoding/json"
 	"flag"
 	"fmt"
 	"io"
@@ -548,7 +549,11 @@ func TestRejects(t *testing.T) {
 		"bad resource":          {[]string{"--set", "resourceName=gpu"}, "at '/resourceName'"},
 		"bad driver":            {[]string{"--set", "driverName=GPU"}, "at '/driverName'"},
 		"configuration version": {[]string{"--set", "config.version=v2"}, "at '/config/version'"},
-		"simulated with driver": {[]string{"--set", "simulated.profile=x", "--set", "driverRoot=/x"}, "leave those three at auto"},
+		"simulated with driver": {[]string{"--set", "simulated.profile=l4x4", "--set", "driverRoot=/x"}, "leave those three at auto"},
+		"unknown profile":       {[]string{"--set", "simulated.profile=h100x9"}, "at '/simulated/profile': value must be one of '', 'a100x8', "},
+		"default of nothing":    {[]string{"--set", "config.default=a"}, "config.default is a, which has no effect without config.name or config.map"},
+		"fallback of nothing":   {[]string{"--set", "config.fallbackStrategies={empty}"}, "config.fallbackStrategies has no effect without"},
+		"quota of no class":     {[]string{"--set", "deviceClasses.create=false", "--set", "deviceClasses.countInQuota=true"}, "have no effect without deviceClasses.create"},
 		"monitor, no service":   {[]string{"--set", "metrics.serviceMonitor.create=true"}, "needs metrics.service.create"},
 		"class without access":  {[]string{"--set", "access=none", "--set", "runtimeClassName=nvidia"}, "set access to runtimeClass"},
 		"tag in repository":     {[]string{"--set", "image.repository=localhost:5000/gpu/tandem:1.0"}, "at '/image/repository'"},
@@ -569,6 +574,37 @@ func TestRejects(t *testing.T) {
 				t.Errorf("got %s\nwant %s", out, c.want)
 			}
 		})
+	}
+}
+
+// The schema has the simulated machines that the image has.
+func TestSchemaHasTheProfiles(t *testing.T) {
+	t.Parallel()
+	var schema struct {
+		Properties struct {
+			Simulated struct {
+				Properties struct{ Profile struct{ Enum []string } }
+			}
+		}
+	}
+	text, err := os.ReadFile("tandem/values.schema.json")
+	if err == nil {
+		err = json.Unmarshal(text, &schema)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	files, err := filepath.Glob("../../simulated/profiles/*.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	names := []string{""}
+	for _, file := range files {
+		names = append(names, strings.TrimSuffix(filepath.Base(file), ".yaml"))
+	}
+	slices.Sort(names)
+	if enum := schema.Properties.Simulated.Properties.Profile.Enum; !slices.Equal(enum, names) {
+		t.Errorf("the schema has %q, the image %q", enum, names)
 	}
 }
 

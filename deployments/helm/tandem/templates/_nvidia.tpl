@@ -120,6 +120,12 @@ files/nvidia-keys.yaml lists them. "tandem.nvidia" moves them to this chart's ke
 {{- if and $one $several -}}
 {{- fail (printf "config has keys of a node configuration (%s) beside name or map. Move them into an entry of config.map, or into the ConfigMap that config.name names" (keys $one | sortAlpha | join ", ")) -}}
 {{- end -}}
+{{- if and $config.default (not $several) -}}
+{{- fail (printf "config.default is %s, which has no effect without config.name or config.map: name the ConfigMap with that configuration, or remove config.default" $config.default) -}}
+{{- end -}}
+{{- if and (not $several) $config.fallbackStrategies (ne (toJson $config.fallbackStrategies) (toJson (list "named" "single"))) -}}
+{{- fail "config.fallbackStrategies has no effect without config.name or config.map: set one of these, or remove it" -}}
+{{- end -}}
 {{- if and $config.default $config.map (not (hasKey $config.map $config.default)) -}}
 {{- fail (printf "config.default is %s, which config.map does not have (only %s)" $config.default (keys $config.map | sortAlpha | join ", ")) -}}
 {{- end -}}
