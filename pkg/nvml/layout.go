@@ -98,6 +98,9 @@ func (o Options) lookBelow(root string) (layout, error) {
 	if err != nil {
 		return layout{}, cmp.Or(errors.Unwrap(err), err) // without the path, if it is missing
 	}
+	if strings.HasPrefix(hostRoot, "/nix/store/") {
+		return layout{}, errNixOS
+	}
 	base := o.onHost(hostRoot)
 	l := layout{driverRoot: hostRoot}
 	for _, dir := range resolvedDirs(base) {
@@ -113,11 +116,19 @@ func (o Options) lookBelow(root string) (layout, error) {
 		break
 	}
 	if l.library == "" {
+		if _, err := driverroot.Resolve(base, nixOSDriver); err == nil {
+			return layout{}, errNixOS
+		}
 		return layout{}, fmt.Errorf("no %s", libraryName)
 	}
 	l.libraryDirs = dirsWith(base, l)
 	return l, nil
 }
+
+// nixOSDriver is where NixOS links its driver. The files are in /nix/store, each package below a directory of its own, and find each other there.
+const nixOSDriver = "run/opengl-driver/lib/" + libraryName
+
+var errNixOS = errors.New("NixOS has its driver in /nix/store, which Tandem does not support")
 
 // resolvedDirs returns the existing library directories, with links resolved, each once.
 func resolvedDirs(base string) []string {

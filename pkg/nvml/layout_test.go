@@ -312,6 +312,31 @@ func TestHooks(t *testing.T) {
 	}
 }
 
+// NixOS is named, and not half supported.
+func TestNixOS(t *testing.T) {
+	options := fixture(t, "host-rhel")
+	host := t.TempDir()
+	options.HostRoot = host
+	for _, dir := range []string{"nix/store/abc-graphics-drivers/lib", "nix/store/def-nvidia/lib", "run", "dev"} {
+		if err := os.MkdirAll(filepath.Join(host, dir), 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	library := "/nix/store/def-nvidia/lib/libnvidia-ml.so.1"
+	if err := errors.Join(
+		os.WriteFile(filepath.Join(host, library), nil, 0o644), os.Symlink("/nix/store/abc-graphics-drivers", filepath.Join(host, "run/opengl-driver")),
+		os.Symlink(library, filepath.Join(host, "nix/store/abc-graphics-drivers/lib/libnvidia-ml.so.1")),
+	); err != nil {
+		t.Fatal(err)
+	}
+	for _, root := range []string{Auto, "/", "/run/opengl-driver"} {
+		options.DriverRoot = root
+		if _, err := Open(t.Context(), options); !errors.Is(err, ErrNoDriver) || !strings.Contains(err.Error(), "NixOS has its driver in /nix/store, which Tandem does not support") {
+			t.Errorf("%s: %v", root, err)
+		}
+	}
+}
+
 func TestSettingsOverrideDiscovery(t *testing.T) {
 	options := fixture(t, "gpu-operator")
 	options.DriverRoot = "/opt/driver"
