@@ -144,8 +144,8 @@ scale: ## figures of a fleet with simulated nodes, as a table and as JSON (N=100
 	$(call run,scale) $(if $(N),-nodes $(N)) $(if $(RATE),-rate $(RATE)) $(if $(CURVES),-curves $(CURVES))
 
 .PHONY: bench
-bench: ## what Prepare, Allocate and start-up cost, against a real API server
-	$(call run,bench)
+bench: ## what Prepare, Allocate and start-up cost, against a real API server; AGAINST=BUILD compares two builds
+	$(call run,bench) $(if $(AGAINST),-against $(AGAINST))
 
 .PHONY: verify
 verify: ## formatting, vet, staticcheck, generated files, tidy modules, chart, shell scripts, commit subjects

@@ -22,7 +22,7 @@ import (
 
 // node is the machine the agent believes to be on.
 type node struct {
-	dir, agent, hook string
+	name, dir, agent, hook string
 	// programs is that of the simulated machines' driver.
 	programs string
 	cluster  *cluster.Cluster
@@ -44,7 +44,7 @@ func (n *node) prepare(ctx context.Context, profiles ...string) error {
 		return fmt.Errorf("mount tmpfs on %s: %w", n.runDir(), err)
 	}
 	for _, profile := range profiles {
-		cmd := exec.CommandContext(ctx, n.agent, "simulate", "--profile", profile, "--root", n.path(profile), "--node-name", nodeName,
+		cmd := exec.CommandContext(ctx, n.agent, "simulate", "--profile", profile, "--root", n.path(profile), "--node-name", n.name,
 			"--programs", n.programs)
 		if output, err := cmd.CombinedOutput(); err != nil {
 			return fmt.Errorf("simulate %s: %w: %s", profile, err, output)
@@ -67,7 +67,7 @@ func (n *node) remove() error {
 func (n *node) runDir() string { return n.path("run") }
 func (n *node) cdiDir() string { return n.path("run", "cdi") }
 
-// holds counts the ledger's records of a kind of holder, and answers when the newest was written.
+// holds counts the ledger's records of a kind of holder, and answers when the newest was written. An empty kind is all kinds.
 func (n *node) holds(kind ledger.Kind) (count int, newest time.Time, err error) {
 	entries, err := os.ReadDir(filepath.Join(n.runDir(), "holds"))
 	if err != nil {
@@ -98,7 +98,7 @@ type agent struct {
 func (n *node) start(ctx context.Context, m machine, mode config.Mode) (*agent, error) {
 	root := n.path(m.profile)
 	cmd, err := n.cluster.Command(context.WithoutCancel(ctx), n.agent, append([]string{
-		"--node-name=" + nodeName, "--kubeconfig=" + n.cluster.Kubeconfig(), "--kubelet-dir=" + n.path("kubelet"), "--run-dir=" + n.runDir(),
+		"--node-name=" + n.name, "--kubeconfig=" + n.cluster.Kubeconfig(), "--kubelet-dir=" + n.path("kubelet"), "--run-dir=" + n.runDir(),
 		"--cdi-dir=" + n.cdiDir(), "--cgroup-root=" + n.path("cgroup"), "--nvml=simulated:" + m.profile,
 		"--driver-root=" + filepath.Join(root, "driver"), "--dev-root=" + filepath.Join(root, "driver"), "--sysfs-root=" + filepath.Join(root, "sys"),
 		"--cdi-hook=install", "--cdi-hook-source=" + n.hook, "--mode=" + string(mode)}, m.flags...)...)

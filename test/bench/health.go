@@ -140,7 +140,7 @@ func (s *subject) health(ctx context.Context) (figures []figure.Figure, err erro
 
 // followSlices follows the taints of the GPU in its slice.
 func (s *subject) followSlices(ctx context.Context, seen *seenHealth) error {
-	watcher, err := s.client.ResourceV1().ResourceSlices().Watch(ctx, metav1.ListOptions{FieldSelector: ofNode})
+	watcher, err := s.client.ResourceV1().ResourceSlices().Watch(ctx, metav1.ListOptions{FieldSelector: ofNode(s.node.name)})
 	if err != nil {
 		return fmt.Errorf("watch slices: %w", err)
 	}

@@ -29,7 +29,7 @@ var idleOf = map[config.Mode]struct {
 // measureModes compares what a claim and a limit cost where both APIs are served with what they cost where theirs is the only
 // one.
 func (r *run) measureModes(ctx context.Context) error {
-	claims, err := createClaims(ctx, r.client, "modes", small.gpus)
+	claims, err := createClaims(ctx, r.client, r.node.name, "modes", small.gpus)
 	if err != nil {
 		return err
 	}
@@ -88,7 +88,7 @@ func besides(call string, dual, only figure.Samples) []figure.Figure {
 func (s *subject) withdrawal(ctx context.Context) ([]figure.Figure, error) {
 	plugin, _ := s.kubelet.DevicePlugin(resourceName)
 	devices := plugin.Devices
-	slices, err := s.client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{FieldSelector: ofNode})
+	slices, err := s.client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{FieldSelector: ofNode(s.node.name)})
 	if err != nil {
 		return nil, fmt.Errorf("list slices: %w", err)
 	}

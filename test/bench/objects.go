@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"os"
+	"strings"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -22,6 +23,7 @@ import (
 
 const (
 	nodeName     = "bench"
+	rivalName    = "bench-against"
 	namespace    = "default"
 	driverName   = "gpu.nvidia.com"
 	resourceName = "nvidia.com/gpu"
@@ -40,9 +42,11 @@ func newClient(config *rest.Config) (kubernetes.Interface, error) {
 }
 
 // createObjects makes what the chart, kubelet and the controller manager would have made.
-func createObjects(ctx context.Context, client kubernetes.Interface) error {
-	if _, err := client.CoreV1().Nodes().Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: nodeName}}, metav1.CreateOptions{}); err != nil {
-		return fmt.Errorf("create node: %w", err)
+func createObjects(ctx context.Context, client kubernetes.Interface, nodes ...string) error {
+	for _, name := range nodes {
+		if _, err := client.CoreV1().Nodes().Create(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}, metav1.CreateOptions{}); err != nil {
+			return fmt.Errorf("create node %s: %w", name, err)
+		}
 	}
 	if err := createGPUNodes(ctx, client); err != nil {
 		return err
@@ -85,14 +89,14 @@ func createGPUNodes(ctx context.Context, client kubernetes.Interface) error {
 	return nil
 }
 
-// createClaims makes n claims with a pod each, the i-th allocated to the GPU with minor number i, as the scheduler would have.
-func createClaims(ctx context.Context, client kubernetes.Interface, prefix string, n int) ([]*resourceapi.ResourceClaim, error) {
+// createClaims makes n claims with a pod each on a node, the i-th allocated to the GPU with minor number i, as the scheduler would have.
+func createClaims(ctx context.Context, client kubernetes.Interface, node, prefix string, n int) ([]*resourceapi.ResourceClaim, error) {
 	claims := make([]*resourceapi.ResourceClaim, n)
 	group, ctx := errgroup.WithContext(ctx)
 	group.SetLimit(4)
 	for i := range claims {
 		group.Go(func() (err error) {
-			claims[i], err = createClaim(ctx, client, fmt.Sprintf("%s-%d", prefix, i), nodeName, fmt.Sprintf("gpu-%d", i))
+			claims[i], err = createClaim(ctx, client, fmt.Sprintf("%s-%d", prefix, i), node, fmt.Sprintf("gpu-%d", i))
 			return err
 		})
 	}
@@ -103,7 +107,7 @@ func createClaims(ctx context.Context, client kubernetes.Interface, prefix strin
 func createClaim(ctx context.Context, client kubernetes.Interface, name, pool, device string,
 	config ...resourceapi.DeviceAllocationConfiguration,
 ) (*resourceapi.ResourceClaim, error) {
-	pod, err := createPod(ctx, client, name)
+	pod, err := createPod(ctx, client, nodeOf(pool), name)
 	if err != nil {
 		return nil, err
 	}
@@ -145,7 +149,7 @@ func replacePod(ctx context.Context, client kubernetes.Interface, claim *resourc
 	if err := deletePod(ctx, client, before.Name); err != nil {
 		return err
 	}
-	pod, err := createPod(ctx, client, before.Name)
+	pod, err := createPod(ctx, client, nodeOf(claim.Status.Allocation.Devices.Results[0].Pool), before.Name)
 	if err != nil {
 		return err
 	}
@@ -162,11 +166,17 @@ func replacePod(ctx context.Context, client kubernetes.Interface, claim *resourc
 	return nil
 }
 
-func createPod(ctx context.Context, client kubernetes.Interface, name string) (*corev1.Pod, error) {
+// nodeOf returns the node of a pool: a node has one, or one for each GPU.
+func nodeOf(pool string) string {
+	node, _, _ := strings.Cut(pool, "/")
+	return node
+}
+
+func createPod(ctx context.Context, client kubernetes.Interface, node, name string) (*corev1.Pod, error) {
 	pod, err := client.CoreV1().Pods(namespace).Create(ctx, &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{Name: name},
 		Spec: corev1.PodSpec{
-			NodeName: nodeName, AutomountServiceAccountToken: ptr.To(false),
+			NodeName: node, AutomountServiceAccountToken: ptr.To(false),
 			Containers: []corev1.Container{{Name: "main", Image: "none"}},
 		},
 	}, metav1.CreateOptions{})
@@ -195,23 +205,23 @@ func deletePod(ctx context.Context, client kubernetes.Interface, name string) er
 }
 
 // wipeSlices does what kubelet does when it starts.
-func wipeSlices(ctx context.Context, client kubernetes.Interface) error {
-	err := client.ResourceV1().ResourceSlices().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{FieldSelector: ofNode})
+func wipeSlices(ctx context.Context, client kubernetes.Interface, node string) error {
+	err := client.ResourceV1().ResourceSlices().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{FieldSelector: ofNode(node)})
 	if err != nil {
 		return fmt.Errorf("delete slices: %w", err)
 	}
 	return nil
 }
 
-const ofNode = resourceapi.ResourceSliceSelectorNodeName + "=" + nodeName
+func ofNode(node string) string { return resourceapi.ResourceSliceSelectorNodeName + "=" + node }
 
 // awaitSlices returns when the node's slices were seen to offer n devices, and the time of that.
-func awaitSlices(ctx context.Context, client kubernetes.Interface, n int) (func() (time.Time, error), error) {
-	list, err := client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{FieldSelector: ofNode})
+func awaitSlices(ctx context.Context, client kubernetes.Interface, node string, n int) (func() (time.Time, error), error) {
+	list, err := client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{FieldSelector: ofNode(node)})
 	if err != nil {
 		return nil, fmt.Errorf("list slices: %w", err)
 	}
-	watch, err := client.ResourceV1().ResourceSlices().Watch(ctx, metav1.ListOptions{FieldSelector: ofNode, ResourceVersion: list.ResourceVersion})
+	watch, err := client.ResourceV1().ResourceSlices().Watch(ctx, metav1.ListOptions{FieldSelector: ofNode(node), ResourceVersion: list.ResourceVersion})
 	if err != nil {
 		return nil, fmt.Errorf("watch slices: %w", err)
 	}

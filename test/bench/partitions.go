@@ -162,7 +162,7 @@ func (s *subject) awaitNoPartition(ctx context.Context) error {
 
 // sliceVersions has the resource version of each slice of the node.
 func (s *subject) sliceVersions(ctx context.Context) (map[string]string, error) {
-	list, err := s.client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{FieldSelector: ofNode})
+	list, err := s.client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{FieldSelector: ofNode(s.node.name)})
 	if err != nil {
 		return nil, fmt.Errorf("list slices: %w", err)
 	}

@@ -33,6 +33,7 @@ func run(ctx context.Context, args []string) error {
 	o := bench.Options{Progress: os.Stderr}
 	flags := flag.NewFlagSet("bench", flag.ContinueOnError)
 	flags.StringVar(&o.Agent, "agent", "", "`path` of the agent to measure (default: compile it as for the image)")
+	flags.StringVar(&o.Against, "against", "", "`path` of another agent, or of a directory with its source, to compare with call by call")
 	flags.IntVar(&o.Calls, "calls", 0, "least `number` of calls of each kind (default 320)")
 	flags.IntVar(&o.Starts, "starts", 0, "`number` of starts (default 12)")
 	flags.DurationVar(&o.Idle, "idle", 0, "`time` before idle memory is read (default 3m)")
