@@ -144,7 +144,9 @@ func (noSpecs) Changed() <-chan struct{} { return nil }
 func (i *Inventory) complete(gpu *device.GPU) (changed bool) {
 	before := gpu.Health
 	whole, inPartition := i.xids.of(*gpu)
-	gpu.Health = i.effective(*gpu, slices.Concat([]device.Health{before}, gpu.Faults, whole))
+	if !before.Healthy() || len(gpu.Faults) > 0 || len(whole) > 0 {
+		gpu.Health = i.effective(*gpu, slices.Concat([]device.Health{before}, gpu.Faults, whole))
+	}
 	if gpu.Health.Healthy() {
 		gpu.Health = i.healthOf(*gpu)
 	}
@@ -221,51 +223,55 @@ func (i *Inventory) Run(ctx context.Context) error {
 	group.Go(func() error {
 		return i.config.Hardware.WatchXIDs(ctx, func(e device.XIDEvent) { i.xids.take(ctx, e) })
 	})
-	group.Go(func() error { return i.follow(ctx) })
-	group.Go(func() error { return i.resetIdle(ctx) })
+	i.resets.of = map[string]attempts{}
+	group.Go(func() error { return i.follow(ctx, group) })
 	return group.Wait()
 }
 
-func (i *Inventory) follow(ctx context.Context) error {
+// follow looks again after changes, once an interval while there are XIDs, and probes the ledger once an interval.
+func (i *Inventory) follow(ctx context.Context, group *errgroup.Group) error {
 	ticker := time.NewTicker(i.interval)
 	defer ticker.Stop()
 	var seen, before, reported string
 	known := map[device.Ref]device.Health{}
+	var found map[device.Health][]string
+	var unwritable error
 	source, specs, xids := i.config.Changed(), i.config.Specs.Changed(), i.xids.Changed()
 	i.changed.Notify() // they may have changed since Inventory was first read
-	for {
+	for first := true; ; first = false {
+		// An XID ends at a reading of its GPU, which is no change of the source.
+		looks := first || i.xids.any()
 		// Each change is announced, whatever woke the loop. Readers may have read an XID that the review below ends at once.
 		if broadcast.Happened(source) {
-			source = i.config.Changed()
+			source, looks = i.config.Changed(), true
 			i.changed.Notify()
 		}
 		if broadcast.Happened(specs) {
-			specs = i.config.Specs.Changed()
+			specs, looks = i.config.Specs.Changed(), true
 			i.changed.Notify()
 		}
 		if broadcast.Happened(xids) {
-			xids = i.xids.Changed()
+			xids, looks = i.xids.Changed(), true
 			i.changed.Notify()
 		}
 		ledger := i.config.Ledger.Changed()
-		reads := map[string]time.Time{}
-		for _, g := range i.config.Inventory().GPUs {
-			reads[g.UUID] = i.config.Hardware.LastRead(g.UUID)
+		if now := i.config.Ledger.Unwritable(); (now == nil) != (unwritable == nil) {
+			unwritable, looks = now, true
 		}
-		// An inventory that is taken after it has what was read then, or later.
-		i.xids.review(ctx, i.config.Inventory(), reads)
-		inventory := i.Inventory()
-		found := problems(inventory)
-		if now := fmt.Sprint(found); now != seen {
-			seen = now
-			i.changed.Notify()
+		if looks {
+			inventory := i.review(ctx)
+			found = problems(inventory)
+			if now := fmt.Sprint(found); now != seen {
+				seen = now
+				i.changed.Notify()
+			}
+			if next := healthOfAll(inventory); !maps.Equal(known, next) {
+				i.changed.Notify()
+				i.reportHealth(ctx, inventory, known)
+				known = next
+			}
+			i.metrics.set(inventory)
 		}
-		if next := healthOfAll(inventory); !maps.Equal(known, next) {
-			i.changed.Notify()
-			i.reportHealth(ctx, inventory, known)
-			known = next
-		}
-		i.metrics.set(inventory)
 		select {
 		case <-ctx.Done():
 			return nil
@@ -280,8 +286,22 @@ func (i *Inventory) follow(ctx context.Context) error {
 				reported = seen
 			}
 			before = seen
+			if len(known) > 0 || i.resets.any() {
+				i.resetIdle(ctx, group)
+			}
 		}
 	}
+}
+
+// review ends XIDs that are over, and returns the inventory after that.
+func (i *Inventory) review(ctx context.Context) device.Inventory {
+	reads := map[string]time.Time{}
+	for _, g := range i.config.Inventory().GPUs {
+		reads[g.UUID] = i.config.Hardware.LastRead(g.UUID)
+	}
+	// An inventory that is taken after it has what was read then, or later.
+	i.xids.review(ctx, i.config.Inventory(), reads)
+	return i.Inventory()
 }
 
 // problems returns the names of the devices that work but cannot be given to a holder, by the reason.

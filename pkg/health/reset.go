@@ -40,30 +40,19 @@ type attempts struct {
 	next time.Time
 }
 
-// resetIdle resets GPUs whose fault has the action ResetWhenIdle once they have no holder, until ctx is done.
-func (i *Inventory) resetIdle(ctx context.Context) error {
-	i.resets.of = map[string]attempts{}
-	var group errgroup.Group
-	ticker := time.NewTicker(i.interval)
-	defer ticker.Stop()
-	for ctx.Err() == nil {
-		for _, g := range i.config.Inventory().GPUs {
-			switch {
-			case g.Health.Reason == device.ReasonPaused: // not now
-			case !i.wantsReset(g):
-				i.resets.forget(g.UUID)
-			default:
-				if a, may := i.resets.begin(g.UUID); may {
-					group.Go(func() error { i.reset(ctx, g, a); return nil })
-				}
+// resetIdle begins, in the group, to reset GPUs whose fault has the action ResetWhenIdle and that have no holder. It is called at intervals.
+func (i *Inventory) resetIdle(ctx context.Context, group *errgroup.Group) {
+	for _, g := range i.config.Inventory().GPUs {
+		switch {
+		case g.Health.Reason == device.ReasonPaused: // not now
+		case !i.wantsReset(g):
+			i.resets.forget(g.UUID)
+		default:
+			if a, may := i.resets.begin(g.UUID); may {
+				group.Go(func() error { i.reset(ctx, g, a); return nil })
 			}
 		}
-		select {
-		case <-ctx.Done():
-		case <-ticker.C:
-		}
 	}
-	return group.Wait()
 }
 
 // wantsReset reports whether a fault of a GPU or of one of its partitions has the action ResetWhenIdle, and may end by a reset.
@@ -108,6 +97,13 @@ func (r *resets) put(uuid string, before attempts) {
 	defer r.mu.Unlock()
 	before.running = false
 	r.of[uuid] = before
+}
+
+// any reports whether there are attempts that may have to be forgotten.
+func (r *resets) any() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return len(r.of) > 0
 }
 
 // forget begins anew with a GPU that has had no such fault until the next attempt was due.

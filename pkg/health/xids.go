@@ -98,6 +98,14 @@ func (k *keeper) begin(ctx context.Context) {
 	k.note(ctx, progress{Since: k.started})
 }
 
+// any reports whether there are XIDs that have not ended.
+func (k *keeper) any() bool {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.load()
+	return len(k.gpus) > 0
+}
+
 // note records what was done with the kernel's log.
 func (k *keeper) note(ctx context.Context, log progress) {
 	k.mu.Lock()
@@ -319,6 +327,9 @@ func (k *keeper) of(g device.GPU) (whole []device.Health, partition func(device.
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.load()
+	if len(k.gpus[slotOf(g)].XIDs) == 0 {
+		return nil, func(device.Partition) []device.Health { return nil } // nearly always, and each Prepare asks
+	}
 	all := slices.SortedFunc(slices.Values(k.gpus[slotOf(g)].XIDs), func(a, b xid) int {
 		return cmp.Or(a.health().Compare(b.health()), b.Time.Compare(a.Time))
 	})

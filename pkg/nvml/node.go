@@ -51,6 +51,8 @@ type Node struct {
 	// attachment is written with both scanning and mu locked. Either lock suffices to read it.
 	attachment
 	traces traces
+	// loaded is the load of the kernel module that traces is of.
+	loaded uint64
 	// renewed is set when the driver was found again or a late call has returned. publish then notifies once and resets it.
 	renewed bool
 	known   map[string]*knownGPU
@@ -117,8 +119,9 @@ func New(options Options) *Node {
 	}
 }
 
-// awaitInterval is the time between two searches for a missing driver: some dozens of stat calls.
-const awaitInterval = time.Second
+// awaitInterval is the time between two searches for a missing driver: some dozens of stat calls. searchInterval is that between searches for
+// a driver elsewhere while there is one.
+const awaitInterval, searchInterval = time.Second, 30 * time.Second
 
 // Inventory returns the result of the last scan. It never waits.
 func (n *Node) Inventory() gpu.Inventory {
@@ -164,6 +167,7 @@ func (n *Node) Run(ctx context.Context) error {
 	reported := n.reported.Changed()
 	var pace pacer
 	read := time.Now()    // when everything was read last
+	searched := read      // when a driver elsewhere was looked for last
 	var hurried time.Time // when an XID last caused a scan
 	for {
 		if changed == nil && failure == nil {
@@ -192,8 +196,12 @@ func (n *Node) Run(ctx context.Context) error {
 		if deep {
 			read = time.Now()
 		}
+		search := deep && time.Since(searched) >= searchInterval
+		if search {
+			searched = time.Now()
+		}
 		before := cpuTime()
-		if failure = n.scanOnce(ctx, deep); failure != nil && !errors.Is(failure, ErrNoDriver) {
+		if failure = n.scanOnce(ctx, deep, search); failure != nil && !errors.Is(failure, ErrNoDriver) {
 			return failure
 		}
 		if changed != nil {
@@ -204,15 +212,15 @@ func (n *Node) Run(ctx context.Context) error {
 
 // Scan searches for the driver if there was none, and otherwise reads the driver and the GPUs, once. Run calls it; a caller that
 // caused a change may call it too. After an ErrNoDriver all GPUs are unhealthy.
-func (n *Node) Scan(ctx context.Context) error { return n.scanOnce(ctx, true) }
+func (n *Node) Scan(ctx context.Context) error { return n.scanOnce(ctx, true, true) }
 
-// scanOnce is Scan. Without deep it reads only the health of GPUs that are known.
-func (n *Node) scanOnce(ctx context.Context, deep bool) error {
+// scanOnce is Scan. Without deep it reads only the health of GPUs that are known, without search it looks for no driver elsewhere.
+func (n *Node) scanOnce(ctx context.Context, deep, search bool) error {
 	n.scanning.Lock()
 	defer n.scanning.Unlock()
 	err := n.ready()
 	if err == nil {
-		err = n.follow(deep)
+		err = n.follow(deep, search)
 	}
 	if err == nil && deep {
 		n.replug()
@@ -252,7 +260,7 @@ func (n *Node) attach() error {
 	if err != nil {
 		return &NoDriverError{Cause: err}
 	}
-	n.traces = n.options.traces(l)
+	n.loaded, n.traces = n.options.moduleLoad(0), n.options.traces(l)
 	n.mu.Lock()
 	n.attachment = attachment{&session{library: library, paused: &n.paused}, l, caps, n.options.majors()}
 	n.mu.Unlock()
@@ -268,11 +276,16 @@ func (n *Node) attach() error {
 	return nil
 }
 
-// follow attaches if nothing is attached, and again if the driver has changed. A driver elsewhere is found with deep only; the removal of this
-// one always.
-func (n *Node) follow(deep bool) error {
+// follow attaches if nothing is attached, and again if the driver has changed. Without deep it looks only whether the kernel module was
+// unloaded or loaded again: Run watches files and device nodes, and their changes cause a deep scan.
+func (n *Node) follow(deep, search bool) error {
 	if n.session != nil {
-		if n.options.traces(n.layout) == n.traces && !(deep && n.options.moved(n.layout)) {
+		loaded := n.options.moduleLoad(n.loaded)
+		if !deep && loaded == n.loaded {
+			return nil
+		}
+		n.loaded = loaded
+		if n.options.traces(n.layout) == n.traces && !(search && n.options.moved(n.layout)) {
 			return nil
 		}
 		n.letGo(func(s *session) { s.hold(false) })
