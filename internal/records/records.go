@@ -343,7 +343,7 @@ func (s *Store[K, V]) write(key K, value V) error {
 
 // openFile opens the file of a key, and creates it if it is missing. Anything but a file in its place is removed.
 func (s *Store[K, V]) openFile(name string) (int, error) {
-	fd, err := s.openat(name)
+	fd, err := s.openat(name, 0)
 	if err == nil {
 		return fd, nil
 	}
@@ -352,14 +352,12 @@ func (s *Store[K, V]) openFile(name string) (int, error) {
 			return -1, err
 		}
 	}
-	if err := s.create(name); err != nil {
-		return -1, err
-	}
-	return s.openat(name)
+	s.options.Step("create")
+	return s.openat(name, unix.O_CREAT)
 }
 
-func (s *Store[K, V]) openat(name string) (int, error) {
-	return unix.Openat(int(s.dir.Fd()), name, unix.O_WRONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC, 0)
+func (s *Store[K, V]) openat(name string, flags int) (int, error) {
+	return unix.Openat(int(s.dir.Fd()), name, unix.O_WRONLY|unix.O_NOFOLLOW|unix.O_NONBLOCK|unix.O_CLOEXEC|flags, 0o600)
 }
 
 // create creates an empty file, unless there is one.

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 
 	"k8s.io/dynamic-resource-allocation/kubeletplugin"
@@ -20,10 +21,17 @@ import (
 func TestPrepareHandsGPUsOver(t *testing.T) {
 	t.Parallel()
 	unclean := errors.New("used by process 4242 (python3)")
+	var mu sync.Mutex
 	var asked []string
+	var together sync.WaitGroup // both GPUs are handed over at the same time
+	together.Add(2)
 	r := newRig(t, machine(4), func(c *Config) {
 		c.HandOver = func(_ context.Context, uuid string) error {
+			mu.Lock()
 			asked = append(asked, uuid)
+			mu.Unlock()
+			together.Done()
+			together.Wait()
 			return unclean
 		}
 	})
@@ -35,9 +43,11 @@ func TestPrepareHandsGPUsOver(t *testing.T) {
 		t.Errorf("the claim holds %v although it was not prepared", holds)
 	}
 	unclean, asked = nil, nil
+	together.Add(2)
 	if err := r.ask(t.Context(), c); err != nil {
 		t.Error(err)
 	}
+	slices.Sort(asked)
 	if want := []string{uuidOf(1), uuidOf(2)}; !slices.Equal(asked, want) {
 		t.Errorf("handed over %v, want %v", asked, want)
 	}

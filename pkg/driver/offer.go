@@ -61,8 +61,9 @@ type Offer struct {
 	orphanSince map[device.Ref]time.Time
 	// inGPUPool records by GPU name whether the GPU was published in its GPU pool last.
 	inGPUPool map[string]bool
-	// profiles are the last known ones by GPU UUID.
-	profiles map[string][]device.Profile
+	// profiles are the last known ones by GPU UUID, geometries what follows from them.
+	profiles   map[string][]device.Profile
+	geometries map[string]mig.Geometry
 	// built are the GPU pools of the last build by GPU UUID. Most changes concern one GPU (BenchmarkOffer).
 	built map[string]builtPool
 	node  nodeSlices
@@ -116,7 +117,7 @@ func (o *Offer) build(f Facts) layout {
 		o.inGPUPool = map[string]bool{}
 	}
 	if o.profiles == nil {
-		o.profiles = map[string][]device.Profile{}
+		o.profiles, o.geometries = map[string][]device.Profile{}, map[string]mig.Geometry{}
 	}
 	builtBefore := o.built
 	o.built = map[string]builtPool{}
@@ -139,8 +140,7 @@ func (o *Offer) build(f Facts) layout {
 	allocations := map[string]allocated{}
 	for _, g := range gpus {
 		a := o.allocated(g, holds, f.Claims)
-		g = o.withKnownProfiles(g, a.inUse)
-		geometry := mig.NewGeometry(g.Profiles)
+		g, geometry := o.withKnownProfiles(g, a.inUse)
 		canPartition := kept.Counters && len(geometry.Profiles()) > 0
 		switch own := o.choosePool(g, a, f.ClaimsLate, canPartition); {
 		case own && canPartition:
@@ -188,7 +188,7 @@ func (o *Offer) choosePool(g device.GPU, a allocated, late, canPartition bool) b
 
 // withKnownProfiles returns the GPU with the profiles of the last build if NVML returned none this time, or fewer while claims use
 // the GPU: an NVML error must not remove allocated devices from the slices (TestGPUWithUnreadableProfiles).
-func (o *Offer) withKnownProfiles(g device.GPU, inUse bool) device.GPU {
+func (o *Offer) withKnownProfiles(g device.GPU, inUse bool) (device.GPU, mig.Geometry) {
 	known := o.profiles[g.UUID]
 	fewer := slices.ContainsFunc(known, func(p device.Profile) bool {
 		return !slices.ContainsFunc(g.Profiles, func(q device.Profile) bool { return q.ID == p.ID })
@@ -196,8 +196,10 @@ func (o *Offer) withKnownProfiles(g device.GPU, inUse bool) device.GPU {
 	if len(g.Profiles) == 0 || inUse && fewer {
 		g.Profiles = known
 	}
-	o.profiles[g.UUID] = g.Profiles
-	return g
+	if same := len(known) == len(g.Profiles) && (len(known) == 0 || &known[0] == &g.Profiles[0]); !same {
+		o.profiles[g.UUID], o.geometries[g.UUID] = g.Profiles, mig.NewGeometry(g.Profiles)
+	}
+	return g, o.geometries[g.UUID]
 }
 
 // noProfile is the profile ID of a partition of which only the placement is known.

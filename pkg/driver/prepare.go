@@ -129,19 +129,27 @@ func (d *Driver) cancel(ctx context.Context, p *preparation) {
 	}
 }
 
-// Step 4: hand the GPUs over from their earlier holders.
+// Step 4: hand the GPUs over from their earlier holders, all at the same time.
 func (d *Driver) handOver(ctx context.Context, p *preparation) error {
-	var done []string
-	for _, ref := range p.request.Devices {
-		if slices.Contains(done, ref.GPU) {
+	var all sync.WaitGroup
+	errs := make([]error, len(p.request.Devices))
+	for i, ref := range p.request.Devices {
+		if slices.ContainsFunc(p.request.Devices[:i], func(before device.Ref) bool { return before.GPU == ref.GPU }) {
 			continue
 		}
-		if err := d.HandOver(ctx, ref.GPU); err != nil {
-			return refuse(reasonNotClean, "device %s is not clean, retrying: %v", p.names[ref], err)
+		one := func() {
+			if err := d.HandOver(ctx, ref.GPU); err != nil {
+				errs[i] = refuse(reasonNotClean, "device %s is not clean, retrying: %v", p.names[ref], err)
+			}
 		}
-		done = append(done, ref.GPU)
+		if len(errs) == 1 {
+			one() // without the cost of a goroutine
+		} else {
+			all.Go(one)
+		}
 	}
-	return nil
+	all.Wait()
+	return cmp.Or(errs...)
 }
 
 // Step 5: create the partitions, and make dynamic GPUs whole. Only the GPU is locked meanwhile.
