@@ -95,6 +95,16 @@ func (e *endpoint) close(callDrain, disconnectDrain time.Duration) {
 	e.serving.Wait()
 }
 
+// leave is close where no endpoint follows: it asks kubelet to disconnect, once all answers are written. limit bounds that.
+func (e *endpoint) leave(callDrain, limit time.Duration) {
+	awaitNone(e.calls, callDrain)
+	close(e.stopping)
+	late := time.AfterFunc(limit, e.server.Stop)
+	defer late.Stop()
+	e.server.GracefulStop()
+	e.serving.Wait()
+}
+
 // awaitNone waits until nothing is counted. What begins meanwhile does not count.
 func awaitNone(counted *semaphore.Weighted, limit time.Duration) {
 	ctx, cancel := context.WithTimeout(context.Background(), limit)

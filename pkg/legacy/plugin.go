@@ -58,7 +58,7 @@ type times struct {
 	steady         time.Duration // a registration that lived this long clears the back-off
 	callDrain      time.Duration // for calls in flight: an Allocate may wait for the watch of pods and for Settling
 	drain          time.Duration // for kubelet to disconnect from an old socket before the next registration
-	stopDrain      time.Duration // the same when the plugin stops and registers no successor
+	stopDrain      time.Duration // for kubelet to take the last answers and disconnect when the plugin stops
 	pluginProbe    time.Duration // for another plugin's first device list
 	pluginInterval time.Duration // between two checks whether a conflicting device plugin still runs
 	takeOver       time.Duration // from a conflicting device plugin's end to the adoption of its pods

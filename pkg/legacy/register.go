@@ -196,11 +196,11 @@ func (r *registrar) register(ctx context.Context, kubelet fileID) error {
 		return endedBy(causeRefused, "%w", err)
 	}
 	defer func() {
-		disconnectDrain := r.times.drain
 		if ctx.Err() != nil {
-			disconnectDrain = r.times.stopDrain
+			e.leave(r.times.callDrain, r.times.stopDrain)
+		} else {
+			e.close(r.times.callDrain, r.times.drain)
 		}
-		e.close(r.times.callDrain, disconnectDrain)
 	}()
 	// kubelet takes every device of an ended endpoint for unhealthy, and soon reports so.
 	defer r.config.Acknowledge(r.resource, nil, false)
