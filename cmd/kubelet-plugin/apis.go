@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -43,10 +44,11 @@ func (a *agent) serveAPIs(ctx context.Context, c components) error {
 	}
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return object.Run(ctx) })
-	group.Go(func() error { return a.newLabels(ctx, c, c.devices, a.metrics).Run(ctx) })
-	if !c.pods.AwaitSync(ctx) || !a.awaitSpecs(ctx, c.specs) || !a.awaitMaintenance(ctx, object) {
+	if !c.pods.AwaitSync(ctx) {
 		return group.Wait()
 	}
+	var waits sync.WaitGroup
+	waits.Go(func() { _ = a.awaitSpecs(ctx, c.specs) && a.awaitMaintenance(ctx, object) })
 	if err := a.adopt(ctx, c); err != nil && ctx.Err() == nil {
 		klog.FromContext(ctx).Error(err, "Giving no device to new pods and claims until the pods from before the start are known")
 		a.event(corev1.EventTypeWarning, "HoldersUnknown", fmt.Sprintf("Serving no GPU to new pods, because kubelet may have given some to other pods before the agent started: %v", err))
@@ -56,8 +58,13 @@ func (a *agent) serveAPIs(ctx context.Context, c components) error {
 		})
 	}
 	// While another process gives the same devices away, the agent gives none.
-	plugin.FindConflicting(ctx)
 	claims.FindConflicting(ctx)
+	waits.Wait()
+	if ctx.Err() != nil {
+		return group.Wait()
+	}
+	plugin.FindConflicting(ctx) // it lists the devices, which have specs now
+	group.Go(func() error { return a.newLabels(ctx, c, c.devices, a.metrics).Run(ctx) })
 	group.Go(func() error { return c.usable.Run(ctx) })
 	// Claims are served in every mode: those that have devices may still have to be prepared, and must be unprepared.
 	group.Go(func() error { return claims.Run(ctx) })

@@ -11,6 +11,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"sync/atomic"
 
 	"golang.org/x/sys/unix"
@@ -198,7 +199,9 @@ func (f *specFile) repair() error {
 // Hook keeps a copy of the image's hook binary on the host, where the container runtime runs it. A nil Hook does nothing.
 type Hook struct {
 	source string
-	file   ownedFile
+	// installing allows one Ensure at a time.
+	installing sync.Mutex
+	file       ownedFile
 }
 
 // NewHook returns a Hook and writes nothing yet. source is the binary in the image. target is where this process sees the
@@ -208,8 +211,13 @@ func NewHook(source, target string) *Hook {
 }
 
 // Ensure installs the binary if it is missing or differs. It renames a complete file into place, so that a container that
-// starts at that moment runs the old or the new binary. Idempotent; one stat if nothing changed. Calls must not overlap.
+// starts at that moment runs the old or the new binary. Idempotent and safe for concurrent use; one stat if nothing changed.
 func (h *Hook) Ensure() error {
+	if h == nil {
+		return nil
+	}
+	h.installing.Lock()
+	defer h.installing.Unlock()
 	if h.intact() {
 		return nil
 	}

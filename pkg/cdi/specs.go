@@ -259,6 +259,10 @@ func (s *Specs) tryWriting() error {
 // Run follows the Source and repairs the files until ctx is done. It logs errors and retries. It returns an error if the directory itself was
 // removed from the host: only a new container gets the new one.
 func (s *Specs) Run(ctx context.Context) error {
+	// It reads all of the hook while the Source is asked. The first write installs the hook as well, and reports its error.
+	var installing sync.WaitGroup
+	defer installing.Wait()
+	installing.Go(func() { _ = s.options.Hook.Ensure() })
 	var changed <-chan struct{}
 	var err error
 	logged, delays := "", s.delays()
