@@ -29,6 +29,8 @@ type world struct {
 	unwritable error
 	unrecorded error
 	probes     int
+	// ledger announces changes of unrecorded only.
+	ledger broadcast.Signal
 	// read is when all GPUs were last read. xids are delivered to WatchXIDs.
 	read time.Time
 	xids chan device.XIDEvent
@@ -56,8 +58,9 @@ func (w *world) Unwritable() error { w.mu.Lock(); defer w.mu.Unlock(); return w.
 // book is the ledger of a world.
 type book struct{ *world }
 
-func (b book) Probe()            { b.mu.Lock(); defer b.mu.Unlock(); b.probes++ }
-func (b book) Unwritable() error { b.mu.Lock(); defer b.mu.Unlock(); return b.unrecorded }
+func (b book) Probe()                   { b.mu.Lock(); defer b.mu.Unlock(); b.probes++ }
+func (b book) Changed() <-chan struct{} { return b.ledger.Changed() }
+func (b book) Unwritable() error        { b.mu.Lock(); defer b.mu.Unlock(); return b.unrecorded }
 
 func (w *world) LastRead(string) time.Time { w.mu.Lock(); defer w.mu.Unlock(); return w.read }
 
@@ -195,7 +198,10 @@ func TestRun(t *testing.T) {
 	}
 	set(nil)
 	changed := i.WithoutCDI().Changed()
-	w.change(func() { w.unrecorded = errDisk })
+	w.mu.Lock()
+	w.unrecorded = errDisk
+	w.ledger.Notify()
+	w.mu.Unlock()
 	<-changed
 	event("Warning DeviceNotRecordable", errDisk.Error())
 	for range 500 { // also when a tick comes at the same time

@@ -532,7 +532,7 @@ func TestResetWhenIdle(t *testing.T) {
 				t.Errorf("%v resets are counted as %s, want 3: none of them ended the fault", got, metric)
 			}
 		}
-		w.change(func() { w.inventory.GPUs[0].Faults = nil })
+		w.change(func() { w.inventory.GPUs[0].Faults, w.inventory.GPUs[1].Faults = nil, nil })
 		resets()
 		w.change(func() { w.inventory.GPUs[0].Faults = []device.Health{{Reason: device.ReasonResetRequired}} })
 		if got := resets(); got != "GPU-0 GPU-0 GPU-0 GPU-0" {
