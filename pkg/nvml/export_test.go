@@ -16,6 +16,9 @@ func Open(ctx context.Context, options Options) (*Node, error) {
 	return n, n.Scan(ctx)
 }
 
+// ScanHealth is the scan of each second, which reads no more than health.
+func (n *Node) ScanHealth(ctx context.Context) error { return n.scanOnce(ctx, false, false) }
+
 func mustOpen(t *testing.T, options Options) *Node {
 	t.Helper()
 	n, err := Open(t.Context(), options)

@@ -16,6 +16,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 	"github.com/tandem-gpu/tandem/simulated"
@@ -449,6 +450,41 @@ func TestADriverElsewhereIsFound(t *testing.T) {
 	scan(t, node)
 	if root := node.DriverRoot(); root != "/run/nvidia/driver" {
 		t.Errorf("the driver is in %s", root)
+	}
+}
+
+// A scan of health, once a second, notices that the kernel module was unloaded or loaded again. Nothing else announces that.
+func TestAnotherModuleIsNoticedWithinASecond(t *testing.T) {
+	m := newMachine(t, "h100x8")
+	module := filepath.Join(m.options.SysfsRoot, "module/nvidia")
+	load := func() {
+		t.Helper()
+		if err := os.MkdirAll(module, 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(module, "version"), []byte(m.profile.Driver.Version), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	load()
+	node := m.open(t)
+	noticed := func() bool {
+		changed := node.Changed()
+		_ = node.ScanHealth(t.Context())
+		return broadcast.Happened(changed)
+	}
+	if noticed() {
+		t.Error("a scan without a change announces one")
+	}
+	if err := os.Rename(module, module+".unloaded"); err != nil {
+		t.Fatal(err)
+	}
+	if !noticed() {
+		t.Error("the module was unloaded, and nothing is announced")
+	}
+	load()
+	if !noticed() {
+		t.Error("the module was loaded again, and nothing is announced")
 	}
 }
 
