@@ -21,7 +21,9 @@ func TestUnserved(t *testing.T) {
 		want   string
 	}{
 		"the agent is gone": {func(m *machine) { m.seen = ago(20 * time.Minute) },
-			"since " + at(20*time.Minute) + ": the agent is silent, and this is the state of that time"},
+			"its agent has been silent since " + at(20*time.Minute) + ": this is the state of that time, and new pods may get no GPU"},
+		"no driver, and gone": {func(m *machine) { m.waiting, m.seen, m.since = "no NVIDIA driver", ago(time.Hour), ago(2*time.Hour) },
+			"since " + at(2*time.Hour) + ": no NVIDIA driver; the agent is silent since " + at(time.Hour)},
 		"the agent has stopped": {func(m *machine) {
 			m.waiting, m.seen, m.since = "the agent has stopped", ago(time.Second), ago(time.Second)
 		},
@@ -44,7 +46,7 @@ func TestUnserved(t *testing.T) {
 			}
 			p, _, _ := w.plugin(t)
 			address := w.serve(t, p)
-			screens["the page"] = awaitPage(t, address, "node-1", "ml/late", "no GPU for new pods")
+			screens["the page"] = awaitPage(t, address, "node-1", "ml/late", c.want)
 			_, screens["the page of the node"], _ = get(address + "node?name=node-1")
 			_, screens["the page of the pod"], _ = get(address + "why?namespace=ml&pod=late")
 			for view, got := range screens {

@@ -91,13 +91,20 @@ const (
 	adoptInterval = time.Second
 )
 
+// errHoldersUnknown names no pod, because every pod may read /readyz.
+var errHoldersUnknown = errors.New("it is not known which pods from before the agent's start have GPUs: see event HoldersUnknown of the node")
+
 // adopt adds holds of pods that kubelet had admitted before the start, by another plugin, and not started: Restore takes them for ended
 // ones, because it does not know the node's pods. While that fails, no device is given to a new holder.
 func (a *agent) adopt(ctx context.Context, c components) error {
 	err := c.adopt(ctx)
 	if ctx.Err() == nil {
-		c.book.Withhold(sourceStart, err)
 		c.adopted.Store(err == nil)
+		var reason error
+		if err != nil {
+			reason = errHoldersUnknown
+		}
+		c.book.Withhold(sourceStart, reason)
 	}
 	return err
 }

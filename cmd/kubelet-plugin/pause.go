@@ -109,6 +109,7 @@ func (p *pause) set(ctx context.Context, by string) error {
 
 // resume returns an error if only a new process can use the driver.
 func (p *pause) resume(ctx context.Context) error {
+	// The scan's change of the inventory has the GPUNode written, without the reason.
 	p.status.Waiting("pause", nil)
 	err := p.c.node.Resume(ctx)
 	klog.FromContext(ctx).Info("Resuming after a pause of the driver")

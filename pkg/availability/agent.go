@@ -3,6 +3,7 @@
 package availability
 
 import (
+	"strings"
 	"time"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
@@ -12,14 +13,25 @@ import (
 // missing.
 const SilentAfter = 150 * time.Second
 
-// AsOf returns a GPUNode as it is to be read at a time: if its agent is silent, status.waiting says so, unless the agent gave a reason itself.
-// Every view reads GPUNodes through it. An agent of an older version does not write status.seen, and is never silent. AsOf is a pure function
-// and does not change the node.
+// What status.waiting says of an agent that does not run. An agent writes Stopped at its end, and AsOf sets Silent.
+const (
+	Stopped = "the agent has stopped"
+	Silent  = "the agent is silent"
+)
+
+// AsOf returns a GPUNode as it is to be read at a time, by the clock of who reads it: if its agent is silent, status.waiting says so, behind a
+// reason that the agent gave. Every view reads GPUNodes through it. An agent of an older version does not write status.seen, and is never silent.
+// AsOf is a pure function and does not change the node.
 func AsOf(now time.Time, node v1alpha1.GPUNode) v1alpha1.GPUNode {
-	if s := &node.Status; s.Waiting == "" && s.Seen != nil && now.Sub(s.Seen.Time) > SilentAfter {
-		s.Waiting, s.WaitingSince = silent, s.Seen
+	s := &node.Status
+	if s.Seen == nil || now.Sub(s.Seen.Time) <= SilentAfter {
+		return node
+	}
+	switch suffix := "; " + Silent + " since " + s.Seen.UTC().Format(time.RFC3339); {
+	case s.Waiting == "":
+		s.Waiting, s.WaitingSince = Silent, s.Seen
+	case s.Waiting != Stopped && s.Waiting != Silent && !strings.HasSuffix(s.Waiting, suffix):
+		s.Waiting += suffix
 	}
 	return node
 }
-
-const silent = "the agent is silent, and this is the state of that time"

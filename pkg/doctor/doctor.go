@@ -20,6 +20,7 @@ import (
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/runtimes"
 	buildversion "github.com/tandem-gpu/tandem/internal/version"
+	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/explain"
 )
@@ -143,7 +144,7 @@ const (
 
 // Examine returns the problems of an installation, the errors first. It is a pure function.
 func Examine(f Facts) []Finding {
-	e := &examination{Facts: f}
+	e := &examination{Facts: f, starting: map[string]bool{}}
 	if e.installed() {
 		for _, check := range []func(){
 			e.versions, e.bindings, e.agents, e.nodes, e.runtimes, e.devices, e.controller, e.webhook, e.policies,
@@ -161,6 +162,8 @@ func Examine(f Facts) []Finding {
 type examination struct {
 	Facts
 	found []Finding
+	// starting are the nodes whose agents are not ready or end, of which agents reports what is to be reported.
+	starting map[string]bool
 }
 
 func (e *examination) add(severity Severity, object, page, action, problem string, args ...any) {
@@ -249,20 +252,35 @@ func (e *examination) agents() {
 	}
 	for _, pod := range e.Agents {
 		ready, since := readiness(&pod)
+		if !ready || pod.DeletionTimestamp != nil {
+			e.starting[pod.Spec.NodeName] = true
+		}
 		if ready || pod.DeletionTimestamp != nil {
 			continue
 		}
-		w := waitsFor(&pod)
+		w := e.waitsFor(&pod)
 		severity := Error
 		if !w.failed && e.Now.Sub(since) < rollout {
 			severity = Warning
 		}
-		if event, found := e.lastEvent(pod.Spec.NodeName, time.Time{}, anyType...); found && !w.failed {
+		if why := e.saysItself(pod.Spec.NodeName); why != "" && !w.failed {
+			w.why = why
+		} else if event, found := e.lastEvent(pod.Spec.NodeName, time.Time{}, anyType...); found && !w.failed {
 			w.why = said(event)
 		}
 		e.add(severity, "node "+pod.Spec.NodeName, pageInstallation, w.action(&pod),
 			"its agent has not been ready since %s: %s", since.UTC().Format(time.RFC3339), cmp.Or(w.why, "no reason is known"))
 	}
+}
+
+// saysItself returns the reason that the agent of a node has written into its GPUNode; empty if it has written none, or does not run.
+func (e *examination) saysItself(node string) string {
+	for _, n := range e.GPUNodes {
+		if w := n.Status.Waiting; n.Name == node && w != availability.Stopped && !strings.Contains(w, availability.Silent) {
+			return explain.OneLine(w)
+		}
+	}
+	return ""
 }
 
 // nodes checks nodes that have GPUs and no agent, or agents that serve less than they should.
@@ -279,7 +297,7 @@ func (e *examination) nodes() {
 			e.add(Error, "node "+n.Name, pageInstallation,
 				"let the DaemonSet select the node, or delete its GPUNode, which ends the maintenance of its GPUs: kubectl delete gpunode "+n.Name,
 				"it has a GPUNode and no agent, so that what the GPUNode says is outdated")
-		case n.Status.Waiting != "" && !e.reported("node "+n.Name):
+		case n.Status.Waiting != "" && !e.starting[n.Name]:
 			e.add(Error, "node "+n.Name, pageInstallation, "see the events of the node: kubectl describe node "+n.Name, "%s", explain.WhyUnserved(n.Status))
 		}
 	}
@@ -540,11 +558,13 @@ type wait struct {
 }
 
 // waitsFor returns what the first container that is not ready waits for, or the scheduler. A container behind an init container waits for that.
-func waitsFor(pod *corev1.Pod) wait {
+func (e *examination) waitsFor(pod *corev1.Pod) wait {
 	for _, c := range slices.Concat(pod.Status.InitContainerStatuses, pod.Status.ContainerStatuses) {
 		of := wait{container: c.Name}
 		for _, ended := range []*corev1.ContainerStateTerminated{c.LastTerminationState.Terminated, c.State.Terminated} {
-			if ended != nil && ended.ExitCode != 0 && !c.Ready {
+			running := c.State.Running
+			lately := running == nil || e.Now.Sub(running.StartedAt.Time) < rollout
+			if ended != nil && ended.ExitCode != 0 && !c.Ready && lately {
 				of.failed, of.before = true, c.State.Terminated == nil
 				of.why = fmt.Sprintf("container %s has ended with exit code %d (%s), %s", c.Name, ended.ExitCode, ended.Reason, explain.Number(int(c.RestartCount), "restart"))
 			}
@@ -566,7 +586,7 @@ func waitsFor(pod *corev1.Pod) wait {
 	return wait{container: agentContainer(pod)}
 }
 
-// agentContainer returns the only container that has no status of its own.
+// agentContainer returns the container of the agent; empty if the pod has none.
 func agentContainer(pod *corev1.Pod) string {
 	if len(pod.Spec.Containers) == 0 {
 		return ""

@@ -5,6 +5,7 @@ package driver
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"maps"
 	"path"
@@ -42,11 +43,11 @@ type ForeignDriverError struct {
 	Claim string
 }
 
-// Error names the driver and the remedy.
+// Error names the driver and the remedy. It does not name the claim, because every pod may read /readyz, and more people GPUNodes than claims.
 func (e *ForeignDriverError) Error() string {
 	if e.Claim != "" {
-		return fmt.Sprintf("DRA driver %s no longer publishes GPUs of this node, but pods still use its claim %s of them: end these pods",
-			e.DriverName, e.Claim)
+		return fmt.Sprintf("DRA driver %s no longer publishes GPUs of this node, but pods still use a claim of them: end the pods with the claim that event "+
+			"ConflictingDriver of the node names", e.DriverName)
 	}
 	return fmt.Sprintf("DRA driver %s publishes a GPU of this node, too (%s %s, device %s of ResourceSlice %s): end the pods with its claims and uninstall it, "+
 		"or let only one of the two drivers manage this GPU", e.DriverName, e.Attribute, e.Value, e.Device, e.Slice)
@@ -208,7 +209,7 @@ func (d *Driver) withholdForeign(ctx context.Context, found map[string]foreignDe
 		return false
 	}
 	d.Ledger.Withhold(sourceForeign, reason)
-	if text := reason.Error(); text != d.foreignSaid {
+	if text := reason.Error() + reason.Claim; text != d.foreignSaid {
 		d.foreignSaid = text
 		d.reportForeign(ctx, "Serving nothing new while another DRA driver has GPUs of this node", reason)
 	}
@@ -216,8 +217,12 @@ func (d *Driver) withholdForeign(ctx context.Context, found map[string]foreignDe
 }
 
 func (d *Driver) reportForeign(ctx context.Context, message string, reason error) {
-	klog.FromContext(ctx).Info(message, "reason", reason.Error())
-	d.Recorder.Event(regarding.Node(d.NodeName), corev1.EventTypeWarning, "ConflictingDriver", reason.Error())
+	text := reason.Error()
+	if foreign, is := errors.AsType[*ForeignDriverError](reason); is && foreign.Claim != "" {
+		text += ": " + foreign.Claim
+	}
+	klog.FromContext(ctx).Info(message, "reason", text)
+	d.Recorder.Event(regarding.Node(d.NodeName), corev1.EventTypeWarning, "ConflictingDriver", text)
 }
 
 // claimsOfForeign returns a claim of such devices that a driver prepared and a pod may use. kubelet's state has the claim until the driver

@@ -25,6 +25,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/broadcast"
+	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/mps"
@@ -393,7 +394,7 @@ func TestWithheld(t *testing.T) {
 		return s.Waiting == "another DRA driver" && s.WaitingSince.Equal(&old)
 	})
 	stop()
-	if left := f.api.object("node-1").Status; left.Waiting != stopped || !left.WaitingSince.Equal(&old) {
+	if left := f.api.object("node-1").Status; left.Waiting != availability.Stopped || !left.WaitingSince.Equal(&old) {
 		t.Errorf("it left %q since %v", left.Waiting, left.WaitingSince)
 	}
 	f.ledger.Withhold("a test", nil)
@@ -461,7 +462,7 @@ func TestLeaves(t *testing.T) {
 			meanwhile(f)
 			stop()
 			left := f.api.object("node-1").Status
-			if left.Waiting != stopped || left.WaitingSince == nil || left.ExtendedResource != "" || left.Devices[1].ExtendedResourceState != "" || left.Holders != "gpu-0=apps/c1(claim)" || left.Mode != "Dual" {
+			if left.Waiting != availability.Stopped || left.WaitingSince == nil || left.ExtendedResource != "" || left.Devices[1].ExtendedResourceState != "" || left.Holders != "gpu-0=apps/c1(claim)" || left.Mode != "Dual" {
 				t.Errorf("it left %+v", left)
 			}
 			f.start()

@@ -19,7 +19,7 @@ type Waiting struct {
 	// before Reason is called.
 	Reason  func() string
 	Changed func() <-chan struct{}
-	// OnlyEarlierBoots leaves a status of this boot, and one that names no boot: its holders may still be true.
+	// OnlyEarlierBoots leaves the devices in a status of this boot, and in one that names no boot: their holders may still be true.
 	OnlyEarlierBoots bool
 }
 
@@ -58,12 +58,16 @@ func (o *Object) correct(ctx context.Context, w Waiting) (bool, error) {
 	}
 	object, _ := o.view.current()
 	boot := o.config.Facts.BootID
-	if object == nil || w.OnlyEarlierBoots && (object.Status.BootID == "" || object.Status.BootID == boot) {
+	if object == nil {
 		return false, nil
 	}
-	status := v1alpha1.GPUNodeStatus{
-		Waiting: w.Reason(), BootID: boot, ObservedGeneration: object.Status.ObservedGeneration,
-		Daemons: object.Status.Daemons, UnknownDaemons: object.Status.UnknownDaemons,
+	status := object.Status
+	status.Waiting = w.Reason()
+	if !w.OnlyEarlierBoots || status.BootID != "" && status.BootID != boot {
+		status = v1alpha1.GPUNodeStatus{
+			Waiting: status.Waiting, BootID: boot, ObservedGeneration: status.ObservedGeneration,
+			Daemons: status.Daemons, UnknownDaemons: status.UnknownDaemons,
+		}
 	}
 	if same(object.Status, status) && object.Status.Seen != nil && time.Since(object.Status.Seen.Time).Abs() < o.times.heartbeat/2 {
 		return true, nil

@@ -11,6 +11,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/broadcast"
+	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/mps"
@@ -64,7 +65,7 @@ func TestWaiting(t *testing.T) {
 	f.awaitStatus("what is true with a driver", func(s v1alpha1.GPUNodeStatus) bool { return s.Waiting == "" && s.Holders != "" })
 }
 
-// While the agent scans, a status of this boot stays: its holders are still true. A node without a GPU gets no object.
+// While the agent scans, the holders in a status of this boot stay, because they are still true. A node without a GPU gets no object.
 func TestWaitingLeavesWhatMayBeTrue(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)
@@ -88,8 +89,16 @@ func TestWaitingLeavesWhatMayBeTrue(t *testing.T) {
 			f.api.store(o)
 		})
 		stop = f.wait(boot, w)
+		f.awaitStatus("what the agent does", func(s v1alpha1.GPUNodeStatus) bool {
+			return s.Waiting == "reads GPUs" && s.Holders != "" && s.BootID == before
+		})
 		f.quiet()
 		stop()
+		f.api.set(func() {
+			o := f.api.objects["node-1"].DeepCopy()
+			o.Status.Waiting = availability.Stopped
+			f.api.store(o)
+		})
 	}
 	f.api.set(func() {
 		o := f.api.objects["node-1"].DeepCopy()

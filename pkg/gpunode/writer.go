@@ -267,7 +267,7 @@ func (o *Object) leave(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, leaveTimeout)
 	defer cancel()
 	facts := o.facts()
-	facts.Limits, facts.Waiting = device.Resources{}, stopped
+	facts.Limits, facts.Waiting = device.Resources{}, availability.Stopped
 	status := bounded(Status(facts))
 	for range 2 {
 		object, _ := o.view.current()
@@ -285,9 +285,6 @@ func (o *Object) leave(ctx context.Context) {
 		}
 	}
 }
-
-// stopped is why new pods get no GPU after the agent.
-const stopped = "the agent has stopped"
 
 // create creates the object. The node owns it, so it is deleted with the node.
 func (o *Object) create(ctx context.Context, node types.UID) error {

@@ -170,6 +170,9 @@ func (r *Reconciler) isUnknown() bool {
 	return len(r.unknown()) > 0
 }
 
+// errUnknown names no pod, because every pod may read /readyz, and more people GPUNodes than pods.
+var errUnknown = errors.New("another device plugin gave pods devices whose GPUs are not known: end the pods that event DeviceOfUnknownGPU of the node names")
+
 // withholdUnknown keeps the node from serving while a pod has a device and its GPU is not known: any GPU may be the one. It reports
 // each change once. Under lateMu, or before Run.
 func (r *Reconciler) withholdUnknown(ctx context.Context) {
@@ -190,11 +193,11 @@ func (r *Reconciler) withholdUnknown(ctx context.Context) {
 	if more := len(unknown) - namedDevices; more > 0 {
 		text += fmt.Sprintf(" and %d more", more)
 	}
-	reason := fmt.Errorf("another device plugin gave pods devices whose GPUs are not known (%s): end these pods", text)
-	r.Ledger.Withhold(sourceUnknown, reason)
+	r.Ledger.Withhold(sourceUnknown, errUnknown)
 	if r.unknownBefore != text {
 		klog.FromContext(ctx).Info("Serving nothing new while pods have devices of unknown GPUs", "devices", text)
-		r.Recorder.Eventf(regarding.Node(r.NodeName), corev1.EventTypeWarning, "DeviceOfUnknownGPU", "Serving no GPU to new pods: %s", reason)
+		r.Recorder.Eventf(regarding.Node(r.NodeName), corev1.EventTypeWarning, "DeviceOfUnknownGPU",
+			"Serving no GPU to new pods: another device plugin gave pods devices whose GPUs are not known (%s): end these pods", text)
 	}
 	r.unknownBefore = text
 }

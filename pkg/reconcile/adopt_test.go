@@ -86,7 +86,10 @@ func TestUnknownDeviceKeepsTheNodeFromServing(t *testing.T) {
 			g.checkpoint("p1", id)
 			must(t, g.r.Restore(t.Context()))
 			g.want()
-			g.refuses(id, resource, "p1")
+			g.refuses("DeviceOfUnknownGPU")
+			if reasons := g.book.Withheld().Error(); strings.Contains(reasons, "p1") {
+				t.Errorf("%q names a pod", reasons)
+			}
 			event := g.event()
 			for _, word := range []string{"Warning DeviceOfUnknownGPU", id, resource, "pod p1"} {
 				if !strings.Contains(event, word) {
@@ -97,10 +100,10 @@ func TestUnknownDeviceKeepsTheNodeFromServing(t *testing.T) {
 			g.r.latePodHolds = nil
 			g.book.Withhold(sourceUnknown, nil)
 			must(t, g.r.Restore(t.Context()))
-			g.refuses(id)
+			g.refuses("DeviceOfUnknownGPU")
 			g.run()
 			g.stays()
-			g.refuses(id)
+			g.refuses("DeviceOfUnknownGPU")
 			// The pod ends. kubelet's checkpoint still names it.
 			g.noGroup("p1")
 			g.deletePod("p1")
@@ -118,7 +121,7 @@ func TestUnknownDeviceBecomesKnown(t *testing.T) {
 	g.checkpoint("p1", "nvidia2")
 	must(t, g.r.Restore(t.Context()))
 	g.run()
-	g.refuses("nvidia2")
+	g.refuses("DeviceOfUnknownGPU")
 	g.setGPUs("GPU-0", "GPU-2")
 	g.await("GPU-2: pod nvidia2 held [p1]")
 	g.awaitServing()
@@ -143,7 +146,7 @@ func TestUnknownDeviceWithoutCheckpoint(t *testing.T) {
 	must(t, g.r.Restore(t.Context()))
 	g.run()
 	g.stays()
-	g.refuses("card-a")
+	g.refuses("DeviceOfUnknownGPU")
 	g.change(func() { g.used = nil })
 	g.awaitServing()
 }
@@ -170,7 +173,7 @@ func TestAdopt(t *testing.T) {
 	must(t, g.book.Withheld())
 	g.checkpoint("own", "GPU-4", "p1", "nvidia1", "p1", "card-a")
 	must(t, g.r.Adopt(t.Context()))
-	g.refuses("card-a", "apps/p1")
+	g.refuses("DeviceOfUnknownGPU")
 	g.replace(podstate.DeviceCheckpointPath(g.dir), []byte("{"))
 	if err := g.r.Adopt(t.Context()); err == nil {
 		t.Error("adopted without kubelet's checkpoint")
@@ -198,15 +201,15 @@ func TestAdoptAfterTheStart(t *testing.T) {
 	}
 	want := []string{"GPU-1: pod GPU-1 held [p1]", "GPU-2: claim c1 held [p4]"}
 	g.await(want...)
-	g.refuses("card-a", "apps/p3")
+	g.refuses("DeviceOfUnknownGPU")
 	// Devices that come late are not forgotten while their pods have started nothing.
 	g.stays(want...)
-	g.refuses("card-a")
+	g.refuses("DeviceOfUnknownGPU")
 	g.setGPUs("GPU-0", "GPU-1", "GPU-2", "GPU-7")
 	g.await(append(want, "GPU-7: pod GPU-7 held [p2]")...)
 	g.deletePod("p3")
 	g.stays(append(want, "GPU-7: pod GPU-7 held [p2]")...)
-	g.refuses("card-a") // a frozen kubelet may start it yet
+	g.refuses("DeviceOfUnknownGPU") // a frozen kubelet may start it yet
 }
 
 // Another driver may still be preparing a claim when its sockets are gone. A claim that nothing prepares any more, or whose pods have

@@ -418,17 +418,21 @@ func TestUnservedNode(t *testing.T) {
 		_, err := s.Cluster.Kubectl(s.Ctx, "patch", "-n", install.Namespace, agents, "--type=merge", "-p", `{"spec":{"template":{"spec":{"nodeSelector":{"kubernetes.io/os":"linux"}}}}}`)
 		return err
 	})
-	s.Shows("that the agent has ended", func(n gpunode.GPUNode) bool { return n.Status.Waiting == "the agent has stopped" && n.Status.Holders != "" })
+	s.Shows("that the agent has ended", func(n gpunode.GPUNode) bool {
+		return n.Status.Waiting == "the agent has stopped" && n.Status.Holders != ""
+	})
 	s.Manifest(manifests.Pod("limit", "late") + manifests.Pod("claim", "late-claim"))
 	says("the agent has stopped")
 	// What an agent leaves that has died ten minutes ago.
 	died := time.Now().Add(-10 * time.Minute).UTC().Format(time.RFC3339)
 	s.Kubectl("patch", "gpunode", gpuNode, "--subresource=status", "--type=merge", "-p", fmt.Sprintf(`{"status":{"waiting":null,"waitingSince":null,"seen":%q}}`, died))
-	says("the agent is silent")
+	says("its agent has been silent since")
 	start()
 	s.RolledOut()
 	s.Running(soon, 3, 0)
-	s.Shows("no reason", func(n gpunode.GPUNode) bool { return n.Status.Waiting == "" && time.Since(n.Status.Seen.Time) < 2*time.Minute })
+	s.Shows("no reason", func(n gpunode.GPUNode) bool {
+		return n.Status.Waiting == "" && time.Since(n.Status.Seen.Time) < 2*time.Minute
+	})
 	s.NoDoubleOwners()
 }
 
