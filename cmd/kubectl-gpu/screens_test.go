@@ -353,9 +353,9 @@ func screens() map[string]func(*testing.T) string {
 			claim("late-gpu", spec("gpu.nvidia.com", selector(`device.attributes["gpu.nvidia.com"].productName == "NVIDIA B200"`)))), "why", "late"),
 		"why-fails": show(of(h100s("node-1", 8), pending("late", byTemplate("single", "late-gpu")),
 			claim("late-gpu", spec("gpu.nvidia.com", selector(`device.attributes["gpu.nvidia.com"].productNam == "NVIDIA H100"`)))), "why", "late"),
-		"why-fails-some": show(world{machines: []*machine{h100s("node-1", 8), withoutMemory("node-2")}, namespaces: []string{""}, objects: []runtime.Object{
+		"why-fails-some": show(world{machines: []*machine{h100s("node-1", 8), withoutNVLink("node-2")}, namespaces: []string{""}, objects: []runtime.Object{
 			pending("late", byTemplate("single", "late-gpu")),
-			claim("late-gpu", spec("gpu.nvidia.com", selector(`device.capacity["gpu.nvidia.com"].memory.compareTo(quantity("40Gi")) >= 0`)))}}, "why", "late"),
+			claim("late-gpu", spec("gpu.nvidia.com", selector(`device.attributes["gpu.nvidia.com"].nvlinkDomain == "domain-node-1"`)))}}, "why", "late"),
 		"why-constraint": show(of(h100s("node-1", 8), pending("late", byTemplate("single", "late-gpu")), claim("late-gpu", func() resourceapi.ResourceClaimSpec {
 			s := spec("gpu.nvidia.com", func(r *resourceapi.ExactDeviceRequest) { r.Count = 8 })
 			s.Devices.Constraints = []resourceapi.DeviceConstraint{{MatchAttribute: ptr.To[resourceapi.FullyQualifiedName]("resource.kubernetes.io/numaNode")}}

@@ -161,7 +161,7 @@ func TestPageOfAFleet(t *testing.T) {
 	p, _, _ := w.plugin(t)
 	address := w.serve(t, p)
 	body := awaitPage(t, address, "Nodes 1 to 50 of 60", ">480 GPUs<", ">120 waiting pods<", ">1 with a problem<", ">StatefulSet ml/train</a> <span>60 pods</span>",
-		"51 more owners", "all 480 GPUs of 60 nodes are held or unhealthy", "gpu-2: Unhealthy: XID: XID 79", "<b>production</b> <span>10.0.0.1:6443</span> <span>as jane</span>")
+		"51 more owners", "all 480 GPUs of 60 nodes are held or unhealthy", "gpu-2: Unhealthy: XID: 79", "<b>production</b> <span>10.0.0.1:6443</span> <span>as jane</span>")
 	if first := strings.Index(body, `id="node-node-`); !strings.HasPrefix(body[first:], `id="node-node-059"`) || strings.Contains(body, "node-055") || strings.Contains(body, "<table") {
 		t.Errorf("the nodes:\n%s", body)
 	}

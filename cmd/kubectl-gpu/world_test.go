@@ -183,10 +183,10 @@ func (m *machine) node() *corev1.Node {
 	}
 }
 
-// withoutMemory is a node with a GPU that does not report its memory.
-func withoutMemory(name string) *machine {
+// withoutNVLink is a node with a GPU that has no attribute for NVLink.
+func withoutNVLink(name string) *machine {
 	m := h100s(name, 1)
-	m.gpu(0).MemoryBytes, m.gpu(0).ProductName = 0, "NVIDIA GB10"
+	m.gpu(0).NVLinkDomain, m.gpu(0).ProductName = "", "NVIDIA L4"
 	return m
 }
 
