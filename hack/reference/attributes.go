@@ -52,6 +52,9 @@ var meanings = map[string]string{
 // memorySlice are the capacities of a partition's place, of which there is one for each slice.
 var memorySlice = regexp.MustCompile(`^memorySlice\d+$`)
 
+// guard is true for devices that have an attribute.
+const guard = `has(device.attributes["gpu.nvidia.com"].nvlinkDomain)`
+
 // Kinds of devices with attributes of their own.
 const (
 	wholeGPU = "GPUs"
@@ -203,7 +206,7 @@ func attributesPage(string) (string, error) {
 		"A claim selects devices by these attributes and capacities: `selectors: [{cel: {expression: …}}]`. The expressions below are true for "+
 			"an H100, or for half of one. Names without a domain are in the domain of the driver, `gpu.nvidia.com` unless the chart's `driverName` "+
 			"is another one. A device lacks what its driver does not report, and an expression that reads such an attribute is an error: ask "+
-			"first, `\"nvlinkDomain\" in device.attributes[\"gpu.nvidia.com\"] && …`. `kubectl get resourceslices -o yaml` shows the values of "+
+			"first, `"+guard+" && …`. `kubectl get resourceslices -o yaml` shows the values of "+
 			"your nodes, and [examples](../../examples/README.md) has claims.")
 	for _, part := range []struct {
 		title string

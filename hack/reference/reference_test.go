@@ -171,6 +171,8 @@ func TestAttributes(t *testing.T) {
 	for _, p := range capacities {
 		selects(t, strings.ReplaceAll(p.selector, "<n>", "0"), kinds[p.on[0]])
 	}
+	selects(t, guard, kinds[wholeGPU])
+	selects(t, "!"+guard, kinds[static])
 	source, err := os.ReadFile(filepath.Join(root, "pkg", "driver", "attributes.go"))
 	if err != nil {
 		t.Fatal(err)
