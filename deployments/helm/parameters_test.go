@@ -43,13 +43,13 @@ func TestParametersPolicy(t *testing.T) {
 		gpu("sharing: {strategy: TimeSlicing, timeSlicingConfig: {interval: null}}"):                                allowed,
 		gpu("sharing: {strategy: TimeSlicing, timeSlicingConfig: {interval: Medium}, mpsConfig: null}"):             allowed,
 		"{apiVersion: resource.nvidia.com/v1beta1, kind: MigDeviceConfig, sharing: {strategy: MPS}}":                allowed,
-		"{apiVersion: resource.nvidia.com/v1beta1, kind: VfioDeviceConfig, iommu: {backendPolicy: LegacyOnly}}":     allowed,
+		"{apiVersion: resource.nvidia.com/v1beta1, kind: VfioDeviceConfig, iommu: {backendPolicy: LegacyOnly}}":     "kind: must be GpuConfig or MigDeviceConfig",
 		"{}":              "apiVersion: must be resource.nvidia.com/v1beta1",
 		"null":            nodeFinds,
 		"[]":              nodeFinds,
 		"{apiVersion: 1}": "apiVersion: must be",
 		"{apiVersion: resource.nvidia.com/v1alpha1, kind: GpuConfig}":              "apiVersion: must be",
-		"{apiVersion: resource.nvidia.com/v1beta1, kind: GPUConfig}":               "kind: must be GpuConfig, MigDeviceConfig or VfioDeviceConfig",
+		"{apiVersion: resource.nvidia.com/v1beta1, kind: GPUConfig}":               "kind: must be GpuConfig or MigDeviceConfig",
 		"{apiVersion: resource.nvidia.com/v1beta1}":                                "kind: must be",
 		gpu("shearing: {strategy: MPS}"):                                           "config[*].opaque.parameters.shearing: unknown field",
 		gpu("iommu: {}"):                                                           "parameters.iommu: unknown field",
@@ -80,14 +80,14 @@ func TestParametersPolicy(t *testing.T) {
 		mps("defaultPerDevicePinnedMemoryLimit: {gpu-0: 1Gi}"):                     nodeFinds,
 		mps("multiUser: 'yes'"):                                                    nodeFinds,
 		"{apiVersion: resource.nvidia.com/v1beta1, kind: MigDeviceConfig, sharing: {strategy: TimeSlicing, timeSlicingConfig: {}}}": nodeFinds,
-		"{apiVersion: resource.nvidia.com/v1beta1, kind: VfioDeviceConfig, sharing: {}}":                                            "parameters.sharing: unknown field",
+		"{apiVersion: resource.nvidia.com/v1beta1, kind: VfioDeviceConfig, sharing: {}}":                                            "kind: must be GpuConfig or MigDeviceConfig",
 	} {
 		raw, err := yaml.YAMLToJSON([]byte(text))
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, wrong := parametersv1beta1.Decode(raw, field.NewPath("at")); (len(wrong) == 0) != (want == allowed) {
-			t.Errorf("%s: the node says %v", text, wrong.ToAggregate())
+		if _, wrong := parametersv1beta1.Admit(raw, field.NewPath("at")); (len(wrong) == 0) != (want == allowed) {
+			t.Errorf("%s: the webhook says %v", text, wrong.ToAggregate())
 		}
 		if want == nodeFinds {
 			want = allowed

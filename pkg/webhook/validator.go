@@ -79,7 +79,7 @@ func Mistakes(kind, driver string, object, before []byte) (field.ErrorList, erro
 	}
 	var all field.ErrorList
 	for _, e := range p.entries {
-		decoded, wrong := parametersv1beta1.Decode(e.raw, e.path)
+		decoded, wrong := parametersv1beta1.Admit(e.raw, e.path)
 		all = append(all, wrong...)
 		all = append(all, p.beyond(e, decoded)...)
 	}

@@ -464,7 +464,9 @@ func (s *story) leftAlone(c badparameters.Case) {
 	}
 	s.Await(soon, "the webhook to judge", func() error {
 		// The policy does not know this one.
-		errs, _ := s.dry(s.saying(map[string]any{"apiVersion": "resource.nvidia.com/v1beta1", "kind": "VfioDeviceConfig", "iommu": map[string]any{"backendPolicy": "x"}}))
+		errs, _ := s.dry(s.saying(map[string]any{"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": map[string]any{
+			"strategy": "MPS", "mpsConfig": map[string]any{"defaultPinnedDeviceMemoryLimit": "10 Gi"},
+		}}))
 		if err := errs["class"]; err == nil || !strings.Contains(err.Error(), told) {
 			return fmt.Errorf("not denied: %w", err)
 		}
@@ -473,9 +475,10 @@ func (s *story) leftAlone(c badparameters.Case) {
 	if err := finalizers("[]"); err != nil {
 		s.Errorf("what was there is in the way: %v", err)
 	}
-	patch := []byte(`{"spec":{"config":[{"opaque":{"driver":"` + install.DriverName + `","parameters":{"apiVersion":"resource.nvidia.com/v1beta1","kind":"VfioDeviceConfig","iommu":{"backendPolicy":"x"}}}}]}}`)
+	patch := []byte(`{"spec":{"config":[{"opaque":{"driver":"` + install.DriverName + `","parameters":{"apiVersion":"resource.nvidia.com/v1beta1","kind":"GpuConfig",` +
+		`"sharing":{"strategy":"MPS","mpsConfig":{"defaultPinnedDeviceMemoryLimit":"10 Gi"}}}}}]}}`)
 	_, err := theClient.ResourceV1().DeviceClasses().Patch(s.Ctx, class.Name, types.MergePatchType, patch, metav1.PatchOptions{})
-	if err == nil || !strings.Contains(err.Error(), "spec.config[0].opaque.parameters.iommu.backendPolicy") {
+	if err == nil || !strings.Contains(err.Error(), "spec.config[0].opaque.parameters.sharing.mpsConfig.defaultPinnedDeviceMemoryLimit") {
 		s.Errorf("a class that says something else that is wrong: %v", err)
 	}
 }

@@ -43,7 +43,7 @@ func Decode(raw []byte, path *field.Path) (Parameters, field.ErrorList) {
 	case VFIODevice:
 		wire = &vfioDeviceConfig{}
 	default:
-		return Parameters{}, field.ErrorList{notSupported(path.Child("kind"), p.Kind, []Kind{GPU, MIGDevice, VFIODevice})}
+		return Parameters{}, field.ErrorList{notSupported(path.Child("kind"), p.Kind, offered)}
 	}
 	strict, err := kjson.UnmarshalStrict(raw, wire)
 	if err != nil {
@@ -59,6 +59,19 @@ func Decode(raw []byte, path *field.Path) (Parameters, field.ErrorList) {
 	}
 	p.Sharing = sharing
 	return p, nil
+}
+
+// offered are the kinds that a node serves.
+var offered = []Kind{GPU, MIGDevice}
+
+// Admit is Decode for parameters that a user writes now. It refuses the kind for GPUs that are passed through, which no node does: nodes
+// ignore it where it is beside another one, because claims may have it already.
+func Admit(raw []byte, path *field.Path) (Parameters, field.ErrorList) {
+	p, wrong := Decode(raw, path)
+	if len(wrong) == 0 && p.Kind == VFIODevice {
+		wrong = field.ErrorList{notSupported(path.Child("kind"), p.Kind, offered)}
+	}
+	return p, wrong
 }
 
 const (

@@ -88,7 +88,7 @@ func TestMistakes(t *testing.T) {
 		"kind: 7":                             {`at.kind: Invalid value: must be a string, not number`},
 		"[]":                                  {`at: Invalid value`},
 		`"text"`:                              {`at: Invalid value`},
-		said("GPUConfig", ""):                 {`at.kind: Unsupported value: "GPUConfig": supported values: "GpuConfig", "MigDeviceConfig", "VfioDeviceConfig"`},
+		said("GPUConfig", ""):                 {`at.kind: Unsupported value: "GPUConfig": supported values: "GpuConfig", "MigDeviceConfig"`},
 		said("", ""):                          {`at.kind: Unsupported value: ""`},
 		said(GPU, "shearing: {}"):             {`at.shearing: Invalid value: unknown field`},
 		said(GPU, "Sharing: {}"):              {`at.Sharing: Invalid value: unknown field`},
@@ -216,4 +216,20 @@ func FuzzDecode(f *testing.F) {
 			t.Errorf("incomplete: %+v", s)
 		}
 	})
+}
+
+// What nodes do not serve is refused where a user writes it.
+func TestAdmit(t *testing.T) {
+	for kind, want := range map[Kind]string{
+		GPU: "", MIGDevice: "", VFIODevice: `at.kind: Unsupported value: "VfioDeviceConfig": supported values: "GpuConfig", "MigDeviceConfig"`,
+	} {
+		p, wrong := Admit([]byte(`{"apiVersion":"`+APIVersion+`","kind":"`+string(kind)+`"}`), field.NewPath("at"))
+		got := ""
+		if len(wrong) > 0 {
+			got = wrong.ToAggregate().Error()
+		}
+		if p.Kind != kind || got != want {
+			t.Errorf("%s: %+v, %s", kind, p, got)
+		}
+	}
 }

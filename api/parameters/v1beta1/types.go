@@ -19,7 +19,7 @@ const (
 	GPU Kind = "GpuConfig"
 	// MIGDevice is for partitions.
 	MIGDevice Kind = "MigDeviceConfig"
-	// VFIODevice is for GPUs that are passed through to virtual machines.
+	// VFIODevice is for GPUs that are passed through to virtual machines, which no node does (Admit).
 	VFIODevice Kind = "VfioDeviceConfig"
 )
 
