@@ -179,7 +179,7 @@ func (c *Config) setIMEXChannels(list string) error {
 	for _, item := range split(list) {
 		channel, err := strconv.Atoi(item)
 		if err != nil {
-			return err
+			return fmt.Errorf("%q is not a whole number", item)
 		}
 		c.IMEXChannels = append(c.IMEXChannels, channel)
 	}
@@ -201,7 +201,7 @@ func (c *Config) setLabelInterval(text string) error {
 	}
 	interval, err := time.ParseDuration(text)
 	if err != nil {
-		return err
+		return fmt.Errorf("%q is not a duration such as 60s, or infinite", text)
 	}
 	c.LabelInterval = max(interval, shortestInterval)
 	return nil

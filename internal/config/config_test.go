@@ -424,3 +424,32 @@ func TestCheckFile(t *testing.T) {
 		}
 	}
 }
+
+// What a parser says reaches users, in events and in the log. It has words of YAML, and no types of Go.
+func TestMistakesInWordsOfYAML(t *testing.T) {
+	said := map[string]string{
+		"7": "the whole file: want a map, not a number", "[]": "the whole file: want a map, not a list", "flags: true": "flags: want a map, not true or false",
+		"flags: {plugin: 3}": "flags.plugin: want a map, not a number", "flags: {migStrategy: {a: b}}": "flags.migStrategy: want a string, not a map",
+		"sharing: {timeSlicing: {resources: 4}}":                          "sharing.timeSlicing.resources: want a list, not a number",
+		"sharing: {timeSlicing: {resources: [{name: a, replicas: 1.5}]}}": "sharing.timeSlicing.resources.replicas: want a whole number, not 1.5",
+		"imex: {channelIDs: [a]}":                                         "imex.channelIDs: want a whole number, not a string",
+		"tandem: {devices: [{match: {index: a}}]}":                        "tandem.devices.match.index: want a whole number, not a string",
+		"tandem: {mode: 3}":                                               "tandem.mode: want a string, not a number",
+		"flags: {migStrategy: a, migStrategy: b}":                         `yaml: line 1: key "migStrategy" already set in map`,
+	}
+	for text, want := range said {
+		if _, err := CheckFile([]byte(text), UnknownKeysError); err == nil || err.Error() != want {
+			t.Errorf("%s: %v; want %s", text, err, want)
+		}
+	}
+	for name, want := range map[string]string{"IMEX_CHANNEL_IDS": `"x" is not a whole number`, "GFD_SLEEP_INTERVAL": `"x" is not a duration such as 60s, or infinite`, "GDS_ENABLED": "parse error"} {
+		flag := "--" + strings.ToLower(strings.ReplaceAll(strings.TrimPrefix(name, "GFD_"), "_", "-")) + "=x"
+		_, byFlag := Load([]string{"--node-name=n", flag}, func(string) (string, bool) { return "", false }, io.Discard)
+		_, byVariable := Load([]string{"--node-name=n"}, func(other string) (string, bool) { return "x", other == name }, io.Discard)
+		for _, err := range []error{byFlag, byVariable} {
+			if err == nil || !strings.Contains(err.Error(), want) || strings.Contains(err.Error(), "strconv") || strings.Contains(err.Error(), "time:") {
+				t.Errorf("%s: %v; want %s", name, err, want)
+			}
+		}
+	}
+}

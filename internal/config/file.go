@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"math"
 	"os"
+	"reflect"
 	"slices"
 	"strings"
 	"time"
@@ -191,12 +192,12 @@ func (c *Config) parseFile(data []byte) error {
 	}
 	asJSON, err := toJSON(data)
 	if err != nil {
-		return err
+		return errors.New(strings.ReplaceAll(err.Error(), "yaml: unmarshal errors:\n  ", "yaml: "))
 	}
 	var f file
 	strict, err := kjson.UnmarshalStrict(asJSON, &f)
 	if err != nil {
-		return err
+		return inWords(err)
 	}
 	if c.UnknownKeys == UnknownKeysWarn {
 		for _, err := range strict {
@@ -240,6 +241,28 @@ func (c *Config) parseFile(data []byte) error {
 		}
 	}
 	return errors.Join(c.setSharing(f.Sharing), c.setStrategies(plugin.DeviceListStrategy))
+}
+
+// inWords says what a value of the wrong type should be, in terms of YAML.
+func inWords(err error) error {
+	mismatch, ok := errors.AsType[*json.UnmarshalTypeError](err)
+	if !ok {
+		return err
+	}
+	want := map[reflect.Kind]string{
+		reflect.Struct: "a map", reflect.Map: "a map", reflect.Slice: "a list", reflect.Bool: "true or false", reflect.String: "a string",
+	}[mismatch.Type.Kind()]
+	kind, value, _ := strings.Cut(mismatch.Value, " ")
+	got := map[string]string{"object": "a map", "array": "a list", "bool": "true or false", "string": "a string", "number": "a number"}[kind]
+	words := fmt.Sprintf("want %s, not %s", cmp.Or(want, "a whole number"), cmp.Or(value, got, kind))
+	text := strings.Replace(err.Error(), mismatch.Error(), words, 1) // a section with a parser of its own says where it is
+	switch {
+	case mismatch.Field != "":
+		text = mismatch.Field + ": " + words
+	case text == words:
+		text = "the whole file: " + words
+	}
+	return errors.New(text)
 }
 
 // CheckFile validates the text of a configuration file as an agent without other settings does. unused are the keys without effect, with

@@ -97,7 +97,7 @@ func parse(text []byte) (map[string]any, error) {
 	}
 	var values map[string]any
 	if err := kjson.UnmarshalCaseSensitivePreserveInts(asJSON, &values); err != nil {
-		return nil, fmt.Errorf("it is not a YAML map: %w", err)
+		return nil, errors.New("it is not a YAML map")
 	}
 	return values, nil
 }
