@@ -51,6 +51,8 @@ type Source struct {
 	changes []string
 	// cdi is set if GPU Operator's device plugin passes devices by CDI.
 	cdi bool
+	// claims is set if GPU Operator runs NVIDIA's DRA driver.
+	claims bool
 }
 
 // Read returns the sources in a file with one or more YAML documents: values of NVIDIA's charts, configuration files of the device
@@ -233,6 +235,9 @@ func (s *Source) settle(spec map[string]any) {
 	if at(spec, "cdi.enabled") == false {
 		put(s.Values, "deviceListStrategy", "envvar")
 		s.changes = append(s.changes, "deviceListStrategy: envvar, because cdi.enabled of the Operator is false. NVIDIA's container runtime must stay the default")
+	}
+	if s.claims = at(spec, "gpuCluster.deployCR") == true; s.claims && at(spec, "draDriver.computeDomains.enabled") != false {
+		s.lost = append(s.lost, lostKeys{path: "draDriver.computeDomains", why: "Tandem has no ComputeDomains; NVIDIA's driver can serve them beside it"})
 	}
 	if at(spec, "devicePlugin.enabled") == false {
 		s.lost = append(s.lost, lostKeys{path: "devicePlugin.enabled", why: "Tandem serves nvidia.com/gpu limits all the same; the value config.tandem.mode=ClaimsOnly prevents it"})

@@ -475,7 +475,7 @@ func (r *Result) compareDefaults(t table, sources []Source) {
 	had := func(kinds ...Kind) bool {
 		return has(func(s Source) bool { return slices.Contains(kinds, s.Kind) })
 	}
-	limits, claims := had(DevicePlugin, Operator, Configuration), had(DRADriver)
+	limits, claims := had(DevicePlugin, Operator, Configuration), had(DRADriver) || has(func(s Source) bool { return s.claims })
 	serves := func(path string) bool { return at(r.Values, path) != false }
 	byCDI := has(func(s Source) bool { return s.cdi })
 	if limits && serves("devicePlugin.enabled") && !byCDI && !isSet("deviceListStrategy", "flags.plugin.deviceListStrategy") {

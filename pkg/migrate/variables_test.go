@@ -100,6 +100,10 @@ func TestDependentValues(t *testing.T) {
 		{text: "{migStrategy: none, config: {default: a, fallbackStrategies: [empty]}}", values: "{migStrategy: none}", has: []string{"config.default: it needs", "config.fallbackStrategies: it needs"}},
 		{text: "{mig: {strategy: none}, cdi: {enabled: false}}", values: "{migStrategy: none, deviceListStrategy: envvar}", has: []string{"deviceListStrategy: envvar, because"}},
 		{
+			text: "{mig: {strategy: none}, gpuCluster: {deployCR: true}}", values: "{migStrategy: none}",
+			has: []string{"draDriver.computeDomains: Tandem has no ComputeDomains", "deviceClasses.create: set it to false while"},
+		},
+		{
 			text: "{migStrategy: none, updateStrategy: {type: OnDelete, rollingUpdate: {maxUnavailable: 3}}}", values: "{migStrategy: none}",
 			has: []string{"updateStrategy.type: agents are", "updateStrategy.rollingUpdate.maxUnavailable: it needs updateStrategy.type"},
 		},
