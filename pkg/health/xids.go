@@ -327,7 +327,7 @@ func (k *keeper) of(g device.GPU) (whole []device.Health, partition func(device.
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.load()
-	if len(k.gpus[slotOf(g)].XIDs) == 0 {
+	if len(k.gpus) == 0 || len(k.gpus[slotOf(g)].XIDs) == 0 {
 		return nil, func(device.Partition) []device.Health { return nil } // nearly always, and each Prepare asks
 	}
 	all := slices.SortedFunc(slices.Values(k.gpus[slotOf(g)].XIDs), func(a, b xid) int {
