@@ -5,6 +5,7 @@ package legacy
 import (
 	"context"
 	"errors"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -90,6 +91,7 @@ func TestNamespaceOfTheAllocatedPod(t *testing.T) {
 		inv.GPUs[0].Sharing.Namespaces = []string{"team-a"}
 		return inv
 	})
+	f.await("the replicas", func(s kubeletState) bool { return slices.Contains(s.Healthy(), replicaOf(0, 0)) })
 	start := func(gpu int) error {
 		_, err := client.PreStartContainer(t.Context(), &pluginapi.PreStartContainerRequest{DevicesIds: []string{replicaOf(gpu, 0)}})
 		return err
