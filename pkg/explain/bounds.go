@@ -29,9 +29,9 @@ const (
 	compilationCost = 40
 )
 
-// searchTime bounds one search of the scheduler's allocator, which tries all combinations of devices. The scheduler gives up a node after ten
-// seconds.
-const searchTime = time.Second
+// search bounds one search of the scheduler's allocator, which tries all combinations of devices: one node may not use all of the time. The
+// scheduler gives up a node after ten seconds.
+func (b bounds) search() time.Duration { return b.time / 5 }
 
 const (
 	// MostClaims bounds the claims of a pod that are read and evaluated. A pod may name thousands.
@@ -43,7 +43,7 @@ const (
 // errCost, errTime and errSearch complete "not evaluated: ".
 var (
 	errCost   = errors.New("the pod's selectors, evaluated on each device of the nodes, cost too much")
-	errSearch = fmt.Errorf("the scheduler's search for devices that satisfy all requests takes longer than %s", searchTime)
+	errSearch = errors.New("the scheduler's search for devices that satisfy all requests takes too long")
 )
 
 func errTime(limit time.Duration) error {

@@ -96,7 +96,7 @@ func TestUsualBounds(t *testing.T) {
 		t.Errorf("one selector: %+v", got)
 	}
 	// One of 200,000 devices may cost 100. A device is tried for a need four times and evaluated once.
-	m, left := newMatcher(Facts{Driver: testDriver}, usual.cost), int64(0)
+	m, left := newMatcher(Facts{Driver: testDriver}, bounds{cost: usual.cost}), int64(0)
 	for range 2 { // the second node without the compilation
 		left = m.left
 		newStock(m, f.GPUNodes[0], f.Slices, nil, false).shortages(t.Context(), []need{{count: 2, selectors: []string{
@@ -153,7 +153,7 @@ func (c *endsLater) Err() error {
 func TestEndsWithinASelector(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	m := newMatcher(Facts{Driver: testDriver}, 1<<60)
+	m := newMatcher(Facts{Driver: testDriver}, bounds{cost: 1 << 60})
 	_, _ = m.broken(t.Context(), []string{costly(t)})
 	left := m.left
 	m.matches(&endsLater{Context: ctx}, costly(t), candidate{})
@@ -164,7 +164,7 @@ func TestEndsWithinASelector(t *testing.T) {
 
 // TestSelectorsWithoutCost: also the evaluation of a selector that costs nothing counts, and so does its compilation.
 func TestSelectorsWithoutCost(t *testing.T) {
-	m := newMatcher(Facts{Driver: testDriver}, 1000)
+	m := newMatcher(Facts{Driver: testDriver}, bounds{cost: 1000})
 	evaluated := 0
 	for ; m.goesOn(t.Context()) && evaluated < 1000; evaluated++ {
 		m.matches(t.Context(), "true", candidate{})
@@ -172,7 +172,7 @@ func TestSelectorsWithoutCost(t *testing.T) {
 	if evaluated > 100 {
 		t.Errorf("%d evaluations for 1000", evaluated)
 	}
-	m = newMatcher(Facts{Driver: testDriver}, 1_000_000)
+	m = newMatcher(Facts{Driver: testDriver}, bounds{cost: 1_000_000})
 	var selectors []string
 	for i := range 1024 {
 		selectors = append(selectors, fmt.Sprintf("[%s%d].size() > 0", strings.Repeat("1,", 500), i))

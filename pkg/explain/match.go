@@ -5,6 +5,7 @@ package explain
 import (
 	"context"
 	"maps"
+	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/dynamic-resource-allocation/cel"
@@ -22,16 +23,18 @@ type matcher struct {
 	cache    *cel.Cache
 	compiled map[string]cel.CompilationResult
 	counts   map[string]tried
+	// search bounds each search of the allocator.
+	search time.Duration
 	// left is what further evaluations may cost.
 	left int64
 	// ended is why it evaluates no more. What it returned since does not count.
 	ended error
 }
 
-func newMatcher(f Facts, cost int64) *matcher {
+func newMatcher(f Facts, b bounds) *matcher {
 	return &matcher{
 		driver: f.Driver, classes: classLister(f), cache: cel.NewCache(mostExpressions, celFeatures), compiled: map[string]cel.CompilationResult{},
-		counts: map[string]tried{}, left: cost,
+		counts: map[string]tried{}, left: b.cost, search: b.search(),
 	}
 }
 

@@ -137,7 +137,7 @@ func (f Facts) nodeAnswers(ctx context.Context, match *matcher, claims []claimOf
 			answer.fit(ctx, newStock(match, gpuNode, published[node.Name], like, f.missing(KindSlices)), allocate, needs)
 		}
 		if excluded != "" && answer.Reason != noGPU {
-			if answer.Fit != FitNever && answer.Fit != FitUnknown && answer.Fit != FitFails {
+			if answer.Fit != FitNever && answer.Fit != FitUnknown {
 				answer.unless = unless
 			}
 			answer.Fit, answer.Reason = FitNever, excluded

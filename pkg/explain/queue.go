@@ -187,7 +187,7 @@ func (q *Queue) ofClaims(f Facts, claims []claimOf) string {
 	}
 	var a Answer
 	// The API server has compiled the selectors: a matcher without a budget compiles none.
-	if f.lacks(context.Background(), &a, claims, needs, newMatcher(f, 0)) {
+	if f.lacks(context.Background(), &a, claims, needs, newMatcher(f, bounds{})) {
 		return strings.TrimPrefix(a.Summary, "waits: ")
 	}
 	says := f.scheduler()

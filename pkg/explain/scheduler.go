@@ -132,7 +132,7 @@ func (s *stock) allocate(ctx context.Context, claims []*resourceapi.ResourceClai
 	if err != nil {
 		return false, err
 	}
-	ctx, cancel := context.WithTimeoutCause(ctx, searchTime, errSearch)
+	ctx, cancel := context.WithTimeoutCause(ctx, s.match.search, errSearch)
 	defer cancel()
 	results, err := allocator.Allocate(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: s.nodeName}}, claims)
 	if errors.Is(err, structured.ErrFailedAllocationOnNode) {
@@ -262,7 +262,11 @@ func (n *NodeAnswer) fit(ctx context.Context, s *stock, claims []*resourceapi.Re
 			fits = !byKubelet || fits
 		default:
 			could, err := s.allocate(ctx, claims, true)
-			if err != nil { // a selector needs an attribute that is not known of a device without a slice
+			if errors.Is(err, errSearch) && fits { // the count is known to be wrong here
+				n.Fit, n.Reason = FitUnknown, errSearch.Error()
+				return
+			}
+			if err != nil { // or a selector needs an attribute that is not known of a device without a slice
 				could = ever
 			}
 			agrees, fits, ever = !fits && could == ever, false, could

@@ -17,7 +17,7 @@ import (
 )
 
 // waits explains a pod that the scheduler has not placed.
-func (f Facts) waits(ctx context.Context, a *Answer, claims []claimOf, needs []need, cost int64) {
+func (f Facts) waits(ctx context.Context, a *Answer, claims []claimOf, needs []need, b bounds) {
 	if len(f.Pod.Spec.SchedulingGates) > 0 {
 		a.Cause, a.Summary = CauseGated, gated(f.Pod)
 		return
@@ -26,7 +26,7 @@ func (f Facts) waits(ctx context.Context, a *Answer, claims []claimOf, needs []n
 		a.Cause, a.Summary = CauseNotEvaluated, "waits: not evaluated: "+err.Error()
 		return
 	}
-	match := newMatcher(f, cost)
+	match := newMatcher(f, b)
 	if f.lacks(ctx, a, claims, needs, match) {
 		return
 	}

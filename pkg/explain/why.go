@@ -185,7 +185,7 @@ func (f Facts) why(ctx context.Context, b bounds) Answer {
 		a.Scheduler = f.scheduler()
 	default:
 		a.Scheduler, a.Quotas = f.scheduler(), f.quotas(needs)
-		f.waits(ctx, &a, claims, needs, b.cost)
+		f.waits(ctx, &a, claims, needs, b)
 	}
 	if f.Pod.DeletionTimestamp != nil {
 		a.Summary += "; it is being deleted"
