@@ -4,6 +4,7 @@ package overview
 
 import (
 	"context"
+	"slices"
 	"sync"
 	"time"
 
@@ -27,69 +28,95 @@ const (
 type Objects struct {
 	cluster Cluster
 
-	mu      sync.Mutex
+	mu  sync.Mutex
+	now *read
+}
+
+// read is what was read in objectsFor. Objects.mu guards it, apart from the classes, which do not change.
+type read struct {
 	known   explain.Objects
 	left    int
 	expires time.Time
 }
 
+func newRead(classes []resourceapi.DeviceClass, expires time.Time) *read {
+	return &read{left: mostObjects, expires: expires, known: explain.Objects{
+		Classes: classes, Claims: map[types.NamespacedName]*resourceapi.ResourceClaim{},
+		Templates: map[types.NamespacedName]*resourceapi.ResourceClaimTemplate{},
+	}}
+}
+
 // NewObjects returns the objects of a cluster.
-func NewObjects(c Cluster) *Objects { return &Objects{cluster: c} }
+func NewObjects(c Cluster) *Objects { return &Objects{cluster: c, now: newRead(nil, time.Time{})} }
 
 // Of returns what the claims of the pods request. The first pods come first where there are too many claims. What the viewer may not read
 // is missing.
 func (o *Objects) Of(ctx context.Context, pods []*corev1.Pod) explain.Objects {
-	o.mu.Lock()
-	defer o.mu.Unlock()
-	known := explain.Objects{
-		Driver: o.cluster.DriverName, Claims: map[types.NamespacedName]*resourceapi.ResourceClaim{},
-		Templates: map[types.NamespacedName]*resourceapi.ResourceClaimTemplate{},
+	known := newRead(nil, time.Time{}).known
+	known.Driver = o.cluster.DriverName
+	if !slices.ContainsFunc(pods, func(pod *corev1.Pod) bool { return len(pod.Spec.ResourceClaims) > 0 }) {
+		return known
 	}
-	api := o.cluster.Client.ResourceV1()
+	now, api := o.refreshed(ctx), o.cluster.Client.ResourceV1()
 	for _, pod := range pods {
 		for i := range pod.Spec.ResourceClaims[:min(explain.MostClaims, len(pod.Spec.ResourceClaims))] {
-			o.refresh(ctx)
 			switch ref := &pod.Spec.ResourceClaims[i]; {
 			case ref.ResourceClaimTemplateName != nil:
-				read(o, o.known.Templates, known.Templates, pod.Namespace, *ref.ResourceClaimTemplateName, func(name string) (*resourceapi.ResourceClaimTemplate, error) {
-					return api.ResourceClaimTemplates(pod.Namespace).Get(ctx, name, metav1.GetOptions{})
-				})
+				readOne(ctx, o, now, now.known.Templates, known.Templates, pod.Namespace, *ref.ResourceClaimTemplateName, api.ResourceClaimTemplates(pod.Namespace).Get)
 			case ref.ResourceClaimName != nil:
-				read(o, o.known.Claims, known.Claims, pod.Namespace, *ref.ResourceClaimName, func(name string) (*resourceapi.ResourceClaim, error) {
-					return api.ResourceClaims(pod.Namespace).Get(ctx, name, metav1.GetOptions{})
-				})
+				readOne(ctx, o, now, now.known.Claims, known.Claims, pod.Namespace, *ref.ResourceClaimName, api.ResourceClaims(pod.Namespace).Get)
 			}
 		}
 	}
-	known.Classes = o.known.Classes
+	known.Classes = now.known.Classes
 	return known
 }
 
-// refresh reads the classes again when they expire, and forgets the rest.
-func (o *Objects) refresh(ctx context.Context) {
-	if now := time.Now(); now.After(o.expires) {
-		o.left, o.expires = mostObjects, now.Add(objectsFor)
-		o.known = explain.Objects{
-			Claims: map[types.NamespacedName]*resourceapi.ResourceClaim{}, Templates: map[types.NamespacedName]*resourceapi.ResourceClaimTemplate{},
-		}
-		if classes, err := o.cluster.Client.ResourceV1().DeviceClasses().List(ctx, metav1.ListOptions{}); err == nil {
-			o.known.Classes = append([]resourceapi.DeviceClass{}, classes.Items...)
-		}
+// refreshed reads the classes again when they expire, and forgets the rest. After an error, other than that the viewer may not read them,
+// nothing expires: the next call tries again.
+func (o *Objects) refreshed(ctx context.Context) *read {
+	o.mu.Lock()
+	now := o.now
+	o.mu.Unlock()
+	if time.Now().Before(now.expires) {
+		return now
 	}
+	var classes []resourceapi.DeviceClass
+	switch list, err := o.cluster.Client.ResourceV1().DeviceClasses().List(ctx, metav1.ListOptions{}); {
+	case err == nil:
+		classes = append([]resourceapi.DeviceClass{}, list.Items...)
+	case !apierrors.IsForbidden(err):
+		return now
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.now == now { // no other call was faster
+		o.now = newRead(classes, time.Now().Add(objectsFor))
+	}
+	return o.now
 }
 
-// read copies an object from what is known, which it completes by a request. A nil object does not exist.
-func read[T any](o *Objects, known, into map[types.NamespacedName]*T, namespace, name string, get func(string) (*T, error)) {
+// readOne copies an object from what is known, which it completes by a request. A nil object does not exist. A request that ends with ctx does
+// not count.
+func readOne[T any](ctx context.Context, o *Objects, now *read, known, into map[types.NamespacedName]*T, namespace, name string,
+	get func(context.Context, string, metav1.GetOptions) (*T, error),
+) {
 	of := types.NamespacedName{Namespace: namespace, Name: name}
+	o.mu.Lock()
+	defer o.mu.Unlock()
 	object, ok := known[of]
-	if !ok && o.left > 0 {
-		o.left--
-		found, err := get(name)
+	if !ok && now.left > 0 && ctx.Err() == nil {
+		now.left--
+		o.mu.Unlock()
+		found, err := get(ctx, name, metav1.GetOptions{})
+		o.mu.Lock()
 		switch ok = err == nil || apierrors.IsNotFound(err); {
 		case err == nil:
 			object, known[of] = found, found
 		case ok:
 			known[of] = nil
+		case ctx.Err() != nil:
+			now.left++
 		}
 	}
 	if ok {

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package overview
+
+import (
+	"context"
+	"fmt"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/kubernetes/fake"
+	clienttesting "k8s.io/client-go/testing"
+	"k8s.io/utils/ptr"
+)
+
+// waitingPods are pods with a claim of a template of their own each, and the templates.
+func waitingPods(n int) (pods []*corev1.Pod, objects []runtime.Object) {
+	for i := range n {
+		name := fmt.Sprint("t", i)
+		pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "ml", Name: name}}
+		pod.Spec.ResourceClaims = []corev1.PodResourceClaim{{Name: "gpu", ResourceClaimTemplateName: ptr.To(name)}}
+		pods = append(pods, pod)
+		objects = append(objects, &resourceapi.ResourceClaimTemplate{ObjectMeta: metav1.ObjectMeta{Namespace: "ml", Name: name}})
+	}
+	return pods, objects
+}
+
+// TestObjectsOfACancelledRequest: what one viewer no longer waits for is neither kept nor counted for the others, who do not wait for it.
+func TestObjectsOfACancelledRequest(t *testing.T) {
+	pods, objects := waitingPods(mostObjects)
+	client := fake.NewClientset(append(objects, &resourceapi.DeviceClass{ObjectMeta: metav1.ObjectMeta{Name: "gpu"}})...)
+	o := NewObjects(Cluster{Client: client})
+	ctx, cancel := context.WithCancel(t.Context())
+	at := "list deviceclasses"
+	client.PrependReactor("*", "*", func(action clienttesting.Action) (bool, runtime.Object, error) {
+		if !o.mu.TryLock() {
+			t.Errorf("%s %s blocks other viewers", action.GetVerb(), action.GetResource().Resource)
+		} else {
+			o.mu.Unlock()
+		}
+		if action.GetVerb()+" "+action.GetResource().Resource == at {
+			cancel()
+		}
+		return ctx.Err() != nil, nil, ctx.Err()
+	})
+	for _, next := range []string{"get resourceclaimtemplates", ""} {
+		if got := o.Of(ctx, pods); len(got.Templates) > 0 {
+			t.Errorf("%d templates by cancelled requests", len(got.Templates))
+		}
+		ctx, cancel = context.WithCancel(t.Context())
+		at = next
+	}
+	if got := o.Of(ctx, pods); len(got.Classes) != 1 || len(got.Templates) != mostObjects {
+		t.Errorf("after two cancelled requests: %d classes, %d templates", len(got.Classes), len(got.Templates))
+	}
+	n := len(client.Actions())
+	if o.Of(ctx, pods); len(client.Actions()) != n {
+		t.Errorf("%d requests for what is known", len(client.Actions())-n)
+	}
+	cancel()
+}
