@@ -14,6 +14,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/dynamic-resource-allocation/cel"
 	"k8s.io/utils/ptr"
 
@@ -303,5 +304,49 @@ func TestManyOthersWait(t *testing.T) {
 	})
 	if texts := q.Requests(many); len(texts) != 9 || texts[8] != "and 4992 more" {
 		t.Errorf("%d texts, %q", len(texts), texts[len(texts)-1])
+	}
+}
+
+// TestTextsAreBounded: tenants write events and owner references of any size, and a long list of nodes is a long reason.
+func TestTextsAreBounded(t *testing.T) {
+	long := strings.Repeat("x ", 500_000)
+	for name, message := range map[string]string{
+		"message": long, "quota": "exceeded quota: q, requested: " + long[:2000] + ", used: 1, limited: 1", "more than is read": "exceeded quota: q, requested: " + long + ", used: 1, limited: 1",
+	} {
+		f := facts(nil, "-")
+		f.Claims = nil
+		f.Pod.Spec.ResourceClaims = []corev1.PodResourceClaim{{Name: "x", ResourceClaimTemplateName: ptr.To("t")}}
+		of := &resourceapi.ResourceClaimTemplate{}
+		of.Spec.Spec.Devices.Requests = exactly(1)
+		f.Templates = map[string]*resourceapi.ResourceClaimTemplate{"t": of}
+		f.Events = []corev1.Event{
+			{Reason: claimNotCreated, Message: message}, {Reason: "Other\n", Message: long, InvolvedObject: corev1.ObjectReference{Name: long}},
+			{Reason: "FailedScheduling", Message: long},
+		}
+		a := answerTo(t, f)
+		if len(a.Scheduler) > mostMessage+3 {
+			t.Errorf("%s: the scheduler's message has %d bytes", name, len(a.Scheduler))
+		}
+		for _, text := range append(a.Events, a.Summary) {
+			if len(text) > mostText+3 || strings.Contains(text, "\n") {
+				t.Errorf("%s: %d bytes: %.80q", name, len(text), text)
+			}
+		}
+	}
+	var nodes []v1alpha1.GPUNode
+	for i := range namedNodes {
+		nodes = append(nodes, v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint(i, strings.Repeat("n", 200))}})
+		nodes[i].Status.ExtendedResource, nodes[i].Status.Counts = testResource, v1alpha1.DeviceCounts{Total: 1, Pods: 1}
+	}
+	pod := newPod("a", func(p *corev1.Pod) {
+		p.Spec.Containers[0].Resources = gpuLimits("1")
+		p.Labels = map[string]string{"pod-template-hash": "h"}
+		p.OwnerReferences = []metav1.OwnerReference{{Kind: "ReplicaSet", Name: long + "-h", Controller: ptr.To(true)}}
+	})
+	if reason := NewQueue(nodes).Reason(pod); len(reason) != mostReason+3 {
+		t.Errorf("a reason of %d bytes", len(reason))
+	}
+	if kind, name := ownerOf(pod); kind != "Deployment" || len(name) != mostOwner+3 {
+		t.Errorf("%s with a name of %d bytes", kind, len(name))
 	}
 }

@@ -216,7 +216,7 @@ func (f Facts) waitsFor(s *stock, name availability.Name) string {
 func (f Facts) scheduler() string {
 	for _, c := range f.Pod.Status.Conditions {
 		if c.Type == corev1.PodScheduled && c.Status == corev1.ConditionFalse && c.Message != "" {
-			return OneLine(c.Message)
+			return OneLine(Bounded(c.Message, mostMessage))
 		}
 	}
 	return f.lastEvent("FailedScheduling")
@@ -246,6 +246,7 @@ func (f Facts) events() (texts []string) {
 			continue
 		}
 		text := fmt.Sprintf("%s on %s %s: %s", e.Reason, strings.ToLower(e.InvolvedObject.Kind), e.InvolvedObject.Name, eventText(e))
+		text = Bounded(OneLine(text), mostText)
 		if !slices.Contains(texts, text) {
 			texts = append(texts, text)
 		}
@@ -258,7 +259,7 @@ func (f Facts) events() (texts []string) {
 
 // eventText is the message of an event on one line, without what client-go adds to many of a kind.
 func eventText(e corev1.Event) string {
-	return strings.TrimPrefix(OneLine(e.Message), "(combined from similar events): ")
+	return strings.TrimPrefix(OneLine(Bounded(e.Message, mostMessage)), "(combined from similar events): ")
 }
 
 func eventTime(e corev1.Event) time.Time {

@@ -120,7 +120,7 @@ func (q *Queue) Reason(pod *corev1.Pod) string {
 	if asked := q.limits(pod); len(asked) == 1 && len(pod.Spec.ResourceClaims) == 0 {
 		reason, known := q.reasons[asked[0]]
 		if !known && len(q.reasons) < mostReasons {
-			reason = Explain(q.nodes, asked[0])
+			reason = Bounded(Explain(q.nodes, asked[0]), mostReason)
 			q.reasons[asked[0]] = reason
 		}
 		if reason != "" {
@@ -282,7 +282,7 @@ func ownerOf(pod *corev1.Pod) (kind, name string) {
 	kind, name = OneLine(controller.Kind), OneLine(controller.Name)
 	if hash := pod.Labels[appsv1.DefaultDeploymentUniqueLabelKey]; kind == "ReplicaSet" && hash != "" {
 		if deployment, cut := strings.CutSuffix(name, "-"+hash); cut && deployment != "" {
-			return "Deployment", deployment
+			return "Deployment", Bounded(deployment, mostOwner)
 		}
 	}
 	return Bounded(kind, mostOwner), Bounded(name, mostOwner)

@@ -132,13 +132,13 @@ func (f Facts) lacks(ctx context.Context, a *Answer, claims []claimOf, needs []n
 		case of.name == "" || of.claim == nil:
 			refused := f.lastEvent(claimNotCreated)
 			if quota := exceededQuota.FindStringSubmatch(refused); quota != nil {
-				a.Cause, a.Summary = CauseQuota, fmt.Sprintf("waits: quota %s has no room for %s: requested %s, used %s, limited %s",
-					quota[1], of, quota[2], quota[3], quota[4])
+				a.Cause, a.Summary = CauseQuota, Bounded(fmt.Sprintf("waits: quota %s has no room for %s: requested %s, used %s, limited %s",
+					quota[1], of, quota[2], quota[3], quota[4]), mostText)
 				a.Frees = append(a.Frees, "room in the quota: the claim is created once there is, without a change to the pod")
 				// The answer has what these events say.
 				a.Events = slices.DeleteFunc(a.Events, func(text string) bool { return strings.HasPrefix(text, claimNotCreated) })
 			} else if refused != "" {
-				a.Cause, a.Summary = CauseNoClaim, "waits: "+of.String()+" could not be created: "+refused
+				a.Cause, a.Summary = CauseNoClaim, Bounded("waits: "+of.String()+" could not be created: "+refused, mostText)
 			}
 		}
 		if a.Cause != "" {

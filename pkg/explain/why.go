@@ -134,6 +134,8 @@ const (
 	mostRequests = 32
 	// mostText bounds a line that consists of what the pod requests.
 	mostText = 1000
+	// mostMessage bounds what is read of a message of an event or of a condition. Tenants can write events of any size.
+	mostMessage = 4096
 )
 
 // Why explains a pod. It evaluates selectors for as long as ctx lasts, and no longer than some seconds. It is a pure function apart from that
@@ -187,6 +189,7 @@ func (f Facts) why(ctx context.Context, b bounds) Answer {
 		a.Scheduler, a.Quotas = f.scheduler(), f.quotas(needs)
 		f.waits(ctx, &a, claims, needs, b)
 	}
+	a.Summary = Bounded(a.Summary, mostMessage)
 	if f.Pod.DeletionTimestamp != nil {
 		a.Summary += "; it is being deleted"
 	}
