@@ -197,14 +197,14 @@ func (q *Queue) ofClaims(f Facts, claims []claimOf) string {
 	if !known || len(needs) == 0 {
 		return ""
 	}
-	if others := f.otherResources(); others != "" {
-		return "the scheduler says " + others
-	}
 	if reason := f.counted(needs); reason != "" {
 		return reason
 	}
 	if strings.Contains(says, cannotAllocate) {
 		return "no node has such devices free"
+	}
+	if others := f.otherResources(); others != "" {
+		return "the scheduler says " + others
 	}
 	return ""
 }
