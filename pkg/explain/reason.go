@@ -351,7 +351,7 @@ func (f Facts) otherResources() string {
 		for word := range strings.FieldsSeq(text) {
 			ours = ours || offered(strings.TrimRight(word, ".,"))
 		}
-		for _, known := range []string{cannotAllocate, "untolerated taint", "node affinity", "unschedulable"} {
+		for _, known := range []string{cannotAllocate, "untolerated taint", "Pod's node affinity", "unschedulable"} {
 			ours = ours || strings.Contains(text, known)
 		}
 		if text != "" && !ours {

@@ -80,6 +80,10 @@ func TestFirstLine(t *testing.T) {
 			f.Pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse,
 				Message: "0/9 nodes are available: 1 Insufficient memory, 2 cannot allocate all claims, 3 node(s) had untolerated taint(s), 4 Insufficient nvidia.com/gpu. preemption: none"}}
 		}, "waits: the scheduler says 1 Insufficient memory; node-0 has its GPUs free"},
+		"a volume of another node": {func(f *Facts) {
+			f.Pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse,
+				Message: "0/1 nodes are available: 1 node(s) had volume node affinity conflict. preemption: none"}}
+		}, "waits: the scheduler says 1 node(s) had volume node affinity conflict; node-0 has its GPUs free"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			f := facts(exactly(1), "--")
