@@ -140,6 +140,8 @@ var usualResources = device.Resources{GPU: config.Defaults().ResourceName}
 
 // claimOf is a claim of the pod: the object, or the template of one that does not exist yet.
 type claimOf struct {
+	// ref is its name in the pod.
+	ref string
 	// name of the claim; empty while it does not exist. template is empty for a claim that the pod names.
 	name, template string
 	spec           *resourceapi.ResourceClaimSpec
@@ -158,7 +160,7 @@ func (c claimOf) String() string {
 // claims returns the claims of the pod, at most MostClaims.
 func (f Facts) claims() (found []claimOf) {
 	for i := range f.Pod.Spec.ResourceClaims[:min(MostClaims, len(f.Pod.Spec.ResourceClaims))] {
-		of := claimOf{}
+		of := claimOf{ref: f.Pod.Spec.ResourceClaims[i].Name}
 		if template := f.Pod.Spec.ResourceClaims[i].ResourceClaimTemplateName; template != nil {
 			of.template = *template
 			if t := f.Templates[of.template]; t != nil {

@@ -64,13 +64,15 @@ func (q *Queue) Requests(pod *corev1.Pod) (texts []string) {
 		texts = append(texts, fmt.Sprintf("%d %s", asked.Devices, asked.resource()))
 	}
 	f, claims := q.facts(pod)
-	for i, claim := range pod.Spec.ResourceClaims {
-		switch {
-		case i >= len(claims) || claims[i].spec == nil:
-			texts = append(texts, "claim "+claim.Name)
-		default:
-			texts = append(texts, requestsOf(f.needs(claims[i]))...)
+	for _, of := range claims {
+		if of.spec == nil {
+			texts = append(texts, "claim "+of.ref)
+		} else {
+			texts = append(texts, requestsOf(f.needs(of))...)
 		}
+	}
+	for _, ref := range pod.Spec.ResourceClaims[min(MostClaims, len(pod.Spec.ResourceClaims)):] {
+		texts = append(texts, "claim "+ref.Name)
 	}
 	if more := len(texts) - mostQueued; more > 0 {
 		texts = append(texts[:mostQueued], fmt.Sprintf("and %d more", more))
@@ -142,7 +144,7 @@ func (q *Queue) Reason(pod *corev1.Pod) string {
 	return cmp.Or(Bounded(f.scheduler(), mostReason), "the scheduler has not reported a reason")
 }
 
-// facts are those for the rules of Why, and the pod's claims, one for each that its spec names.
+// facts are those for the rules of Why, and the pod's claims. A claim is described by its template, if that still exists.
 func (q *Queue) facts(pod *corev1.Pod) (f Facts, claims []claimOf) {
 	f = Facts{
 		Driver: q.objects.Driver, Pod: pod, Classes: q.objects.Classes, GPUNodes: q.nodes,
@@ -152,18 +154,17 @@ func (q *Queue) facts(pod *corev1.Pod) (f Facts, claims []claimOf) {
 	if q.objects.Classes == nil {
 		f.NotRead = append(f.NotRead, NotRead{Kind: KindClasses})
 	}
-	for i := range pod.Spec.ResourceClaims[:min(MostClaims, len(pod.Spec.ResourceClaims))] {
-		ref, of := &pod.Spec.ResourceClaims[i], claimOf{}
-		known := false
-		switch {
-		case ref.ResourceClaimTemplateName != nil:
-			of.template = *ref.ResourceClaimTemplateName
+	claims = f.claims()
+	for i := range claims {
+		of, known := &claims[i], false
+		if of.template != "" {
 			var template *resourceapi.ResourceClaimTemplate
 			if template, known = q.objects.Templates[types.NamespacedName{Namespace: pod.Namespace, Name: of.template}]; template != nil {
 				f.Templates[of.template], of.spec = template, &template.Spec.Spec
+				of.name = "" // pods of one template wait for the same
 			}
-		case ref.ResourceClaimName != nil:
-			of.name = *ref.ResourceClaimName
+		}
+		if of.name != "" {
 			if of.claim, known = q.objects.Claims[types.NamespacedName{Namespace: pod.Namespace, Name: of.name}]; of.claim != nil {
 				f.Claims[of.name], of.spec = of.claim, &of.claim.Spec
 			}
@@ -171,7 +172,6 @@ func (q *Queue) facts(pod *corev1.Pod) (f Facts, claims []claimOf) {
 		if !known {
 			f.NotRead = append(f.NotRead, NotRead{Kind: KindClaims}, NotRead{Kind: KindTemplates})
 		}
-		claims = append(claims, of)
 	}
 	return f, claims
 }

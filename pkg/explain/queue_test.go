@@ -143,6 +143,7 @@ func TestQueueOfClaims(t *testing.T) {
 		Claims: map[types.NamespacedName]*resourceapi.ResourceClaim{name("own"): {Spec: template(exactly(2)).Spec.Spec}, name("deleted"): nil},
 	}
 	const none, all = "the scheduler has not reported a reason", "0/1 nodes are available: 1 cannot allocate all claims. still not schedulable"
+	// A pod with a claim and a template has the claim of the template.
 	for _, c := range []struct{ template, claim, says, requests, reason string }{
 		{"one", "", all, "1 of class gpu.nvidia.com", "all 2 GPUs of n1 are held: 2 by claims"},
 		{"", "own", "", "2 of class gpu.nvidia.com", "all 2 GPUs of n1 are held: 2 by claims"},
@@ -154,6 +155,10 @@ func TestQueueOfClaims(t *testing.T) {
 		{"one", "", `running "DynamicResources" filter plugin: claim ns/x: selector #0 on device a/b/gpu-0: CEL runtime error: no such key: x`, "1 of class gpu.nvidia.com",
 			"claim ns/x: selector #0 on device a/b/gpu-0: CEL runtime error: no such key: x"},
 		{"gone", "", "", "claim gpu", "ResourceClaimTemplate gone does not exist"},
+		{"gone", "own", "", "2 of class gpu.nvidia.com", "all 2 GPUs of n1 are held: 2 by claims"},
+		{"gone", "unread", "", "claim gpu", none},
+		{"gone", "deleted", "", "claim gpu", none},
+		{"wrong", "unread", "", "1 of class gpu.nvidia.co", "DeviceClass gpu.nvidia.co of a claim of template wrong does not exist (did you mean gpu.nvidia.com?)"},
 		{"", "deleted", "", "claim gpu", "ResourceClaim deleted does not exist"},
 		{"wrong", "", "", "1 of class gpu.nvidia.co", "DeviceClass gpu.nvidia.co of a claim of template wrong does not exist (did you mean gpu.nvidia.com?)"},
 		{"unread", "", all, "claim gpu", all},
@@ -163,7 +168,10 @@ func TestQueueOfClaims(t *testing.T) {
 		q.Know(objects)
 		pod := newPod("p", func(p *corev1.Pod) {
 			ref := corev1.PodResourceClaim{Name: "gpu", ResourceClaimTemplateName: &c.template}
-			if c.claim != "" {
+			switch {
+			case c.claim != "" && c.template != "":
+				p.Status.ResourceClaimStatuses = []corev1.PodResourceClaimStatus{{Name: "gpu", ResourceClaimName: &c.claim}}
+			case c.claim != "":
 				ref.ResourceClaimTemplateName, ref.ResourceClaimName = nil, &c.claim
 			}
 			p.Spec.ResourceClaims = []corev1.PodResourceClaim{ref}

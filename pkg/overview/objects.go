@@ -13,6 +13,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/dynamic-resource-allocation/resourceclaim"
 
 	"github.com/tandem-gpu/tandem/pkg/explain"
 )
@@ -60,11 +61,14 @@ func (o *Objects) Of(ctx context.Context, pods []*corev1.Pod) explain.Objects {
 	now, api := o.refreshed(ctx), o.cluster.Client.ResourceV1()
 	for _, pod := range pods {
 		for i := range pod.Spec.ResourceClaims[:min(explain.MostClaims, len(pod.Spec.ResourceClaims))] {
-			switch ref := &pod.Spec.ResourceClaims[i]; {
-			case ref.ResourceClaimTemplateName != nil:
-				readOne(ctx, o, now, now.known.Templates, known.Templates, pod.Namespace, *ref.ResourceClaimTemplateName, api.ResourceClaimTemplates(pod.Namespace).Get)
-			case ref.ResourceClaimName != nil:
-				readOne(ctx, o, now, now.known.Claims, known.Claims, pod.Namespace, *ref.ResourceClaimName, api.ResourceClaims(pod.Namespace).Get)
+			ref := &pod.Spec.ResourceClaims[i]
+			if template := ref.ResourceClaimTemplateName; template != nil &&
+				readOne(ctx, o, now, now.known.Templates, known.Templates, pod.Namespace, *template, api.ResourceClaimTemplates(pod.Namespace).Get) != nil {
+				continue // many pods have the same
+			}
+			// The template of a claim may have been deleted since.
+			if name, _, err := resourceclaim.Name(pod, ref); err == nil && name != nil {
+				readOne(ctx, o, now, now.known.Claims, known.Claims, pod.Namespace, *name, api.ResourceClaims(pod.Namespace).Get)
 			}
 		}
 	}
@@ -96,11 +100,11 @@ func (o *Objects) refreshed(ctx context.Context) *read {
 	return o.now
 }
 
-// readOne copies an object from what is known, which it completes by a request. A nil object does not exist. A request that ends with ctx does
+// readOne returns an object of what is known, which it completes by a request, and copies it. A nil object does not exist. A request that ends with ctx does
 // not count.
 func readOne[T any](ctx context.Context, o *Objects, now *read, known, into map[types.NamespacedName]*T, namespace, name string,
 	get func(context.Context, string, metav1.GetOptions) (*T, error),
-) {
+) *T {
 	of := types.NamespacedName{Namespace: namespace, Name: name}
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -122,4 +126,5 @@ func readOne[T any](ctx context.Context, o *Objects, now *read, known, into map[
 	if ok {
 		into[of] = object
 	}
+	return object
 }

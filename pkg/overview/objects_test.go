@@ -11,6 +11,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes/fake"
 	clienttesting "k8s.io/client-go/testing"
 	"k8s.io/utils/ptr"
@@ -61,4 +62,18 @@ func TestObjectsOfACancelledRequest(t *testing.T) {
 		t.Errorf("%d requests for what is known", len(client.Actions())-n)
 	}
 	cancel()
+}
+
+// TestObjectsOfADeletedTemplate: the claim that was made of a template says what the pod requests. Claims are not read while the template
+// exists, because each pod has its own.
+func TestObjectsOfADeletedTemplate(t *testing.T) {
+	pods, objects := waitingPods(2)
+	for _, pod := range pods {
+		pod.Status.ResourceClaimStatuses = []corev1.PodResourceClaimStatus{{Name: "gpu", ResourceClaimName: ptr.To("claim-of-" + pod.Name)}}
+		objects = append(objects, &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Namespace: "ml", Name: "claim-of-" + pod.Name}})
+	}
+	got := NewObjects(Cluster{Client: fake.NewClientset(objects[1:]...)}).Of(t.Context(), pods)
+	if len(got.Claims) != 1 || got.Claims[types.NamespacedName{Namespace: "ml", Name: "claim-of-t0"}] == nil || len(got.Templates) != 2 {
+		t.Errorf("%+v", got)
+	}
 }

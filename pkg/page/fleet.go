@@ -290,7 +290,7 @@ func trim(object any) (any, error) {
 			CreationTimestamp: from.CreationTimestamp},
 		Spec: corev1.PodSpec{NodeName: from.Spec.NodeName, ResourceClaims: from.Spec.ResourceClaims, SchedulingGates: from.Spec.SchedulingGates,
 			Resources: from.Spec.Resources},
-		Status: corev1.PodStatus{Phase: from.Status.Phase},
+		Status: corev1.PodStatus{Phase: from.Status.Phase, ResourceClaimStatuses: from.Status.ResourceClaimStatuses},
 	}
 	if controller := metav1.GetControllerOf(from); controller != nil {
 		pod.OwnerReferences = []metav1.OwnerReference{*controller}

@@ -393,10 +393,11 @@ func TestTrim(t *testing.T) {
 	pod.Name, pod.Annotations = "p", map[string]string{"a": strings.Repeat("x", 1<<10)}
 	pod.Spec.Containers = []corev1.Container{{Name: "c", Image: "i", Resources: corev1.ResourceRequirements{Limits: corev1.ResourceList{"nvidia.com/gpu": {}}}}}
 	pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Message: "m"}, {Type: corev1.PodReady}}
+	pod.Status.ResourceClaimStatuses = []corev1.PodResourceClaimStatus{{Name: "gpu"}}
 	object, err := trim(&pod)
 	got := object.(*corev1.Pod)
 	if err != nil || got.Name != "p" || got.Annotations != nil || got.Spec.Containers[0].Image != "" || len(got.Spec.Containers[0].Resources.Limits) != 1 ||
-		len(got.Status.Conditions) != 1 || got.Status.Conditions[0].Message != "m" {
+		len(got.Status.Conditions) != 1 || got.Status.Conditions[0].Message != "m" || len(got.Status.ResourceClaimStatuses) != 1 {
 		t.Errorf("%v, %v", got, err)
 	}
 }
