@@ -65,11 +65,12 @@ func TestWhyAgreesWithTheScheduler(t *testing.T) {
 		}
 	}
 	t.Log(outcomes)
-	if *randomClaims >= 100 {
-		for _, cause := range []explain.Cause{explain.CauseRoom, explain.CauseFull, explain.CauseNever, explain.CauseSelector, explain.CauseExcluded} {
-			if outcomes[string(cause)] == 0 {
-				t.Errorf("no claim has the outcome %s", cause)
-			}
+	// One claim in about a hundred is excluded, so that 200 claims may have none.
+	for cause, least := range map[explain.Cause]int{
+		explain.CauseRoom: 100, explain.CauseFull: 100, explain.CauseNever: 100, explain.CauseSelector: 100, explain.CauseExcluded: 2000,
+	} {
+		if *randomClaims >= least && outcomes[string(cause)] == 0 {
+			t.Errorf("no claim has the outcome %s", cause)
 		}
 	}
 }
