@@ -20,7 +20,7 @@ var otherValues = map[string]string{"implicit-resource.yaml": "the story compare
 
 // exampleRow is a file of examples/README.md and its values. valueSource is a file of values, or a value.
 var (
-	exampleRow  = regexp.MustCompile("(?m)^\\| \\[([a-z-]+\\.yaml)\\].*\\| ([^|]+) \\|$")
+	exampleRow  = regexp.MustCompile(`(?m)^\| \[([a-z-]+\.yaml)\].*\| ([^|]+) \|$`)
 	valueSource = regexp.MustCompile("\\(([a-z-]+\\.values\\.yaml)\\)|`([^`]+=[^`]+)`")
 )
 
