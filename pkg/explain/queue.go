@@ -201,7 +201,7 @@ func (q *Queue) ofClaims(f Facts, claims []claimOf) string {
 		return reason
 	}
 	if strings.Contains(says, cannotAllocate) {
-		return "no node has such devices free"
+		return "no node that may run it has such devices free"
 	}
 	if others := f.otherResources(); others != "" {
 		return "the scheduler says " + others

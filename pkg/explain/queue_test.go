@@ -147,10 +147,10 @@ func TestQueueOfClaims(t *testing.T) {
 	for _, c := range []struct{ template, claim, says, requests, reason string }{
 		{"one", "", all, "1 of class gpu.nvidia.com", "all 2 GPUs of n1 are held: 2 by claims"},
 		{"", "own", "", "2 of class gpu.nvidia.com", "all 2 GPUs of n1 are held: 2 by claims"},
-		{"some", "", all, "1 of class gpu.nvidia.com where " + selector, "no node has such devices free"},
+		{"some", "", all, "1 of class gpu.nvidia.com where " + selector, "no node that may run it has such devices free"},
 		{"some", "", "", "1 of class gpu.nvidia.com where " + selector, none},
 		{"one", "", "0/50 nodes are available: 45 Insufficient cpu, 5 cannot allocate all claims. preemption: none", "1 of class gpu.nvidia.com", "all 2 GPUs of n1 are held: 2 by claims"},
-		{"some", "", "0/50 nodes are available: 45 Insufficient cpu, 5 cannot allocate all claims.", "1 of class gpu.nvidia.com where " + selector, "no node has such devices free"},
+		{"some", "", "0/50 nodes are available: 45 Insufficient cpu, 5 cannot allocate all claims.", "1 of class gpu.nvidia.com where " + selector, "no node that may run it has such devices free"},
 		{"some", "", "0/1 nodes are available: 1 Insufficient memory.", "1 of class gpu.nvidia.com where " + selector, "the scheduler says 1 Insufficient memory"},
 		{"one", "", `running "DynamicResources" filter plugin: claim ns/x: selector #0 on device a/b/gpu-0: CEL runtime error: no such key: x`, "1 of class gpu.nvidia.com",
 			"claim ns/x: selector #0 on device a/b/gpu-0: CEL runtime error: no such key: x"},

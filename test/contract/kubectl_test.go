@@ -117,7 +117,7 @@ func (s *story) page(plugin, waits string) {
 			devices = append(devices, fmt.Sprint(d.Name, d.State, len(d.Holders) > 0))
 		}
 	}
-	full := regexp.MustCompile("^(all 8 GPUs of |no node has 1 |0/2 nodes are available)")
+	full := regexp.MustCompile("^(all 8 GPUs of |no node that may run it has |no node has 1 |0/2 nodes are available)")
 	listed := func(page string) error {
 		var got []string
 		for _, row := range browser.Devices(page) {
