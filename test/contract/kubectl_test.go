@@ -42,6 +42,7 @@ func TestKubectlGPU(t *testing.T) {
 	}
 	s.Example("more-than-gpus.yaml")
 	s.Running(soon, gpusANode, 2)
+	s.Unschedulable(2) // and none waits for its eviction, because its claim got a GPU that another pod has
 
 	s.Await(soon, "ls to list what kubelet has given to pods", func() error {
 		want, err := oracle.Granted(s.Ctx, node())
@@ -66,7 +67,7 @@ func TestKubectlGPU(t *testing.T) {
 
 	var waits corev1.Pod
 	for _, pod := range s.Pods() {
-		if pod.Status.Phase == corev1.PodPending {
+		if pod.Status.Phase == corev1.PodPending && pod.Spec.NodeName == "" {
 			waits = pod
 		}
 	}
