@@ -309,7 +309,7 @@ func TestNotesNameKeysWithoutEffect(t *testing.T) {
 		t.Errorf("notes %s", text)
 	}
 	text := notes("testdata/dra-driver.values.yaml")
-	for _, want := range []string{heading, "resources.computeDomains (enabled, imex): Tandem has no ComputeDomains", "controller (containers, leaderElection, metrics, networkPolicy,", "kubeletPlugin.containers (computeDomains, init): the agent has one container"} {
+	for _, want := range []string{heading, "resources.computeDomains (enabled, imex): Tandem has no ComputeDomains", "controller (containers, leaderElection, metrics, podAnnotations,", "controller.networkPolicy (enabled): networkPolicy is for all of Tandem", "kubeletPlugin.containers (computeDomains, init): the agent has one container"} {
 		if !strings.Contains(text, want) {
 			t.Errorf("%s is missing in %s", want, text)
 		}
