@@ -203,7 +203,7 @@ func (q *Queue) ofClaims(f Facts, claims []claimOf) string {
 	if strings.Contains(says, cannotAllocate) {
 		return "no node that may run it has such devices free"
 	}
-	if others := f.otherResources(); others != "" {
+	if others, _ := f.otherResources(); others != "" {
 		return "the scheduler says " + others
 	}
 	return ""

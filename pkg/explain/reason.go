@@ -340,11 +340,12 @@ func (f Facts) noPartitions(resource string) string {
 // cannotAllocate is what the scheduler says of nodes whose devices do not satisfy the pod's claims.
 const cannotAllocate = "cannot allocate all claims"
 
-// otherResources returns what the scheduler says besides GPUs, and besides what an answer has for each node.
-func (f Facts) otherResources() string {
-	_, said, _ := strings.Cut(f.scheduler(), "nodes are available: ")
+// otherResources returns what the scheduler says besides GPUs, and besides what an answer has for each node. all reports whether that is so of
+// all nodes, as far as the scheduler's counts tell.
+func (f Facts) otherResources() (texts string, all bool) {
+	total, said, _ := strings.Cut(f.scheduler(), " nodes are available: ")
 	said, _, _ = strings.Cut(said, ". ")
-	offered := f.offered()
+	offered, every, some := f.offered(), false, false
 	var others []string
 	for text := range strings.SplitSeq(strings.TrimSuffix(said, "."), ", ") {
 		ours := false
@@ -354,11 +355,13 @@ func (f Facts) otherResources() string {
 		for _, known := range []string{cannotAllocate, "untolerated taint", "Pod's node affinity", "unschedulable"} {
 			ours = ours || strings.Contains(text, known)
 		}
-		if text != "" && !ours {
+		if some = some || ours; text != "" && !ours {
+			count, _, _ := strings.Cut(text, " ")
+			every = every || "0/"+count == total
 			others = append(others, text)
 		}
 	}
-	return Bounded(strings.Join(others, ", "), mostText)
+	return Bounded(strings.Join(others, ", "), mostText), len(others) > 0 && (every || !some)
 }
 
 // exceeds returns which resource of a node is smaller than the pod's request even without other pods.

@@ -79,7 +79,11 @@ func TestFirstLine(t *testing.T) {
 		"memory that others have": {func(f *Facts) {
 			f.Pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse,
 				Message: "0/9 nodes are available: 1 Insufficient memory, 2 cannot allocate all claims, 3 node(s) had untolerated taint(s), 4 Insufficient nvidia.com/gpu. preemption: none"}}
-		}, "waits: the scheduler says 1 Insufficient memory; node-0 has its GPUs free"},
+		}, "waits, although node-0 has its GPUs free: the scheduler says 0/9 nodes are available: 1 Insufficient memory, 2 cannot allocate all claims, 3 node(s) had"},
+		"processors of all": {func(f *Facts) {
+			f.Pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse,
+				Message: "0/9 nodes are available: 1 node(s) had untolerated taint(s), 4 Insufficient memory, 9 Insufficient cpu. preemption: none"}}
+		}, "waits: the scheduler says 4 Insufficient memory, 9 Insufficient cpu; node-0 has its GPUs free"},
 		"a volume of another node": {func(f *Facts) {
 			f.Pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse,
 				Message: "0/1 nodes are available: 1 node(s) had volume node affinity conflict. preemption: none"}}

@@ -46,9 +46,12 @@ func (f Facts) waits(ctx context.Context, a *Answer, claims []claimOf, needs []n
 		f.fails(a, answers[0])
 	case has(func(n NodeAnswer) bool { return n.Fit == FitRoom }):
 		a.Cause = CauseRoom
-		if others := f.otherResources(); others != "" {
+		switch others, all := f.otherResources(); {
+		case all:
 			a.Summary = fmt.Sprintf("waits: the scheduler says %s; %s has its GPUs free", others, answers[0].Names[0])
-		} else {
+		case others != "":
+			a.Summary = fmt.Sprintf("waits, although %s has its GPUs free: the scheduler says %s", answers[0].Names[0], Bounded(a.Scheduler, mostText))
+		default:
 			a.Summary = "waits, although " + answers[0].Names[0] + " has its GPUs free: the scheduler waits for something else, or has not tried again yet"
 		}
 	case has(isUnknown) || match.ended != nil && !has(isKnown):
