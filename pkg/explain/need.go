@@ -214,6 +214,18 @@ func (f Facts) needs(of claimOf) (needs []need) {
 	return needs
 }
 
+// foreign returns why the devices of the driver do not tell whether a node satisfies all needs: a request may get a device of another driver.
+func (f Facts) foreign(needs []need) error {
+	for _, n := range needs {
+		for _, alternative := range n.alternatives() {
+			if class, known := f.class(alternative.class); known && alternative.resource == "" && !f.ours(class) {
+				return fmt.Errorf("an alternative of %s is of class %s, whose devices are of another driver", alternative.claim, alternative.class)
+			}
+		}
+	}
+	return nil
+}
+
 func (f Facts) need(of claimOf, request string, r resourceapi.DeviceSubRequest) need {
 	n := need{
 		claim: of.String(), request: request, class: r.DeviceClassName, count: max(1, r.Count),

@@ -103,7 +103,7 @@ func (f Facts) nodeAnswers(ctx context.Context, match *matcher, claims []claimOf
 	for _, n := range f.GPUNodes {
 		byName[n.Name] = n
 	}
-	allocate := f.toAllocate(claims)
+	allocate, foreign := f.toAllocate(claims), f.foreign(needs)
 	affinity := nodeaffinity.GetRequiredNodeAffinity(f.Pod)
 	nodes, onlyNames := f.nodes()
 	excludes, unlesses := make([]string, len(nodes)), make([]string, len(nodes))
@@ -135,6 +135,9 @@ func (f Facts) nodeAnswers(ctx context.Context, match *matcher, claims []claimOf
 			answer.Fit, answer.Reason = FitAgent, "it has GPUs and no GPUNode: Tandem's agent does not run there"
 		default:
 			answer.fit(ctx, newStock(match, gpuNode, published[node.Name], like, f.missing(KindSlices)), allocate, needs)
+		}
+		if foreign != nil && (answer.Fit == FitFull || answer.Fit == FitNever) {
+			answer = NodeAnswer{Names: answer.Names, Count: 1, Fit: FitUnknown, Reason: foreign.Error()}
 		}
 		if excluded != "" && answer.Reason != noGPU {
 			if answer.Fit != FitNever && answer.Fit != FitUnknown {

@@ -401,8 +401,12 @@ func (f Facts) excluded(a *Answer, answers []NodeAnswer, needs []need) {
 	}
 }
 
-// misspelled returns which of the pod's resources is nearly one of GPUs, or has their domain and is no node's.
+// misspelled returns which of the pod's resources is nearly one of GPUs, or has their domain and is no node's. It is
+// empty if the viewer may not read what the nodes offer.
 func (f Facts) misspelled() string {
+	if f.missing(KindNodes) || f.missing(KindGPUNodes) {
+		return ""
+	}
 	offered := f.offeredResources()
 	if len(offered) == 0 {
 		offered = []string{usualResources.GPU}

@@ -269,6 +269,7 @@ func (n *NodeAnswer) fit(ctx context.Context, s *stock, claims []*resourceapi.Re
 			if err != nil { // or a selector needs an attribute that is not known of a device without a slice
 				could = ever
 			}
+			could = could && (ever || !byKubelet) // the allocator does not know what kubelet serves
 			agrees, fits, ever = !fits && could == ever, false, could
 		}
 	}

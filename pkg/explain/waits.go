@@ -55,7 +55,7 @@ func (f Facts) waits(ctx context.Context, a *Answer, claims []claimOf, needs []n
 			a.Summary = "waits, although " + answers[0].Names[0] + " has its GPUs free: the scheduler waits for something else, or has not tried again yet"
 		}
 	case has(isUnknown) || match.ended != nil && !has(isKnown):
-		a.Cause, a.Summary = CauseNotEvaluated, "waits: not evaluated: "+cmp.Or(match.ended, errSearch).Error()
+		a.Cause, a.Summary = CauseNotEvaluated, "waits: not evaluated: "+cmp.Or(match.ended, f.foreign(needs), errSearch).Error()
 	case has(func(n NodeAnswer) bool { return n.Fit == FitFull }):
 		a.Cause = CauseFull
 		if !has(func(n NodeAnswer) bool { return n.Fit == FitFull && n.mayBeHeld() }) {

@@ -135,6 +135,54 @@ func TestWhyOfClaims(t *testing.T) {
 	}
 }
 
+// TestAlternativeOfAnotherDriver: whether its devices are free is not known. A node that has Tandem's has room all the same.
+func TestAlternativeOfAnotherDriver(t *testing.T) {
+	for count, want := range map[int64]Cause{1: CauseRoom, 2: CauseNotEvaluated, 8: CauseNotEvaluated} {
+		f := facts([]resourceapi.DeviceRequest{{Name: "r", FirstAvailable: []resourceapi.DeviceSubRequest{
+			{Name: "ours", DeviceClassName: "gpu.nvidia.com", Count: count}, {Name: "other", DeviceClassName: "other", Count: 1}}}}, "x-")
+		f.Classes = append(f.Classes, class("other", `device.driver == "gpu.example.com"`))
+		f.Nodes = append(f.Nodes, corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "cpu"}})
+		got := answerTo(t, f)
+		if got.Cause != want {
+			t.Errorf("%d: %s: %s", count, got.Cause, got.Summary)
+		}
+		if want == CauseNotEvaluated && (got.Nodes[0].Fit != FitUnknown || got.Nodes[0].Count != 2 ||
+			got.Summary != "waits: not evaluated: an alternative of claim c is of class other, whose devices are of another driver") {
+			t.Errorf("%d: %s: %+v", count, got.Summary, got.Nodes)
+		}
+		f.Pod.Spec.NodeSelector = map[string]string{"zone": "none"}
+		if got := answerTo(t, f); got.Cause == CauseNotEvaluated {
+			t.Errorf("%d, excluded from all nodes: %s", count, got.Summary)
+		}
+	}
+}
+
+// TestLimitsBesideClaims: what the scheduler's allocator says of the claims is not all that the pod requests.
+func TestLimitsBesideClaims(t *testing.T) {
+	for limits, want := range map[string]Cause{"1": CauseFull, "2": CauseNever, "16": CauseNever} {
+		f := facts(exactly(1), "xx")
+		f.GPUNodes[0].Status.ExtendedResource = testResource
+		f.Pod.Spec.Containers[0].Resources = gpuLimits(limits)
+		if got := answerTo(t, f); got.Cause != want {
+			t.Errorf("%s: %s: %s", limits, got.Cause, got.Summary)
+		}
+	}
+}
+
+// TestMisspelledUnread: what the nodes offer is not known to a viewer who may not read them.
+func TestMisspelledUnread(t *testing.T) {
+	for _, kind := range []Kind{KindNodes, KindGPUNodes} {
+		f := facts(nil, "-")
+		f.Pod = newPod("a", func(p *corev1.Pod) {
+			p.Spec.Containers[0].Resources.Limits = corev1.ResourceList{"nvidia.com/hostdev": resource.MustParse("1")}
+		})
+		f.NotRead = []NotRead{{Kind: kind}}
+		if got := answerTo(t, f); got.Summary != "requests no GPU" {
+			t.Errorf("%s not read: %s", kind, got.Summary)
+		}
+	}
+}
+
 // TestWhyWithoutNodes: GPUNodes alone tell who has the GPUs.
 func TestWhyWithoutNodes(t *testing.T) {
 	f := facts(exactly(1), "xx")
