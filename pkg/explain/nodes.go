@@ -129,12 +129,17 @@ func (f Facts) nodeAnswers(ctx context.Context, match *matcher, claims []claimOf
 			answer.unknown(match)
 		case excluded != "" && !reported:
 			answer.Reason = excluded
-		case reported && gpuNode.Status.Waiting != "":
-			answer.Fit, answer.Reason = FitAgent, WhyUnserved(gpuNode.Status)
-		case !reported && len(needs) > 0:
-			answer.Fit, answer.Reason = FitAgent, "it has GPUs and no GPUNode: Tandem's agent does not run there"
 		default:
-			answer.fit(ctx, newStock(match, gpuNode, published[node.Name], like, f.missing(KindSlices)), allocate, needs)
+			gpuNode.Name = node.Name
+			s := newStock(match, gpuNode, published[node.Name], like, f.missing(KindSlices))
+			switch {
+			case gpuNode.Status.Waiting != "":
+				answer.unserved(ctx, s, allocate, needs, WhyUnserved(gpuNode.Status))
+			case !reported && len(needs) > 0:
+				answer.unserved(ctx, s, allocate, needs, "it has GPUs and no GPUNode: Tandem's agent does not run there")
+			default:
+				answer.fit(ctx, s, allocate, needs)
+			}
 		}
 		if foreign != nil && (answer.Fit == FitFull || answer.Fit == FitNever) {
 			answer = NodeAnswer{Names: answer.Names, Count: 1, Fit: FitUnknown, Reason: foreign.Error()}

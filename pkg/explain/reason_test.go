@@ -9,6 +9,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
+	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 )
@@ -96,6 +97,27 @@ func TestFirstLine(t *testing.T) {
 				t.Errorf("%s: %s, want %s", got.Cause, got.Summary, c.want)
 			}
 		})
+	}
+}
+
+// TestFailsOnAnUnservedNode: the scheduler tries the ResourceSlices of a node without an agent that serves, and gives up the pod there as well.
+func TestFailsOnAnUnservedNode(t *testing.T) {
+	for name, change := range map[string]func(*Facts){
+		"unserved":       func(f *Facts) { f.GPUNodes[0].Status.Waiting = "no driver" },
+		"without agent":  func(f *Facts) { f.GPUNodes = f.GPUNodes[1:] },
+		"not failing":    func(f *Facts) { f.GPUNodes[0].Status.Waiting, f.Slices = "no driver", f.Slices[1:] },
+		"may not run it": func(f *Facts) { f.GPUNodes[0].Status.Waiting, f.Nodes[0].Spec.Unschedulable = "no driver", true },
+	} {
+		f := facts(exactly(1, `device.attributes["gpu.nvidia.com"].brand == "x"`), "-", "-")
+		f.Slices[1].Spec.Devices[0].Attributes["brand"] = resourceapi.DeviceAttribute{StringValue: ptr.To("x")}
+		change(&f)
+		want := CauseRoom
+		if name == "unserved" || name == "without agent" {
+			want = CauseSelector
+		}
+		if got := answerTo(t, f); got.Cause != want || want == CauseSelector && !strings.Contains(got.Summary, "fails on gpu-0 of node-0") {
+			t.Errorf("%s: %s: %s", name, got.Cause, got.Summary)
+		}
 	}
 }
 

@@ -237,6 +237,25 @@ func whole(d resourceapi.Device, status v1alpha1.DeviceStatus) resourceapi.Devic
 	return d
 }
 
+// unserved answers for a node that serves no GPU. The scheduler tries the ResourceSlices of the node all the same.
+func (n *NodeAnswer) unserved(ctx context.Context, s *stock, claims []*resourceapi.ResourceClaim, needs []need, reason string) {
+	n.Fit, n.Reason = FitAgent, reason
+	if of := s.forLimits(needs); of != nil {
+		claims = append(slices.Clip(claims), of)
+	}
+	if len(claims) == 0 || len(s.slices) == 0 {
+		return
+	}
+	if _, err := s.allocate(ctx, claims, false); err != nil && !errors.Is(err, errSearch) && s.match.goesOn(ctx) {
+		n.fails(ctx, s, needs, err)
+	}
+}
+
+// fails says that the scheduler fails on the node.
+func (n *NodeAnswer) fails(ctx context.Context, s *stock, needs []need, err error) {
+	n.Fit, n.Reason, n.failed, n.failure = FitFails, Bounded(OneLine(err.Error()), mostText), err, s.failureOf(ctx, err, needs)
+}
+
 // fit answers whether a node has what the pod requests. What the pod's claims can have is for the scheduler's allocator to say. The reason
 // comes from Tandem's own count.
 func (n *NodeAnswer) fit(ctx context.Context, s *stock, claims []*resourceapi.ResourceClaim, needs []need) {
@@ -256,7 +275,7 @@ func (n *NodeAnswer) fit(ctx context.Context, s *stock, claims []*resourceapi.Re
 			return
 		case errors.Is(err, errSearch): // the count knows better why there is no solution
 		case err != nil:
-			n.Fit, n.Reason, n.failed, n.failure = FitFails, Bounded(OneLine(err.Error()), mostText), err, s.failureOf(ctx, err, needs)
+			n.fails(ctx, s, needs, err)
 			return
 		case now:
 			fits = !byKubelet || fits
