@@ -30,8 +30,16 @@ func RefusedByQuota(e corev1.Event) bool {
 }
 
 // quotas returns the quotas of the namespace that count the pod's requests, with their use and who uses them.
-func (f Facts) quotas(needs []need) (texts []string) {
+func (f Facts) quotas(claims []claimOf, needs []need) (texts []string) {
 	counted := f.counts(needs)
+	// What exists is used already.
+	var later []need
+	for _, of := range claims {
+		if of.claim == nil {
+			later = append(later, f.needs(of)...)
+		}
+	}
+	lacks := f.counts(later)
 	for _, q := range f.Quotas {
 		for name, hard := range q.Status.Hard {
 			if counted[name] == 0 {
@@ -39,7 +47,7 @@ func (f Facts) quotas(needs []need) (texts []string) {
 			}
 			used := q.Status.Used[name]
 			text := fmt.Sprintf("%s: %s of %s %s are used", q.Name, used.String(), hard.String(), name)
-			if left := hard.Value() - used.Value(); left <= 0 {
+			if left := hard.Value() - used.Value(); left <= 0 || left < lacks[name] {
 				text += ": it has no room"
 			}
 			texts = append(texts, text+f.users(name))
@@ -53,15 +61,20 @@ func (f Facts) quotas(needs []need) (texts []string) {
 func (f Facts) counts(needs []need) map[corev1.ResourceName]int64 {
 	counted := map[corev1.ResourceName]int64{}
 	for _, n := range needs {
+		most := map[corev1.ResourceName]int64{} // of the alternatives
+		count := func(name string, n int64) { most[corev1.ResourceName(name)] = max(most[corev1.ResourceName(name)], n) }
 		for _, alternative := range n.alternatives() {
 			if alternative.resource != "" {
-				counted[corev1.ResourceName("requests."+alternative.resource)] += alternative.count
+				count("requests."+alternative.resource, alternative.count)
 				continue
 			}
-			counted[corev1.ResourceName(alternative.class+".deviceclass.resource.k8s.io/devices")] += alternative.count
+			count(alternative.class+".deviceclass.resource.k8s.io/devices", alternative.count)
 			if class, known := f.class(alternative.class); known && class.Spec.ExtendedResourceName != nil {
-				counted[corev1.ResourceName("requests."+*class.Spec.ExtendedResourceName)] += alternative.count
+				count("requests."+*class.Spec.ExtendedResourceName, alternative.count)
 			}
+		}
+		for name, n := range most {
+			counted[name] += n
 		}
 	}
 	return counted
@@ -90,7 +103,11 @@ func (f Facts) users(name corev1.ResourceName) string {
 		return ""
 	}
 	users := slices.SortedFunc(maps.Keys(uses), func(a, b string) int { return cmp.Or(cmp.Compare(uses[b], uses[a]), cmp.Compare(a, b)) })
-	return ": " + list(users, func(user string) string { return fmt.Sprintf("%s has %d", user, uses[user]) })
+	text := ": " + list(users, func(user string) string { return fmt.Sprintf("%s has %d", user, uses[user]) })
+	if f.QuotaPartly {
+		text += ", among the first " + Number(len(f.QuotaPods), "pod") + " and " + Number(len(f.QuotaClaims), "claim")
+	}
+	return text
 }
 
 // userOf is the pod of a template's claim, or the claim.

@@ -36,6 +36,8 @@ type Facts struct {
 	// QuotaPods and QuotaClaims are those of the pod's namespace, at most some hundreds, if a quota refuses a claim.
 	QuotaPods   []corev1.Pod
 	QuotaClaims []resourceapi.ResourceClaim
+	// QuotaPartly is set if there are more of them.
+	QuotaPartly bool
 	// Events of the pod and of its claims.
 	Events []corev1.Event
 	// MayName reports whether the viewer may list the pods of a namespace. Holders of other namespaces are not named. Why calls it for the
@@ -56,7 +58,9 @@ const (
 	KindNodes     Kind = "Nodes"
 	KindGPUNodes  Kind = "GPUNodes"
 	KindQuotas    Kind = "ResourceQuotas"
-	KindEvents    Kind = "Events"
+	// KindQuotaUsers are all of the namespace, to tell who uses a quota. Why does without.
+	KindQuotaUsers Kind = "Pods and ResourceClaims of the namespace"
+	KindEvents     Kind = "Events"
 )
 
 // NotRead says that objects could not be read, and why.
@@ -186,7 +190,7 @@ func (f Facts) why(ctx context.Context, b bounds) Answer {
 		a.Cause, a.Summary = CauseNoGPU, "requests no GPU"+f.misspelled()
 		a.Scheduler = f.scheduler()
 	default:
-		a.Scheduler, a.Quotas = f.scheduler(), f.quotas(needs)
+		a.Scheduler, a.Quotas = f.scheduler(), f.quotas(claims, needs)
 		f.waits(ctx, &a, claims, needs, b)
 	}
 	a.Summary = Bounded(a.Summary, mostMessage)

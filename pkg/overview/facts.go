@@ -46,7 +46,7 @@ func (c Cluster) Why(ctx context.Context, namespace, name string) (explain.Answe
 		f.Classes = classes.Items
 	}
 	if slices.ContainsFunc(f.Events, explain.RefusedByQuota) {
-		c.readQuotaUsers(ctx, &f)
+		unread(explain.KindQuotaUsers, c.readQuotaUsers(ctx, &f))
 	}
 	quotas, err := c.Client.CoreV1().ResourceQuotas(namespace).List(ctx, metav1.ListOptions{})
 	unread(explain.KindQuotas, err)
@@ -78,15 +78,18 @@ const mostEvents = 500
 // mostQuotaUsers bounds the pods, and the claims, that are read to tell who uses a quota.
 const mostQuotaUsers = 500
 
-// readQuotaUsers reads who may use the namespace's quotas. What cannot be read is missing in the answer.
-func (c Cluster) readQuotaUsers(ctx context.Context, f *explain.Facts) {
+// readQuotaUsers reads who may use the namespace's quotas, as far as it can.
+func (c Cluster) readQuotaUsers(ctx context.Context, f *explain.Facts) error {
 	some := metav1.ListOptions{Limit: mostQuotaUsers}
-	if pods, err := c.Client.CoreV1().Pods(f.Pod.Namespace).List(ctx, some); err == nil {
-		f.QuotaPods = pods.Items
+	pods, errPods := c.Client.CoreV1().Pods(f.Pod.Namespace).List(ctx, some)
+	if errPods == nil {
+		f.QuotaPods, f.QuotaPartly = pods.Items, pods.Continue != ""
 	}
-	if claims, err := c.Client.ResourceV1().ResourceClaims(f.Pod.Namespace).List(ctx, some); err == nil {
-		f.QuotaClaims = claims.Items
+	claims, errClaims := c.Client.ResourceV1().ResourceClaims(f.Pod.Namespace).List(ctx, some)
+	if errClaims == nil {
+		f.QuotaClaims, f.QuotaPartly = claims.Items, f.QuotaPartly || claims.Continue != ""
 	}
+	return errors.Join(errPods, errClaims)
 }
 
 // readClaims reads the claims of the pod that Why evaluates, and the templates of those that do not exist yet. One that is missing is no

@@ -3,6 +3,7 @@
 package overview
 
 import (
+	"errors"
 	"fmt"
 	"strings"
 	"testing"
@@ -13,9 +14,11 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	dynamicfake "k8s.io/client-go/dynamic/fake"
 	"k8s.io/client-go/kubernetes/fake"
+	clienttesting "k8s.io/client-go/testing"
 	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/explain"
 )
 
 // TestWhyReadsFewClaims: a pod that names thousands of claims does not cost thousands of requests, and the answer says so.
@@ -36,5 +39,21 @@ func TestWhyReadsFewClaims(t *testing.T) {
 	}
 	if n := len(client.Actions()); n < 64 || n > 100 {
 		t.Errorf("%d requests", n)
+	}
+}
+
+// TestQuotaUsers: the answer says which users of a quota it does not know.
+func TestQuotaUsers(t *testing.T) {
+	client := fake.NewClientset()
+	f := explain.Facts{Pod: &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "ml", Name: "late"}}}
+	client.PrependReactor("list", "pods", func(clienttesting.Action) (bool, runtime.Object, error) {
+		return true, &corev1.PodList{ListMeta: metav1.ListMeta{Continue: "more"}, Items: make([]corev1.Pod, 2)}, nil
+	})
+	client.PrependReactor("list", "resourceclaims", func(clienttesting.Action) (bool, runtime.Object, error) {
+		return true, nil, errors.New("not allowed")
+	})
+	err := Cluster{Client: client}.readQuotaUsers(t.Context(), &f)
+	if err == nil || !strings.Contains(err.Error(), "not allowed") || !f.QuotaPartly || len(f.QuotaPods) != 2 {
+		t.Errorf("%v, %t, %d pods", err, f.QuotaPartly, len(f.QuotaPods))
 	}
 }
