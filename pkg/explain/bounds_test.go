@@ -307,6 +307,26 @@ func TestManyOthersWait(t *testing.T) {
 	}
 }
 
+// TestOffersAreBounded: a selector of 10 KiB may have hundreds of keys and strings, which are compared with each value of the nodes.
+func TestOffersAreBounded(t *testing.T) {
+	f, expression := facts(exactly(1), "-"), "false"
+	for i := range 400 {
+		expression += fmt.Sprintf(` || device.attributes["gpu.nvidia.com"].key%d == "GPU-%d"`, i, i)
+	}
+	o := f.offers(expression)
+	if len(o.asked) != mostAsked || len(o.values) != mostAsked || len(o.literals) != mostAsked {
+		t.Errorf("%d keys, %d values, %d strings", len(o.asked), len(o.values), len(o.literals))
+	}
+	if !slices.Equal(o.literals[:3], []string{"gpu.nvidia.com", "GPU-0", "GPU-1"}) {
+		t.Errorf("%q", o.literals)
+	}
+	f.byNode = f.published()
+	f.Slices = nil
+	if got := f.offers(`device.attributes["gpu.nvidia.com"].uuid == "GPU-1"`).String(); got != "; the nodes offer uuid GPU-0 (did you mean GPU-0?)" {
+		t.Error(got)
+	}
+}
+
 // TestTextsAreBounded: tenants write events and owner references of any size, and a long list of nodes is a long reason.
 func TestTextsAreBounded(t *testing.T) {
 	long := strings.Repeat("x ", 500_000)

@@ -297,6 +297,9 @@ func HasGPUs(node *corev1.Node) bool {
 
 // published returns the devices of the driver's pools by node, each pool in its latest generation.
 func (f Facts) published() map[string][]resourceapi.ResourceSlice {
+	if f.byNode != nil {
+		return f.byNode
+	}
 	latest := map[string]int64{}
 	for _, s := range f.Slices {
 		if s.Spec.Driver == f.Driver {

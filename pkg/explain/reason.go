@@ -93,19 +93,25 @@ var (
 	literalInSelector = regexp.MustCompile(`"([^"\\]*)"|'([^'\\]*)'`)
 )
 
-// mostValues bounds the values of one key that are collected.
-const mostValues = 64
+const (
+	// mostValues bounds the values of one key that are collected.
+	mostValues = 64
+	// mostAsked bounds the keys and the strings of a selector that are compared with them. A selector may have hundreds.
+	mostAsked = 16
+)
 
 // offers returns what the published devices have of what a selector asks for.
 func (f Facts) offers(expression string) offer {
 	o := offer{keys: map[string]bool{}, values: map[string]map[string]bool{}, shared: strings.Contains(expression, "device.allowMultipleAllocations")}
 	for _, found := range keyInSelector.FindAllStringSubmatch(expression, -1) {
-		if o.values[found[1]] == nil {
+		if o.values[found[1]] == nil && len(o.asked) < mostAsked {
 			o.asked, o.values[found[1]] = append(o.asked, found[1]), map[string]bool{}
 		}
 	}
 	for _, found := range literalInSelector.FindAllStringSubmatch(expression, -1) {
-		o.literals = append(o.literals, found[1]+found[2])
+		if literal := found[1] + found[2]; len(o.literals) < mostAsked && !slices.Contains(o.literals, literal) {
+			o.literals = append(o.literals, literal)
+		}
 	}
 	add := func(name resourceapi.QualifiedName, value string) {
 		_, key, qualified := strings.Cut(string(name), "/")
@@ -186,6 +192,9 @@ func (o offer) String() string {
 func didYouMean[T ~string](word T, candidates func(func(T) bool)) string {
 	best, least := "", 0
 	for candidate := range candidates {
+		if max(len(word)-len(candidate), len(candidate)-len(word)) > max(1, len(word)/4) {
+			continue
+		}
 		if d := distance(strings.ToLower(string(word)), strings.ToLower(string(candidate))); candidate != word && d <= max(1, len(word)/4) &&
 			(best == "" || d < least || d == least && string(candidate) < best) {
 			best, least = string(candidate), d

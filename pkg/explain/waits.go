@@ -35,6 +35,7 @@ func (f Facts) waits(ctx context.Context, a *Answer, claims []claimOf, needs []n
 		a.Cause, a.Summary = CauseUnreadable, "waits for GPUs: which nodes have them cannot be told without the rights below"
 		return
 	}
+	f.byNode = f.published()
 	answers := f.nodeAnswers(ctx, match, claims, needs)
 	f.show(a, answers)
 	has := func(is func(NodeAnswer) bool) bool { return slices.ContainsFunc(answers, is) }

@@ -44,6 +44,9 @@ type Facts struct {
 	// holders of the answer only.
 	MayName func(namespace string) bool
 	NotRead []NotRead
+
+	// byNode is what published returns, once it is known.
+	byNode map[string][]resourceapi.ResourceSlice
 }
 
 // Kind is a kind of objects that a viewer could not read.
