@@ -23,7 +23,7 @@ import (
 // Queue describes waiting pods for a list of them, with the rules of Why. It uses the pods, the GPUNodes and a bounded number of other objects,
 // so that a long list needs few requests. Why reads more and says more. A Queue is for one goroutine.
 type Queue struct {
-	objects Objects
+	objects Requested
 	nodes   []v1alpha1.GPUNode
 	// whole are the extended resources of GPUs on the nodes, and parts those of their devices.
 	whole, parts map[string]bool
@@ -32,8 +32,8 @@ type Queue struct {
 	claims  map[string]string
 }
 
-// Objects are what claims request. A claim or a template that is missing was not read; one that is nil does not exist.
-type Objects struct {
+// Requested is what claims request. A claim or a template that is missing was not read; one that is nil does not exist.
+type Requested struct {
 	Driver    string
 	Classes   []resourceapi.DeviceClass
 	Claims    map[types.NamespacedName]*resourceapi.ResourceClaim
@@ -41,7 +41,7 @@ type Objects struct {
 }
 
 // Know tells the queue what claims request. Without it, the queue knows only their names.
-func (q *Queue) Know(o Objects) { q.objects, q.claims = o, map[string]string{} }
+func (q *Queue) Know(o Requested) { q.objects, q.claims = o, map[string]string{} }
 
 // NewQueue returns a queue for the GPUNodes of a cluster.
 func NewQueue(nodes []v1alpha1.GPUNode) *Queue {

@@ -135,7 +135,7 @@ func TestQueueOfClaims(t *testing.T) {
 	wrong[0].Exactly.DeviceClassName = "gpu.nvidia.co"
 	name := func(name string) types.NamespacedName { return types.NamespacedName{Namespace: "ns", Name: name} }
 	const selector = `device.attributes["gpu.nvidia.com"].productName == "H100"`
-	objects := Objects{
+	objects := Requested{
 		Driver: testDriver, Classes: []resourceapi.DeviceClass{gpuClass(), class("nic", `device.driver == "net.example.com"`)},
 		Templates: map[types.NamespacedName]*resourceapi.ResourceClaimTemplate{
 			name("one"): template(exactly(1)), name("some"): template(exactly(1, selector)), name("nic"): template(other), name("wrong"): template(wrong), name("gone"): nil,

@@ -35,13 +35,13 @@ type Objects struct {
 
 // read is what was read in objectsFor. Objects.mu guards it, apart from the classes, which do not change.
 type read struct {
-	known   explain.Objects
+	known   explain.Requested
 	left    int
 	expires time.Time
 }
 
 func newRead(classes []resourceapi.DeviceClass, expires time.Time) *read {
-	return &read{left: mostObjects, expires: expires, known: explain.Objects{
+	return &read{left: mostObjects, expires: expires, known: explain.Requested{
 		Classes: classes, Claims: map[types.NamespacedName]*resourceapi.ResourceClaim{},
 		Templates: map[types.NamespacedName]*resourceapi.ResourceClaimTemplate{},
 	}}
@@ -52,7 +52,7 @@ func NewObjects(c Cluster) *Objects { return &Objects{cluster: c, now: newRead(n
 
 // Of returns what the claims of the pods request. The first pods come first where there are too many claims. What the viewer may not read
 // is missing.
-func (o *Objects) Of(ctx context.Context, pods []*corev1.Pod) explain.Objects {
+func (o *Objects) Of(ctx context.Context, pods []*corev1.Pod) explain.Requested {
 	known := newRead(nil, time.Time{}).known
 	known.Driver = o.cluster.DriverName
 	if !slices.ContainsFunc(pods, func(pod *corev1.Pod) bool { return len(pod.Spec.ResourceClaims) > 0 }) {
