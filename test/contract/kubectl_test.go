@@ -400,13 +400,20 @@ func TestUnservedNode(t *testing.T) {
 		}
 	}
 
+	late := func() {
+		t.Helper()
+		// Before that the scheduler still sends a pod to the node, and kubelet refuses it.
+		s.Await(soon, "no GPU to be offered to pods", func() error { return s.OfferedToPods(0) })
+		s.Manifest(manifests.Pod("limit", "late") + manifests.Pod("claim", "late-claim"))
+	}
+
 	s.Kubectl("label", "node", gpuNode, "nvidia.com/gpu.deploy.client=paused-for-driver-upgrade")
 	resume := s.Undo(func() error {
 		_, err := s.Cluster.Kubectl(s.Ctx, "label", "node", gpuNode, "nvidia.com/gpu.deploy.client-")
 		return err
 	})
 	s.Shows("the pause", func(n gpunode.GPUNode) bool { return strings.Contains(n.Status.Waiting, "paused-for-driver-upgrade") })
-	s.Manifest(manifests.Pod("limit", "late") + manifests.Pod("claim", "late-claim"))
+	late()
 	says("paused-for-driver-upgrade")
 	resume()
 	s.Running(soon, 3, 0)
@@ -422,7 +429,7 @@ func TestUnservedNode(t *testing.T) {
 	s.Shows("that the agent has ended", func(n gpunode.GPUNode) bool {
 		return n.Status.Waiting == "the agent has stopped" && n.Status.Holders != ""
 	})
-	s.Manifest(manifests.Pod("limit", "late") + manifests.Pod("claim", "late-claim"))
+	late()
 	says("the agent has stopped")
 	// What an agent leaves that has died ten minutes ago.
 	died := time.Now().Add(-10 * time.Minute).UTC().Format(time.RFC3339)
