@@ -27,8 +27,8 @@ var layers = [][]string{
 	{"pkg/ledger", "pkg/cdi", "pkg/partition"},
 	{"pkg/podstate", "pkg/health", "pkg/webhook", "pkg/sharing", "pkg/handover", "pkg/explain"},
 	{"pkg/reconcile", "pkg/driver", "pkg/legacy", "pkg/gpunode", "pkg/controller", "pkg/migrate", "pkg/overview"},
-	{"pkg/nvml", "pkg/drain", "pkg/doctor", "pkg/page"},
-	{"simulated"},
+	{"pkg/nvml", "pkg/wiring", "pkg/drain", "pkg/doctor", "pkg/page"},
+	{"pkg/agent", "simulated"},
 	{"cmd"},
 }
 
@@ -40,9 +40,9 @@ var doors = []struct {
 	testsMay bool
 }{
 	{"github.com/NVIDIA/", []string{"pkg/nvml", "simulated", "test/dropin"}, "pkg/nvml is the one door to the NVIDIA driver", false},
-	{module + "/pkg/nvml", []string{"pkg/nvml", "simulated/simnode", "cmd", "hack", "test"}, "front-ends declare the small interface they need", false},
+	{module + "/pkg/nvml", []string{"pkg/nvml", "pkg/agent", "simulated/simnode", "cmd", "hack", "test"}, "front-ends declare the small interface they need", false},
 	{module + "/simulated", []string{"simulated", "cmd", "hack", "test"}, "only commands, tools and tests use the simulated hardware", true},
-	{"k8s.io/", []string{"api", "pkg/driver", "pkg/legacy", "pkg/podstate", "pkg/health", "pkg/reconcile", "pkg/gpunode", "pkg/controller", "pkg/explain", "pkg/overview", "pkg/drain", "pkg/doctor", "pkg/page", "pkg/migrate", "pkg/webhook", "pkg/nvml", "simulated", "pkg/cdi", "pkg/ledger", "pkg/mps", "pkg/sharing", "pkg/handover", "pkg/nodelabels", "internal", "cmd", "hack", "test", "deployments"},
+	{"k8s.io/", []string{"api", "pkg/driver", "pkg/legacy", "pkg/podstate", "pkg/health", "pkg/reconcile", "pkg/gpunode", "pkg/controller", "pkg/explain", "pkg/overview", "pkg/drain", "pkg/doctor", "pkg/page", "pkg/migrate", "pkg/webhook", "pkg/nvml", "simulated", "pkg/cdi", "pkg/ledger", "pkg/mps", "pkg/sharing", "pkg/handover", "pkg/nodelabels", "pkg/wiring", "pkg/agent", "internal", "cmd", "hack", "test", "deployments"},
 		"pkg/device and pkg/mig are values over the standard library", false},
 	{"github.com/spf13/cobra", []string{"cmd/kubectl-gpu"}, "only the kubectl plugin links it; pkg/overview has what other views need", false},
 	{"k8s.io/cli-runtime", []string{"cmd/kubectl-gpu"}, "only the kubectl plugin links it; pkg/overview has what other views need", false},

@@ -12,6 +12,7 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"slices"
 	"strconv"
 	"syscall"
 
@@ -20,7 +21,7 @@ import (
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/internal/stacks"
 	"github.com/tandem-gpu/tandem/internal/version"
-	"github.com/tandem-gpu/tandem/pkg/nvml"
+	"github.com/tandem-gpu/tandem/pkg/agent"
 	"github.com/tandem-gpu/tandem/simulated/simnode"
 )
 
@@ -29,19 +30,13 @@ func main() {
 	klog.Flush()
 	switch {
 	case errors.Is(err, flag.ErrHelp):
-	case restarts(err):
+	case agent.Restarts(err):
 		err = restart()
 		fallthrough
 	case err != nil:
 		fmt.Fprintf(os.Stderr, "kubelet-plugin: %v\n", err)
 		os.Exit(1)
 	}
-}
-
-// restarts reports whether the agent ended to be started again. Everything is closed then. Only a new process can load a new
-// library (package nvml), and a new start with a changed configuration or driver has no state to convert.
-func restarts(err error) bool {
-	return errors.Is(err, nvml.ErrDriverReplaced) || errors.Is(err, errReconfigured) || errors.Is(err, errDriverArrived)
 }
 
 // restart replaces this process by a new one. It returns only on an error. /proc/self/exe would change the name of the process.
@@ -96,12 +91,27 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	// A second signal ends the process at once.
 	context.AfterFunc(ctx, stop)
 	logger.Info("Starting", "version", version.String(), "config", c)
-	a, err := newAgent(c)
+	a, err := agent.New(agent.Options{
+		Config: c, OpenDriver: simnode.Options,
+		Reload: func(name string) (config.Chosen, error) { return config.LoadChosen(args, os.LookupEnv, name) },
+	})
 	if err != nil {
 		return err
 	}
-	a.reload = func(name string) (config.Chosen, error) { return config.LoadChosen(args, os.LookupEnv, name) }
-	return a.run(ctx)
+	return a.Run(ctx)
+}
+
+// inspect takes the flags of the agent in whose container it runs, and its own.
+func inspect(ctx context.Context, args []string, stdout, stderr io.Writer) error {
+	c, err := config.LoadInspect(slices.Concat(agent.Flags("/proc"), args), os.LookupEnv, stderr)
+	if err != nil {
+		return err
+	}
+	logger, err := newLogger(c.Verbosity)
+	if err != nil {
+		return err
+	}
+	return agent.Inspect(klog.NewContext(ctx, logger), c, simnode.Options, stdout)
 }
 
 func newLogger(verbosity int) (klog.Logger, error) {

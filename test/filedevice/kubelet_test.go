@@ -5,7 +5,6 @@ package filedevice
 import (
 	"context"
 	"fmt"
-	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -54,12 +53,6 @@ func (k caller) listed() string {
 		}
 	}
 	return strings.Join(ids, " ")
-}
-
-// Allocatable implements legacy.KubeletView.
-func (k caller) Allocatable(context.Context) (map[string][]string, error) {
-	ids := slices.DeleteFunc(strings.Fields(k.listed()), func(id string) bool { return strings.HasPrefix(id, "!") })
-	return map[string][]string{resourceName: ids}, nil
 }
 
 // registered reports whether kubelet has registered the driver and the device plugin.

@@ -5,6 +5,7 @@ package filedevice
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -29,13 +30,11 @@ import (
 	cdilib "tags.cncf.io/container-device-interface/pkg/cdi"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
-	"github.com/tandem-gpu/tandem/pkg/cdi"
-	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/driver"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
-	"github.com/tandem-gpu/tandem/pkg/legacy"
 	"github.com/tandem-gpu/tandem/pkg/podstate"
-	"github.com/tandem-gpu/tandem/pkg/sharing"
+	"github.com/tandem-gpu/tandem/pkg/wiring"
 )
 
 const (
@@ -64,35 +63,31 @@ func startNode(t *testing.T, files map[string]properties) *node {
 		n.put(id, p)
 	}
 
-	book, err := ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", PodStates: podStates{}})
-	check(t, err)
-	t.Cleanup(func() { check(t, book.Close()) })
-	specs := cdi.New(cdi.Options{Dir: n.cdiDir, Source: n.files})
-	object := podstate.NewNode(n.api, nodeName)
-	resources := device.Resources{GPU: resourceName}
-	claims, err := driver.New(driver.Config{
-		DriverName: driverName, NodeName: nodeName, KubeClient: n.api, KubeletDir: dir,
-		Node: object, Ledger: book, Inventory: n.files, Specs: specs, Pods: pods{},
-		Partitions: noPartitions{}, Sharing: noSharing{}, Policy: noPolicy{}, Allocations: noAllocations{},
-		HandOver:        func(context.Context, string) error { return nil },
-		Adopt:           func(context.Context) error { return nil },
-		DaemonTrouble:   func(string) string { return "" },
-		OfferedToClaims: func(device.GPU) bool { return true }, OfferedToPods: func(device.GPU) bool { return true },
-		Limits: resources, Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
+	c := config.Defaults()
+	c.NodeName, c.DriverName, c.ResourceName, c.CDIHook = nodeName, driverName, resourceName, "none"
+	c.KubeletDir, c.RunDir, c.CgroupRoot, c.CDIDir = dir, t.TempDir(), t.TempDir(), n.cdiDir
+	parts, err := wiring.New(wiring.Options{
+		Config: c, BootID: "boot", Hardware: n.files, Client: n.api, Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
+		Hooks: wiring.Hooks{
+			PodStates:   func(ledger.PodStates) ledger.PodStates { return podStates{} },
+			Pods:        func(*podstate.Pods) driver.Pods { return pods{} },
+			Allocations: noAllocations{},
+		},
 	})
 	check(t, err)
-	limits, err := legacy.New(legacy.Config{
-		Resources: resources, NodeName: nodeName, Directory: filepath.Join(dir, "device-plugins"), Strategies: []legacy.Strategy{legacy.StrategyCDI},
-		Inventory: n.files, Ledger: book, Specs: specs, Sharing: noPolicy{}, Allocations: noAllocations{},
-		Adopt:       func(context.Context) error { return nil },
-		Acknowledge: func(string, []string, bool) {},
-		Kubelet:     n.caller, Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
-	})
+	t.Cleanup(func() { check(t, parts.Resources.Close()) })
+	problems, err := parts.Open(t.Context())
+	check(t, errors.Join(append(problems, err)...))
+	t.Cleanup(func() { check(t, parts.Ledger.Close()) })
+	parts.Connect(c)
+	apis, err := parts.NewAPIs(wiring.Serving{Config: c, Registerer: prometheus.NewRegistry()})
 	check(t, err)
 
 	ctx, stop := context.WithCancel(context.Background())
 	group, ctx := errgroup.WithContext(ctx)
-	for _, run := range []func(context.Context) error{n.files.Run, object.Run, specs.Run, claims.Run, limits.Run} {
+	for _, run := range []func(context.Context) error{
+		n.files.Run, parts.Pods.Run, parts.Node.Run, parts.CDI.Run, parts.Health.Run, apis.Claims.Run, apis.Limits.Run,
+	} {
 		group.Go(func() error { return run(ctx) })
 	}
 	t.Cleanup(func() {
@@ -100,8 +95,8 @@ func startNode(t *testing.T, files map[string]properties) *node {
 		check(t, group.Wait())
 	})
 	eventually(t, n.registered)
-	eventually(t, claims.Ready)
-	eventually(t, limits.Ready)
+	eventually(t, apis.Claims.Ready)
+	eventually(t, apis.Limits.Ready)
 	return n
 }
 
@@ -232,19 +227,8 @@ func (pods) Movable(context.Context, ledger.ClaimRequest) bool { return false }
 func (pods) WaitForPods(context.Context, ledger.ClaimRequest)  {}
 func (pods) Uses(ledger.Hold) bool                             { return true }
 
-// A file is held as a whole, and no controller runs. A call of a method that one of these types lacks panics.
-type (
-	noPartitions  struct{ driver.Partitions }
-	noSharing     struct{ driver.Sharing }
-	noPolicy      struct{ driver.Policy }
-	noAllocations struct{}
-)
-
-func (noSharing) Applied(string, device.Ref) bool { return false }
-
-func (noPolicy) ByDaemon(device.GPU) bool                                    { return false }
-func (noPolicy) Client(device.Device, device.Share) (*sharing.Client, error) { return nil, nil }
-func (noPolicy) Changed() <-chan struct{}                                    { return nil }
+// noAllocations: no controller runs.
+type noAllocations struct{}
 
 func (noAllocations) Claims() []v1alpha1.AllocatedClaim { return nil }
 func (noAllocations) Synced() bool                      { return true }

@@ -23,8 +23,7 @@ import (
 	"github.com/tandem-gpu/tandem/internal/filewatch"
 	"github.com/tandem-gpu/tandem/pkg/cdi"
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/driver"
-	"github.com/tandem-gpu/tandem/pkg/legacy"
+	"github.com/tandem-gpu/tandem/pkg/wiring"
 )
 
 // properties are the content of a device's file. The name of the file is "<ID>.json".
@@ -41,20 +40,15 @@ const suffix = ".json"
 const containerDir = "/run/files"
 
 // source finds the devices in a directory. It is all that the agent needs of another kind of device. Files are put into the directory
-// by a rename.
+// by a rename. A file is given to one holder as it is, so a call of another method panics.
 type source struct {
+	wiring.Hardware
 	dir     string
 	changed broadcast.Signal
 
 	mu        sync.Mutex
 	inventory device.Inventory
 }
-
-var (
-	_ driver.Inventory = (*source)(nil)
-	_ legacy.Inventory = (*source)(nil)
-	_ cdi.Source       = (*source)(nil)
-)
 
 // Run follows the directory until ctx is done.
 func (s *source) Run(ctx context.Context) error {
@@ -124,17 +118,17 @@ func (s *source) find() (found []device.GPU, err error) {
 
 func (s *source) path(id string) string { return filepath.Join(s.dir, id+suffix) }
 
-// Inventory implements driver.Inventory and legacy.Inventory.
+// Inventory implements wiring.Hardware.
 func (s *source) Inventory() device.Inventory {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.inventory
 }
 
-// Changed implements all three interfaces.
+// Changed implements wiring.Hardware.
 func (s *source) Changed() <-chan struct{} { return s.changed.Changed() }
 
-// ContainerEdits implements cdi.Source: a container gets the files of its devices as mounts.
+// ContainerEdits implements wiring.Hardware: a container gets the files of its devices as mounts.
 func (s *source) ContainerEdits(context.Context) (cdi.Edits, error) {
 	edits := cdi.Edits{Failed: map[string]error{}}
 	for _, d := range s.Inventory().GPUs {
@@ -149,7 +143,22 @@ func (s *source) ContainerEdits(context.Context) (cdi.Edits, error) {
 	return edits, nil
 }
 
-// PartitionEdits implements cdi.Source.
+// PartitionEdits implements wiring.Hardware.
 func (s *source) PartitionEdits(context.Context, device.Partition) (specs.Device, error) {
 	return specs.Device{}, fmt.Errorf("make container edits of a part of a file: %w", errors.ErrUnsupported)
+}
+
+// Files have no driver, no processes, no settings, and no XIDs.
+
+func (s *source) DriverRoot() string                               { return "/" }
+func (s *source) Processes(context.Context, string) ([]int, error) { return nil, nil }
+func (s *source) Settings(context.Context, string) (device.Settings, error) {
+	return device.Settings{}, nil
+}
+func (s *source) LastRead(string) time.Time                                      { return time.Time{} }
+func (s *source) RestoreSettings(context.Context, string, device.Settings) error { return nil }
+
+func (s *source) WatchXIDs(ctx context.Context, _ func(device.XIDEvent)) error {
+	<-ctx.Done()
+	return nil
 }

@@ -187,10 +187,10 @@ func List() []Mutation {
 				"err = errors.Join(err, s.remove(s.options.Name(key)))", "return err")},
 		},
 		{
-			Name: "lost-claim-state", Tier: Test, Package: "./cmd/kubelet-plugin", By: "TestUnreadableClaimStateWithoutADriver",
+			Name: "lost-claim-state", Tier: Test, Package: "./pkg/agent", By: "TestUnreadableClaimStateWithoutADriver",
 			What: "an unreadable claim state of kubelet counts as one without claims",
 			Harm: "on a node that lost its driver, pods with claims cannot end",
-			Changes: []Change{Edit("cmd/kubelet-plugin", "agent", "holdsAny",
+			Changes: []Change{Edit("pkg/agent", "Agent", "holdsAny",
 				"claims, err := podstate.ReadClaimState(a.config.KubeletDir, a.config.DriverName)\n\treturn err != nil || len(claims) > 0",
 				"claims, _ := podstate.ReadClaimState(a.config.KubeletDir, a.config.DriverName)\n\treturn len(claims) > 0")},
 		},

@@ -33,7 +33,7 @@ type fleet struct {
 func (f *fleet) close() error {
 	var errs []error
 	for _, m := range f.machines {
-		errs = append(errs, m.book.Close())
+		errs = append(errs, m.Ledger.Close())
 	}
 	return errors.Join(errs...)
 }

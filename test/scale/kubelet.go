@@ -229,7 +229,7 @@ func (m *machine) prepare(ctx context.Context, pod *corev1.Pod) ([]kubeletplugin
 	prepared := []kubeletplugin.NamespacedObject{}
 	var claims []*resourceapi.ResourceClaim
 	for _, name := range names {
-		claim, err := m.client.ResourceV1().ResourceClaims(pod.Namespace).Get(ctx, name, metav1.GetOptions{})
+		claim, err := m.Client.ResourceV1().ResourceClaims(pod.Namespace).Get(ctx, name, metav1.GetOptions{})
 		if err != nil {
 			return nil, err
 		}
@@ -243,7 +243,7 @@ func (m *machine) prepare(ctx context.Context, pod *corev1.Pod) ([]kubeletplugin
 	if len(claims) == 0 {
 		return prepared, nil
 	}
-	results, err := m.claims.PrepareResourceClaims(ctx, claims)
+	results, err := m.Claims.PrepareResourceClaims(ctx, claims)
 	for _, result := range results {
 		err = errors.Join(err, result.Err)
 	}
@@ -255,7 +255,7 @@ func (m *machine) unprepare(ctx context.Context, claims []kubeletplugin.Namespac
 	if len(claims) == 0 {
 		return nil
 	}
-	failed, err := m.claims.UnprepareResourceClaims(ctx, claims)
+	failed, err := m.Claims.UnprepareResourceClaims(ctx, claims)
 	for _, of := range failed {
 		err = errors.Join(err, of)
 	}
@@ -281,21 +281,21 @@ func (m *machine) admit(ctx context.Context, pod *corev1.Pod) error {
 	if len(available) < n {
 		return fmt.Errorf("%d devices of %s are available, %d requested", len(available), install.ResourceName, n)
 	}
-	preferred := m.limits.Preferred(install.ResourceName, &pluginapi.PreferredAllocationRequest{ContainerRequests: []*pluginapi.ContainerPreferredAllocationRequest{
+	preferred := m.Limits.Preferred(install.ResourceName, &pluginapi.PreferredAllocationRequest{ContainerRequests: []*pluginapi.ContainerPreferredAllocationRequest{
 		{AvailableDeviceIDs: available, AllocationSize: int32(n)},
 	}})
 	ids := preferred.GetContainerResponses()[0].GetDeviceIDs()
 	request := &pluginapi.AllocateRequest{ContainerRequests: []*pluginapi.ContainerAllocateRequest{{DevicesIds: ids}}}
-	if _, err := m.limits.Allocate(ctx, install.ResourceName, request); err != nil {
+	if _, err := m.Limits.Allocate(ctx, install.ResourceName, request); err != nil {
 		return err
 	}
 	for _, id := range ids {
 		m.owner[id] = pod.UID
 	}
 	// The reconciler reads it in kubelet's checkpoint.
-	for _, h := range m.book.Holds() {
+	for _, h := range m.Ledger.Holds() {
 		if h.Holder.Kind == ledger.KindPod && m.owner[h.Holder.ID] == pod.UID {
-			if err := m.book.Identify(h, ledger.Pod{UID: string(pod.UID), Namespace: pod.Namespace, Name: pod.Name}); err != nil {
+			if err := m.Ledger.Identify(h, ledger.Pod{UID: string(pod.UID), Namespace: pod.Namespace, Name: pod.Name}); err != nil {
 				return err
 			}
 		}

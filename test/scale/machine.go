@@ -21,26 +21,19 @@ import (
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/driver"
-	"github.com/tandem-gpu/tandem/pkg/gpunode"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
-	"github.com/tandem-gpu/tandem/pkg/legacy"
 	"github.com/tandem-gpu/tandem/pkg/podstate"
-	"github.com/tandem-gpu/tandem/pkg/sharing"
+	"github.com/tandem-gpu/tandem/pkg/wiring"
 )
 
-// machine is one node with the front-ends of an agent: its ledger, DRA driver, device plugin, GPUNode and watches are the agent's
-// own. GPUs, reconciler and kubelet are simulated (kubelet.go).
+// machine is one node with the components of an agent, of which the front-ends, the ledger, the GPUNode and the watches run. GPUs and
+// kubelet are simulated (kubelet.go), and settle stands in for the reconciler's loops.
 type machine struct {
-	name   string
-	client kubernetes.Interface
-	pods   *podstate.Pods
-	self   *podstate.Node
-	book   *ledger.Ledger
-	claims *driver.Driver
-	limits *legacy.Plugin
-	object *gpunode.Object
+	*wiring.Parts
+	wiring.APIs
+	name string
 
 	mu sync.Mutex
 	// owner is the pod of each device ID that kubelet's device manager has given away. list is the newest list of the device plugin.
@@ -48,69 +41,48 @@ type machine struct {
 	list  []*pluginapi.Device
 }
 
-// limits are the extended resources of every machine.
-var limits = device.Resources{GPU: install.ResourceName}
-
 // agentAccount is the account of the chart's agents.
 const agentAccount = "system:serviceaccount:" + install.Namespace + ":" + install.Release
 
 // accountGroups are those of every account of the chart.
 var accountGroups = []string{"system:serviceaccounts", "system:serviceaccounts:" + install.Namespace, "system:authenticated"}
 
-// newMachine makes the components as cmd/kubelet-plugin does. Nothing runs yet. dir is the machine's own.
+// newMachine makes the components. Nothing runs yet. dir is the machine's own.
 func newMachine(ctx context.Context, name, dir string, gpus device.Inventory, api *rest.Config) (_ *machine, err error) {
-	kubeletDir, runDir, cgroups := filepath.Join(dir, "k"), filepath.Join(dir, "run"), filepath.Join(dir, "cgroup")
-	for _, d := range []string{filepath.Join(kubeletDir, "device-plugins"), runDir, filepath.Join(cgroups, "kubepods")} {
+	c := config.Defaults()
+	c.NodeName, c.DriverName, c.ResourceName = name, install.DriverName, install.ResourceName
+	c.KubeletDir, c.RunDir, c.CgroupRoot = filepath.Join(dir, "k"), filepath.Join(dir, "run"), filepath.Join(dir, "cgroup")
+	for _, d := range []string{filepath.Join(c.KubeletDir, "device-plugins"), c.RunDir, filepath.Join(c.CgroupRoot, "kubepods")} {
 		if err := os.MkdirAll(d, 0o755); err != nil {
 			return nil, fmt.Errorf("make directory of %s: %w", name, err)
 		}
 	}
 	m := &machine{name: name, owner: map[string]types.UID{}}
 	defer func() {
-		if err != nil && m.book != nil {
-			err = errors.Join(err, m.book.Close())
+		if err != nil && m.Parts != nil && m.Ledger != nil {
+			err = errors.Join(err, m.Ledger.Close())
 		}
 	}()
 	own, err := agentAPI(api, name)
 	if err != nil {
 		return nil, err
 	}
-	if m.client, err = kubernetes.NewForConfig(own); err != nil {
+	client, err := kubernetes.NewForConfig(own)
+	if err != nil {
 		return nil, fmt.Errorf("make client of %s: %w", name, err)
 	}
-	m.self = podstate.NewNode(m.client, name)
-	if m.pods, err = podstate.NewPods(m.client, name, podstate.NewCgroups(cgroups, ""), kubeletDir); err != nil {
-		return nil, err
-	}
-	m.book, err = ledger.Open(ctx, ledger.Options{Dir: runDir, BootID: bootID, PodStates: m.pods, Queue: m.pods.Queue(limits.Has)})
+	m.Parts, err = wiring.New(wiring.Options{
+		Config: c, BootID: bootID, Hardware: hardware{gpus: gpus}, Client: client, REST: own,
+		Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(), Hooks: wiring.Hooks{Specs: specs{}},
+	})
 	if err != nil {
 		return nil, err
 	}
-	all := func(device.GPU) bool { return true }
-	inventory := fixed{gpus}
-	if m.object, err = gpunode.New(gpunode.Config{
-		REST: own, DriverName: install.DriverName, NodeName: name,
-		Claims: func(namespace string) gpunode.Claims { return m.client.ResourceV1().ResourceClaims(namespace) },
-		Facts:  gpunode.Facts{Mode: "Dual", Limits: limits, OfferedToPods: all, BootID: bootID},
-		Node:   m.self, Ledger: m.book, Inventory: inventory, Sharing: noSharing{}, Waiting: func() string { return "" },
-		Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
-	}); err != nil {
+	if _, err := m.Open(ctx); err != nil {
 		return nil, err
 	}
-	if m.claims, err = driver.New(driver.Config{
-		DriverName: install.DriverName, NodeName: name, KubeClient: m.client, KubeletDir: kubeletDir,
-		Node: m.self, Ledger: m.book, Inventory: inventory, Specs: specs{}, Pods: m.pods, Sharing: noSharing{}, Policy: noPolicy{},
-		HandOver: func(context.Context, string) error { return nil }, Adopt: func(context.Context) error { return nil },
-		OfferedToClaims: all, OfferedToPods: all, Limits: limits, Allocations: m.object,
-		Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
-	}); err != nil {
-		return nil, err
-	}
-	m.limits, err = legacy.New(legacy.Config{
-		Resources: limits, NodeName: name, Directory: filepath.Join(kubeletDir, "device-plugins"), Strategies: []legacy.Strategy{legacy.StrategyCDI},
-		Inventory: inventory, Offered: all, Ledger: m.book, Specs: specs{}, Sharing: noPolicy{}, Allocations: m.object,
-		Acknowledge: m.object.Acknowledge, Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
-	})
+	m.Connect(c)
+	m.APIs, err = m.NewAPIs(wiring.Serving{Config: c, Waiting: func() error { return nil }, Registerer: prometheus.NewRegistry()})
 	return m, err
 }
 
@@ -138,16 +110,17 @@ func agentAPI(api *rest.Config, node string) (*rest.Config, error) {
 
 // run serves until ctx is done. Like the agent, it starts the two APIs once the pods are known.
 func (m *machine) run(ctx context.Context) (err error) {
-	defer func() { err = errors.Join(err, m.book.Close()) }()
+	defer func() { err = errors.Join(err, m.Ledger.Close()) }()
 	group, ctx := errgroup.WithContext(ctx)
-	group.Go(func() error { return m.pods.Run(ctx) })
-	group.Go(func() error { return m.self.Run(ctx) })
+	group.Go(func() error { return m.Pods.Run(ctx) })
+	group.Go(func() error { return m.Node.Run(ctx) })
 	group.Go(func() error {
-		if !m.pods.AwaitSync(ctx) {
+		if !m.Pods.AwaitSync(ctx) {
 			return nil
 		}
-		group.Go(func() error { return m.object.Run(ctx) })
-		group.Go(func() error { return m.claims.Run(ctx) })
+		group.Go(func() error { return m.GPUNode.Run(ctx) })
+		group.Go(func() error { return m.Health.Run(ctx) })
+		group.Go(func() error { return m.Claims.Run(ctx) })
 		m.settle(ctx)
 		return nil
 	})
@@ -158,14 +131,14 @@ func (m *machine) run(ctx context.Context) (err error) {
 // device lists on and reports them as allocatable.
 func (m *machine) settle(ctx context.Context) {
 	for ctx.Err() == nil {
-		changed := []<-chan struct{}{m.book.Changed(), m.pods.Changed(), m.object.Changed()}
+		changed := []<-chan struct{}{m.Ledger.Changed(), m.Pods.Changed(), m.GPUNode.Changed()}
 		wait := time.Minute
-		for _, h := range m.book.Holds() {
-			switch state := m.pods.PodState(h); {
+		for _, h := range m.Ledger.Holds() {
+			switch state := m.Pods.PodState(h); {
 			case state == ledger.Gone && (h.Holder.Kind == ledger.KindPod || h.State == ledger.StateDraining):
-				_ = m.book.Release(h) // it is tried again
+				_ = m.Ledger.Release(h) // it is tried again
 			case state == ledger.Orphaned && h.Holder.Kind == ledger.KindPod:
-				_ = m.book.SetState(h, ledger.StateDraining)
+				_ = m.Ledger.SetState(h, ledger.StateDraining)
 				wait = unsettled
 			case h.State == ledger.StateDraining, podstate.Unsettled(h) > 0:
 				wait = unsettled
@@ -193,7 +166,7 @@ const unsettled = 500 * time.Millisecond
 func (m *machine) look() time.Duration {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	lists, again := m.limits.Refresh(time.Now())
+	lists, again := m.Limits.Refresh(time.Now())
 	m.list = lists[install.ResourceName].GetDevices()
 	var healthy []string
 	for _, d := range m.list {
@@ -201,41 +174,39 @@ func (m *machine) look() time.Duration {
 			healthy = append(healthy, d.GetID())
 		}
 	}
-	m.object.Acknowledge(install.ResourceName, healthy, true)
+	m.GPUNode.Acknowledge(install.ResourceName, healthy, true)
 	return again
 }
 
-// fixed is an inventory that does not change.
-type fixed struct{ gpus device.Inventory }
+// hardware is GPUs that do not change. A call of any other method panics: no GPU is partitioned, shared or reset.
+type hardware struct {
+	wiring.Hardware
+	gpus device.Inventory
+}
 
-func (f fixed) Inventory() device.Inventory { return f.gpus }
-func (fixed) Changed() <-chan struct{}      { return nil }
+func (h hardware) Inventory() device.Inventory                    { return h.gpus }
+func (hardware) Changed() <-chan struct{}                         { return nil }
+func (hardware) DriverRoot() string                               { return "/" }
+func (hardware) Processes(context.Context, string) ([]int, error) { return nil, nil }
+func (hardware) Settings(context.Context, string) (device.Settings, error) {
+	return device.Settings{}, nil
+}
+func (hardware) LastRead(string) time.Time                                      { return time.Time{} }
+func (hardware) RestoreSettings(context.Context, string, device.Settings) error { return nil }
+
+func (hardware) WatchXIDs(ctx context.Context, _ func(device.XIDEvent)) error {
+	<-ctx.Done()
+	return nil
+}
 
 // specs has a CDI entry for every device.
-type specs struct{}
+type specs struct{ wiring.Specs }
 
-func (specs) Ensure(context.Context, ...string) error     { return nil }
-func (specs) Add(context.Context, device.Partition) error { return nil }
-func (specs) QualifiedName(uuid string) string            { return "k8s.gpu.nvidia.com/gpu=" + uuid }
-func (specs) Verify()                                     {}
-func (specs) Problem(string) error                        { return nil }
-func (specs) Has(string) bool                             { return true }
-func (specs) Changed() <-chan struct{}                    { return nil }
-
-// noSharing is sharing.Manager where no claim has settings. A call of any other method panics.
-type noSharing struct{ driver.Sharing }
-
-func (noSharing) Daemons() []sharing.Daemon       { return nil }
-func (noSharing) UnknownDaemons() []string        { return nil }
-func (noSharing) Changed() <-chan struct{}        { return nil }
-func (noSharing) Applied(string, device.Ref) bool { return false }
-
-// noPolicy is sharing.Policy where no GPU is shared.
-type noPolicy struct{}
-
-func (noPolicy) ByDaemon(device.GPU) bool { return false }
-func (noPolicy) Join(context.Context, sharing.Claim, device.Device, device.Share) ([]string, error) {
-	return nil, nil
-}
-func (noPolicy) Client(device.Device, device.Share) (*sharing.Client, error) { return nil, nil }
-func (noPolicy) Changed() <-chan struct{}                                    { return nil }
+func (specs) Ensure(context.Context, ...string) error { return nil }
+func (specs) QualifiedName(uuid string) string        { return "k8s.gpu.nvidia.com/gpu=" + uuid }
+func (specs) Verify()                                 {}
+func (specs) Problem(string) error                    { return nil }
+func (specs) Unwritable() error                       { return nil }
+func (specs) Has(string) bool                         { return true }
+func (specs) Changed() <-chan struct{}                { return nil }
+func (specs) AddPlaceholders([]string)                {}

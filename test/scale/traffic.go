@@ -200,7 +200,7 @@ func (r *run) restartAPIServer(ctx context.Context) error {
 	for _, m := range r.fleet.machines {
 		// The last GPU, which no running pod has.
 		gpu := device.Ref{GPU: fmt.Sprintf("GPU-%s-%d", m.name, gpusANode-1)}
-		if err := m.book.ReservePod([]ledger.PodRequest{{ID: gpu.GPU, Resource: install.ResourceName, Device: gpu}}); err != nil {
+		if err := m.Ledger.ReservePod([]ledger.PodRequest{{ID: gpu.GPU, Resource: install.ResourceName, Device: gpu}}); err != nil {
 			return fmt.Errorf("hold a GPU of %s: %w", m.name, err)
 		}
 	}

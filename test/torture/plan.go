@@ -347,7 +347,7 @@ const (
 	minFreeze, maxFreeze = 50 * time.Millisecond, 8 * time.Second
 	maxDown              = 4 * time.Second
 	maxDwell             = 4800 * time.Millisecond
-	// minAway is longer than a starting agent waits for the API server (cmd/kubelet-plugin).
+	// minAway is longer than a starting agent waits for the API server (pkg/agent).
 	minAway, maxAway = 5 * time.Second, 12 * time.Second
 	// minFault and maxFault are for what a node suffers: long enough that pods meet it, short enough that few of them do.
 	minFault, maxFault = 2 * time.Second, 10 * time.Second

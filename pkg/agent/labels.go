@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package agent
 
 import (
 	"context"
@@ -20,11 +20,11 @@ import (
 )
 
 // newLabels returns the writer of the node's labels. They describe devices, the inventory with the sharing policy.
-func (a *agent) newLabels(ctx context.Context, c components, devices inventory, registerer prometheus.Registerer) *nodelabels.Writer {
+func (a *Agent) newLabels(ctx context.Context, c components, devices inventory, registerer prometheus.Registerer) *nodelabels.Writer {
 	return nodelabels.NewWriter(a.labelConfig(ctx, c, devices, registerer))
 }
 
-func (a *agent) labelConfig(ctx context.Context, c components, devices inventory, registerer prometheus.Registerer) nodelabels.Config {
+func (a *Agent) labelConfig(ctx context.Context, c components, devices inventory, registerer prometheus.Registerer) nodelabels.Config {
 	options := nodelabels.Options{Resources: a.config.Resources(), Machine: a.readMachine(ctx)}
 	if !a.config.NoTimestamp {
 		options.Timestamp = time.Now()
@@ -37,12 +37,12 @@ func (a *agent) labelConfig(ctx context.Context, c components, devices inventory
 				return nil, true
 			}
 			inv := devices.Inventory()
-			if len(inv.GPUs) == 0 && driverAway(c.node.Missing()) || a.config.Unchosen {
+			if len(inv.GPUs) == 0 && driverAway(c.driver.Missing()) || a.config.Unchosen {
 				return nil, false
 			}
 			return nodelabels.Of(inv, options), true
 		},
-		Changed: devices.Changed, Seen: c.self.Labels, Interval: a.config.LabelInterval,
+		Changed: devices.Changed, Seen: c.Node.Labels, Interval: a.config.LabelInterval,
 		Recorder: a.recorder, Registerer: registerer,
 	}
 }
@@ -50,7 +50,7 @@ func (a *agent) labelConfig(ctx context.Context, c components, devices inventory
 // owner finds the owner of the objects that the agent creates in its namespace. The owner is the agent's DaemonSet, which exists as long as
 // Tandem is installed. GPU Feature Discovery also makes its pod an owner, but each restart creates a new pod. Each write looks it up:
 // another DaemonSet can adopt the pod, and the garbage collector deletes objects whose owner is gone.
-func (a *agent) owner(ctx context.Context) ([]metav1.OwnerReference, error) {
+func (a *Agent) owner(ctx context.Context) ([]metav1.OwnerReference, error) {
 	if a.config.PodName == "" {
 		return nil, nil
 	}
@@ -73,13 +73,13 @@ func driverAway(missing error) bool {
 }
 
 // labelWithoutGPU removes the labels of a node that has lost its last GPU, until stop is called. stop waits for its end.
-func (a *agent) labelWithoutGPU(ctx context.Context, c components) (stop func()) {
+func (a *Agent) labelWithoutGPU(ctx context.Context, c components) (stop func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
 		// The metrics are those of newLabels' writer, which runs while the node has GPUs.
-		config := a.labelConfig(ctx, c, c.node, prometheus.NewRegistry())
+		config := a.labelConfig(ctx, c, c.driver, prometheus.NewRegistry())
 		want := config.Want
 		config.Want = func() (map[string]string, bool) {
 			labels, known := want()
@@ -97,7 +97,7 @@ func (a *agent) labelWithoutGPU(ctx context.Context, c components) (stop func())
 const longestMachine = 4096
 
 // readMachine returns the machine's model; empty if it is not known.
-func (a *agent) readMachine(ctx context.Context) string {
+func (a *Agent) readMachine(ctx context.Context) string {
 	path := a.config.MachineTypeFile
 	if path == "" {
 		path = filepath.Join(a.config.SysfsRoot, "class/dmi/id/product_name")

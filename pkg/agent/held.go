@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package agent
 
 import (
 	"context"
@@ -11,19 +11,16 @@ import (
 	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
-	"github.com/tandem-gpu/tandem/pkg/driver"
-	"github.com/tandem-gpu/tandem/pkg/gpunode"
-	"github.com/tandem-gpu/tandem/pkg/legacy"
 )
 
 // awaitAPIServer returns once the API server has reported the node and its pods, or ctx is done. If that takes longer than answerWait,
 // it serves what is held meanwhile.
-func (a *agent) awaitAPIServer(ctx context.Context, c components) error {
+func (a *Agent) awaitAPIServer(ctx context.Context, c components) error {
 	ctx, answered := context.WithCancel(ctx)
 	defer answered()
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error {
-		if c.pods.AwaitSync(ctx) && (a.isDriverless || broadcast.Await(ctx, c.self.Changed, func() bool { return a.nodeKnown(c.self) })) {
+		if c.Pods.AwaitSync(ctx) && (a.isDriverless || broadcast.Await(ctx, c.Node.Changed, func() bool { return a.nodeKnown(c.Node) })) {
 			answered()
 		}
 		return nil
@@ -42,32 +39,20 @@ func (a *agent) awaitAPIServer(ctx context.Context, c components) error {
 // serveHeld serves the holds from before in both APIs until ctx is done: kubelet can unprepare claims and restart containers. Nothing is
 // given to another holder, because the node's label may set another mode, and the pods of the holds are not known. /readyz still says
 // what is missing.
-func (a *agent) serveHeld(ctx context.Context, c components) error {
+func (a *Agent) serveHeld(ctx context.Context, c components) error {
 	klog.FromContext(ctx).Info("Serving only what is held", "reason", errNoPods.Error())
 	// These components are made again once the API server answers. Only then do they register their metrics.
-	next := *a
-	next.metrics.Registry = prometheus.NewRegistry()
-	object, err := gpunode.New(next.objectConfig(c))
-	if err != nil {
-		return err
-	}
-	claimsConfig, pluginConfig := next.claimsConfig(c, object), next.pluginConfig(c, object)
-	claimsConfig.HeldOnly, pluginConfig.HeldOnly = errNoPods, errNoPods
-	claims, err := driver.New(claimsConfig)
-	if err != nil {
-		return err
-	}
-	// A pod that has a device needs it listed as healthy: a kubelet that restarts refuses the pod's stopped containers otherwise.
-	pluginConfig.Retiring = false
-	plugin, err := legacy.New(pluginConfig)
+	serving := a.serving(c)
+	serving.Registerer, serving.HeldOnly = prometheus.NewRegistry(), errNoPods
+	apis, err := c.NewAPIs(serving)
 	if err != nil {
 		return err
 	}
 	group, ctx := errgroup.WithContext(ctx)
-	group.Go(func() error { return c.usable.Run(ctx) })
-	group.Go(func() error { return claims.Run(ctx) })
+	group.Go(func() error { return c.Health.Run(ctx) })
+	group.Go(func() error { return apis.Claims.Run(ctx) })
 	if !a.isDriverless {
-		group.Go(func() error { return retire(ctx, c.book, plugin.Run) })
+		group.Go(func() error { return retire(ctx, c.Ledger, apis.Limits.Run) })
 	}
 	return group.Wait()
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package agent
 
 import (
 	"context"
@@ -24,7 +24,7 @@ const refusedFor = 3 * time.Minute
 var errPodGone = errors.New("the API server no longer has the agent's pod")
 
 // endWithPod returns errPodGone once the agent's pod is gone, and nil when ctx is done. An API server that is away says nothing.
-func (a *agent) endWithPod(ctx context.Context, pods *podstate.Pods) error {
+func (a *Agent) endWithPod(ctx context.Context, pods *podstate.Pods) error {
 	ticker := time.NewTicker(a.times.ownPod)
 	defer ticker.Stop()
 	for {
@@ -40,7 +40,7 @@ func (a *agent) endWithPod(ctx context.Context, pods *podstate.Pods) error {
 	}
 }
 
-func (a *agent) podGone(pods *podstate.Pods) error {
+func (a *Agent) podGone(pods *podstate.Pods) error {
 	if refused := a.token.refused(); refused >= refusedFor {
 		return fmt.Errorf("%w: the API server has refused the pod's token for %s", errPodGone, refused.Round(time.Second))
 	}

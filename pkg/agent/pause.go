@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package agent
 
 import (
 	"context"
@@ -41,7 +41,7 @@ const pauseLimit = 10 * time.Second
 
 // pause follows the node's labels.
 type pause struct {
-	*agent
+	*Agent
 	c components
 	// by is the label that asks for the pause; empty without a pause.
 	by string
@@ -52,8 +52,8 @@ type pause struct {
 func (p *pause) begin(ctx context.Context) error {
 	limited, cancel := context.WithTimeout(ctx, p.times.answerWait)
 	defer cancel()
-	if broadcast.Await(limited, p.c.self.Changed, func() bool { return p.c.self.UID() != "" }) {
-		return p.set(ctx, pausedBy(p.c.self.Labels()))
+	if broadcast.Await(limited, p.c.Node.Changed, func() bool { return p.c.Node.UID() != "" }) {
+		return p.set(ctx, pausedBy(p.c.Node.Labels()))
 	}
 	return nil
 }
@@ -61,9 +61,9 @@ func (p *pause) begin(ctx context.Context) error {
 // follow pauses and resumes until ctx is done. A deleted node object asks for nothing.
 func (p *pause) follow(ctx context.Context) error {
 	for {
-		changed := p.c.self.Changed()
-		if p.c.self.UID() != "" {
-			if err := p.set(ctx, pausedBy(p.c.self.Labels())); err != nil {
+		changed := p.c.Node.Changed()
+		if p.c.Node.UID() != "" {
+			if err := p.set(ctx, pausedBy(p.c.Node.Labels())); err != nil {
 				return err
 			}
 		}
@@ -88,7 +88,7 @@ func (p *pause) set(ctx context.Context, by string) error {
 	p.status.Waiting("pause", errors.New(by))
 	limited, cancel := context.WithTimeout(ctx, pauseLimit)
 	defer cancel()
-	err := p.c.node.Pause(limited, by)
+	err := p.c.driver.Pause(limited, by)
 	if ctx.Err() != nil {
 		return nil
 	}
@@ -111,7 +111,7 @@ func (p *pause) set(ctx context.Context, by string) error {
 func (p *pause) resume(ctx context.Context) error {
 	// The scan's change of the inventory has the GPUNode written, without the reason.
 	p.status.Waiting("pause", nil)
-	err := p.c.node.Resume(ctx)
+	err := p.c.driver.Resume(ctx)
 	klog.FromContext(ctx).Info("Resuming after a pause of the driver")
 	p.event(corev1.EventTypeNormal, "DriverResumed", "The agent uses the NVIDIA driver again, and offers the GPUs that it reports")
 	if errors.Is(err, nvml.ErrNoDriver) {

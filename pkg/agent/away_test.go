@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package agent
 
 import (
 	"context"
@@ -127,7 +127,7 @@ func awayNode(t *testing.T) (config.Config, []string) {
 		t.Fatal(err)
 	}
 	a.events.Shutdown()
-	node := nvml.New(a.nodeOptions())
+	node := nvml.New(nodeOptions(a.config, a.openDriver))
 	if err := node.Scan(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -154,7 +154,7 @@ func awayNode(t *testing.T) (config.Config, []string) {
 }
 
 // impatient is an agent that does not wait for the API server.
-func impatient(t *testing.T, c config.Config) *agent {
+func impatient(t *testing.T, c config.Config) *Agent {
 	t.Helper()
 	a, err := newAgent(c)
 	if err != nil {

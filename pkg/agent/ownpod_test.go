@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package agent
 
 import (
 	"context"
@@ -69,7 +69,7 @@ func TestAgentEndsWithItsPod(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				a := &agent{config: config.Config{PodUID: row.uid}, token: &token{}, times: defaultTimes}
+				a := &Agent{config: config.Config{PodUID: row.uid}, token: &token{}, times: defaultTimes}
 				watched, ended := make(chan error, 1), make(chan error, 1)
 				go func() { watched <- pods.Run(ctx) }()
 				pods.AwaitSync(ctx)
@@ -134,7 +134,7 @@ func TestToken(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				a := &agent{token: &token{}}
+				a := &Agent{token: &token{}}
 				code := 0
 				transport := a.token.watch(roundTrip(func(*http.Request) (*http.Response, error) {
 					if code == away {
@@ -202,7 +202,7 @@ func TestPodGoneEndsTheAgent(t *testing.T) {
 	running := runAgent(t, a)
 	select {
 	case err := <-running.done:
-		if !errors.Is(err, errPodGone) || restarts(err) {
+		if !errors.Is(err, errPodGone) || Restarts(err) {
 			t.Errorf("ended with %v", err)
 		}
 	case <-time.After(20 * time.Second):

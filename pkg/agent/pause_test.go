@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package agent
 
 import (
 	"strings"
@@ -112,7 +112,7 @@ func TestStartOnAPausedNode(t *testing.T) {
 			if held {
 				select {
 				case err := <-running.done:
-					if !restarts(err) {
+					if !Restarts(err) {
 						t.Errorf("ended: %v", err)
 					}
 				case <-time.After(time.Minute):

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package agent
 
 import (
 	"context"
@@ -23,28 +23,29 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 	"github.com/tandem-gpu/tandem/pkg/podstate"
+	"github.com/tandem-gpu/tandem/pkg/wiring"
 )
 
 // lockInterval is how often the agent tries to lock the ledger. A blocking flock could not be cancelled.
 const lockInterval = time.Second
 
 // openLedger waits while another agent process has the ledger locked: a force-deleted predecessor may still run.
-func (a *agent) openLedger(ctx context.Context, c components) (*ledger.Ledger, error) {
+func (a *Agent) openLedger(ctx context.Context, c components) error {
 	for reported := false; ; reported = true {
-		book, err := ledger.Open(ctx, ledger.Options{
-			Dir: a.config.RunDir, BootID: a.bootID, PodStates: c.pods, CleanupPending: c.cleanupPending,
-			Queue: c.pods.Queue(a.config.Resources().Has),
-		})
+		problems, err := c.Open(ctx)
+		for _, problem := range problems {
+			klog.FromContext(ctx).Error(problem, "Cannot read a record")
+		}
 		if !errors.Is(err, ledger.ErrLocked) {
 			a.status.Waiting("ledger", err)
-			return book, err
+			return err
 		}
 		if !reported {
 			a.wait(ctx, "ledger", "LedgerLocked", err)
 		}
 		select {
 		case <-ctx.Done():
-			return nil, context.Cause(ctx)
+			return context.Cause(ctx)
 		case <-time.After(lockInterval):
 		}
 	}
@@ -56,7 +57,7 @@ var errDriverArrived = errors.New("the NVIDIA driver reports GPUs now")
 // driverless returns the agent in driverless mode. It has the same components, over an empty inventory: claims are unprepared, holds
 // are kept, and nothing is published. kubelet cannot end a pod whose claims are not unprepared, and a driver upgrade waits until all GPU
 // pods have ended (TestPodsEndWithoutADriver).
-func (a *agent) driverless() *agent {
+func (a *Agent) driverless() *Agent {
 	next := a.with(a.config.ServingNothing())
 	next.isDriverless = true
 	return next
@@ -64,13 +65,13 @@ func (a *agent) driverless() *agent {
 
 // holdsAny reports whether the ledger or kubelet says that a claim or pod may have a device. A node without one needs no driverless
 // mode.
-func (a *agent) holdsAny(book *ledger.Ledger) bool {
+func (a *Agent) holdsAny(book *ledger.Ledger) bool {
 	claims, err := podstate.ReadClaimState(a.config.KubeletDir, a.config.DriverName)
 	return err != nil || len(claims) > 0 || len(book.Holds()) > 0
 }
 
 // awaitGPU waits until the driver reports a GPU. It returns false when ctx is done.
-func (a *agent) awaitGPU(ctx context.Context, node *nvml.Node) bool {
+func (a *Agent) awaitGPU(ctx context.Context, node *nvml.Node) bool {
 	reported := ""
 	return broadcast.Await(ctx, node.Changed, func() bool {
 		missing := node.Missing()
@@ -93,7 +94,7 @@ const scanPatience = 5 * time.Second
 // reportWaiting keeps the node's GPUNode from showing the GPUs and holders of an earlier boot until stop is called. stop waits for its end.
 // During the first scan it leaves a status of this boot as it is, because the ledger is about to confirm its holders. After a scan without
 // a GPU, nothing is held.
-func (a *agent) reportWaiting(ctx context.Context, c components, scanning bool) (stop func()) {
+func (a *Agent) reportWaiting(ctx context.Context, c components, scanning bool) (stop func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	ended := make(chan struct{})
 	go func() {
@@ -112,8 +113,8 @@ func (a *agent) reportWaiting(ctx context.Context, c components, scanning bool) 
 			klog.FromContext(ctx).Error(err, "Cannot correct the node's GPUNode")
 			return
 		}
-		object.RunWaiting(ctx, gpunode.Waiting{OnlyEarlierBoots: scanning, Changed: c.node.Changed, Reason: func() string {
-			if missing := c.node.Missing(); missing != nil && !scanning {
+		object.RunWaiting(ctx, gpunode.Waiting{OnlyEarlierBoots: scanning, Changed: c.driver.Changed, Reason: func() string {
+			if missing := c.driver.Missing(); missing != nil && !scanning {
 				return missing.Error()
 			}
 			return "the agent reads the node's GPUs"
@@ -127,7 +128,7 @@ func (a *agent) reportWaiting(ctx context.Context, c components, scanning bool) 
 
 // reportMissing reports why there is no GPU. The agent of a node without NVIDIA hardware is ready, so that it does not delay an
 // installation.
-func (a *agent) reportMissing(ctx context.Context, missing error) {
+func (a *Agent) reportMissing(ctx context.Context, missing error) {
 	noDriver, ok := errors.AsType[*nvml.NoDriverError](missing)
 	_, paused := errors.AsType[*nvml.PausedError](missing)
 	switch {
@@ -148,14 +149,14 @@ func (a *agent) reportMissing(ctx context.Context, missing error) {
 }
 
 // wait reports why the agent is not ready in its status, its log and an event on the node.
-func (a *agent) wait(ctx context.Context, check, reason string, err error) {
+func (a *Agent) wait(ctx context.Context, check, reason string, err error) {
 	klog.FromContext(ctx).Info("Waiting", "for", check, "reason", err.Error())
 	a.status.Waiting(check, err)
 	a.event(corev1.EventTypeWarning, reason, err.Error())
 }
 
 // event records an event on the node.
-func (a *agent) event(severity, reason, message string) {
+func (a *Agent) event(severity, reason, message string) {
 	a.recorder.Event(regarding.Node(a.config.NodeName), severity, reason, message)
 }
 
@@ -170,7 +171,7 @@ const (
 // returnMemory returns memory that only startup needed to the kernel: about half of the agent's heap, which the Go runtime would keep for
 // minutes, and most of the program's pages. It does so after each change of what the agent waits for, and for the last time some time after
 // the agent is ready. The bench figure rss_idle exceeds 45 MiB without it.
-func (a *agent) returnMemory(ctx context.Context) error {
+func (a *Agent) returnMemory(ctx context.Context) error {
 	percent := debug.SetGCPercent(startupGC)
 	defer debug.SetGCPercent(percent)
 	wait := returnInterval
@@ -227,7 +228,7 @@ func newMetrics() metrics {
 // checkRuntime writes an event on the node if its container runtime does not inject CDI devices, or may not: containers would start without
 // their GPU and without an error. It also writes one if an image can choose GPUs, and then gives CDI devices secret names. It does so for each
 // version: the runtime may be updated while the agent runs.
-func (a *agent) checkRuntime(ctx context.Context, self *podstate.Node, names deviceNames) error {
+func (a *Agent) checkRuntime(ctx context.Context, self *podstate.Node, names deviceNames) error {
 	version := ""
 	next := func() bool {
 		now := self.RuntimeVersion()
@@ -246,7 +247,7 @@ func (a *agent) checkRuntime(ctx context.Context, self *podstate.Node, names dev
 
 // checkCgroups reports while the cgroups of pods do not show which pods have ended. kubelet may come back with another setting while the
 // agent runs.
-func (a *agent) checkCgroups(ctx context.Context, pods *podstate.Pods) error {
+func (a *Agent) checkCgroups(ctx context.Context, pods *podstate.Pods) error {
 	for reported := false; ; {
 		err := pods.CheckCgroups()
 		if err != nil {
@@ -265,9 +266,7 @@ func (a *agent) checkCgroups(ctx context.Context, pods *podstate.Pods) error {
 	}
 }
 
-func withoutCDI(strategy string) bool { return strategy == "envvar" || strategy == "volume-mounts" }
-
-func (a *agent) reportRuntime(ctx context.Context, version string) {
+func (a *Agent) reportRuntime(ctx context.Context, version string) {
 	support, why := cdi.JudgeRuntime(version, a.config.HostRoot)
 	var reason, consequence string
 	switch support {
@@ -283,7 +282,7 @@ func (a *agent) reportRuntime(ctx context.Context, version string) {
 	default:
 		return
 	}
-	if !slices.ContainsFunc(a.config.DeviceListStrategies, withoutCDI) {
+	if !slices.ContainsFunc(a.config.DeviceListStrategies, wiring.WithoutCDI) {
 		consequence += " and limits (limits work without CDI if deviceListStrategy is envvar or volume-mounts)"
 	}
 	klog.FromContext(ctx).Info("Container runtime without CDI", "runtime", version, "reason", why)

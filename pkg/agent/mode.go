@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package agent
 
 import (
 	"context"
@@ -33,7 +33,7 @@ type inventory interface {
 
 // settings follow the configuration of one node: its files and its labels.
 type settings struct {
-	*agent
+	*Agent
 	self *podstate.Node
 	// devices are those of the node. The rules about devices are checked against them.
 	devices inventory
@@ -55,8 +55,8 @@ const (
 )
 
 // newSettings returns settings that notice changes until ctx is done and close is called.
-func (a *agent) newSettings(ctx context.Context, self *podstate.Node, devices inventory) (s *settings, closeAll func()) {
-	s = &settings{agent: a, self: self, devices: devices}
+func (a *Agent) newSettings(ctx context.Context, self *podstate.Node, devices inventory) (s *settings, closeAll func()) {
+	s = &settings{Agent: a, self: self, devices: devices}
 	dir := a.config.ConfigDir
 	if dir == "" && a.config.ConfigFile != "" {
 		dir = filepath.Dir(a.config.ConfigFile)
@@ -72,7 +72,7 @@ func (a *agent) newSettings(ctx context.Context, self *podstate.Node, devices in
 
 // choose follows the configuration until serveConfigured does, which needs the node's GPUs: the configuration says where the driver is. It
 // ends with errReconfigured once a valid configuration differs from the agent's, or the first one is selected.
-func (a *agent) choose(ctx context.Context, self *podstate.Node) error {
+func (a *Agent) choose(ctx context.Context, self *podstate.Node) error {
 	s, closeAll := a.newSettings(ctx, self, noDevices{})
 	defer closeAll()
 	if s.edited == nil || !broadcast.Await(ctx, self.Changed, func() bool { return a.nodeKnown(self) }) {
@@ -95,7 +95,7 @@ func (noDevices) Changed() <-chan struct{}    { return nil }
 
 // serveConfigured calls serve with the node's configuration, and ends with errReconfigured when a valid one differs from it. With an
 // invalid configuration the node offers no device to new claims and pods, but kubelet can end the pods that have one.
-func (a *agent) serveConfigured(
+func (a *Agent) serveConfigured(
 	ctx context.Context, self *podstate.Node, devices inventory, serve func(context.Context, config.Config) error,
 ) error {
 	s, closeAll := a.newSettings(ctx, self, devices)
@@ -164,7 +164,7 @@ func (s *settings) reportMode(ctx context.Context, current config.Config) {
 }
 
 // nodeKnown reports whether the API server has reported the node, and otherwise that the agent waits for it.
-func (a *agent) nodeKnown(self *podstate.Node) bool {
+func (a *Agent) nodeKnown(self *podstate.Node) bool {
 	if self.UID() != "" {
 		return true
 	}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package agent
 
 import (
 	"context"
@@ -107,7 +107,7 @@ func TestDriverArrives(t *testing.T) {
 	setAbsent(t, machine, 0)
 	select {
 	case err := <-a.done:
-		if !restarts(err) {
+		if !Restarts(err) {
 			t.Errorf("ended: %v", err)
 		}
 	case <-time.After(time.Minute):

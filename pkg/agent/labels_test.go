@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package agent
 
 import (
 	"encoding/json"
@@ -201,7 +201,7 @@ func TestNodeLabelsStayWithoutADriver(t *testing.T) {
 
 func TestMachine(t *testing.T) {
 	c := nodeConfig(t)
-	a := &agent{config: c}
+	a := &Agent{config: c}
 	if got := a.readMachine(t.Context()); got != "" {
 		t.Errorf("without a file: %q", got)
 	}

@@ -1,39 +1,44 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package wiring
 
 import (
+	"path/filepath"
+
 	"github.com/tandem-gpu/tandem/internal/config"
-	"github.com/tandem-gpu/tandem/internal/runtimes"
 	"github.com/tandem-gpu/tandem/pkg/cdi"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
-// deviceNames is implemented by cdi.Specs.
-type deviceNames interface{ UseSecretNames(secret bool) }
+// HookPath returns where the agent installs NVIDIA's CDI hook. It is the same for the agent and the host: the chart mounts kubelet's directory where
+// it is.
+func HookPath(c config.Config) string { return filepath.Join(pluginDir(c), "nvidia-cdi-hook") }
 
-// chooseNames selects secret names of CDI devices where the configuration, or a flaw of the container runtime, requires them. version is empty
-// while it is not known.
-func (a *agent) chooseNames(names deviceNames, version string) {
-	if a.config.CDIDeviceNames != config.CDINamesAuto {
-		names.UseSecretNames(a.config.CDIDeviceNames == config.CDINamesSecret)
-	} else if version != "" {
-		names.UseSecretNames(runtimes.TakesDevices(version))
+// pluginDir is the driver's own directory below kubelet's.
+func pluginDir(c config.Config) string { return filepath.Join(c.KubeletDir, "plugins", c.DriverName) }
+
+func (p *Parts) newSpecs() *cdi.Specs {
+	options := cdi.Options{
+		Dir: p.Config.CDIDir, Source: p.Hardware, NamesFile: filepath.Join(pluginDir(p.Config), "cdi-names.json"), InUse: p.devicesInUse,
 	}
+	if p.Config.CDIHook == "install" {
+		options.Hook = cdi.NewHook(p.Config.CDIHookSource, HookPath(p.Config))
+	}
+	return cdi.New(options)
 }
 
 // devicesInUse is cdi.Options.InUse. It returns nil while not all holders are known.
-func (a *agent) devicesInUse(c components) map[string]bool {
-	if !c.adopted.Load() || c.book.Withheld() != nil {
+func (p *Parts) devicesInUse() map[string]bool {
+	if !p.Adopted.Load() || p.Ledger.Withheld() != nil {
 		return nil
 	}
-	claims, err := podstate.ReadClaimState(a.config.KubeletDir, a.config.DriverName)
+	claims, err := podstate.ReadClaimState(p.Config.KubeletDir, p.Config.DriverName)
 	if err != nil {
 		return nil
 	}
-	return inUse(claims, c.book.Holds(), c.devices.Inventory())
+	return inUse(claims, p.Ledger.Holds(), p.Partitions.Inventory())
 }
 
 // inUse returns the UUIDs of the devices that are held, and the CDI names that kubelet keeps: a claim with admin access holds nothing. It returns

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package agent
 
 import (
 	"cmp"
@@ -11,10 +11,8 @@ import (
 	"io"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 
-	"k8s.io/klog/v2"
 	"sigs.k8s.io/yaml"
 
 	"github.com/tandem-gpu/tandem/internal/config"
@@ -22,24 +20,16 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/cdi"
 	"github.com/tandem-gpu/tandem/pkg/driver"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
+	"github.com/tandem-gpu/tandem/pkg/wiring"
 )
 
-// inspect is the command "kubelet-plugin inspect". It prints what the agent would find on this node, without Kubernetes, and returns an
-// error if that is no GPU. It changes nothing, apart from the CDI spec where one is asked for.
-func inspect(ctx context.Context, args []string, stdout, stderr io.Writer) error {
-	c, err := config.LoadInspect(slices.Concat(agentFlags(procDir), args), os.LookupEnv, stderr)
-	if err != nil {
-		return err
-	}
-	logger, err := newLogger(c.Verbosity)
-	if err != nil {
-		return err
-	}
+// Inspect is the command "kubelet-plugin inspect". It prints what the agent would find on this node, without Kubernetes, and returns an
+// error if that is no GPU. It changes nothing, apart from the CDI spec where one is asked for. openDriver is that of Options.
+func Inspect(ctx context.Context, c config.Inspect, openDriver func(nvml.Options, string) nvml.Options, stdout io.Writer) (err error) {
 	if c.Output == "slices" && !c.Mode.Claims() {
 		return fmt.Errorf("mode %s publishes no slices: add --mode=Dual or --mode=ClaimsOnly", c.Mode)
 	}
-	a := agent{config: c.Config}
-	report := nvml.Inspect(klog.NewContext(ctx, logger), a.nodeOptions())
+	report := nvml.Inspect(ctx, nodeOptions(c.Config, openDriver))
 	report.Version = version.String()
 	switch c.Output {
 	case "json":
@@ -47,7 +37,7 @@ func inspect(ctx context.Context, args []string, stdout, stderr io.Writer) error
 		encoder.SetIndent("", "  ")
 		err = encoder.Encode(report)
 	case "slices":
-		err = a.writeSlices(stdout, report)
+		err = writeSlices(stdout, c.Config, report)
 	default:
 		err = report.WriteText(stdout)
 	}
@@ -61,12 +51,12 @@ func inspect(ctx context.Context, args []string, stdout, stderr io.Writer) error
 const anyNode = "node"
 
 // writeSlices writes the slices of a new node with the GPUs of the report.
-func (a *agent) writeSlices(out io.Writer, report nvml.Report) error {
+func writeSlices(out io.Writer, c config.Config, report nvml.Report) error {
 	if report.Err() != nil {
 		return nil // the caller reports it
 	}
-	template := driver.Template(a.config.DriverName, cmp.Or(a.config.NodeName, anyNode), a.partitionPolicy().Apply(report.Devices()),
-		a.config.OfferedToClaims, a.reservesAtOnce())
+	template := driver.Template(c.DriverName, cmp.Or(c.NodeName, anyNode), wiring.GPUPolicy(c).Apply(report.Devices()),
+		c.OfferedToClaims, wiring.Strict(c))
 	for _, slice := range template {
 		text, err := yaml.Marshal(slice)
 		if err != nil {
@@ -79,10 +69,9 @@ func (a *agent) writeSlices(out io.Writer, report nvml.Report) error {
 	return nil
 }
 
-const procDir = "/proc"
-
-// agentFlags returns the flags of the agent in whose container this process runs: there it is the first process. Elsewhere there are none.
-func agentFlags(proc string) []string {
+// Flags returns the flags of the agent in whose container this process runs: there it is the first process. Elsewhere there are none.
+// proc is the directory of processes.
+func Flags(proc string) []string {
 	if os.Getpid() == 1 {
 		return nil
 	}

@@ -1,22 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package agent
 
 import (
-	"bufio"
-	"bytes"
 	"context"
 	"errors"
-	"flag"
-	"io"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"runtime"
-	"slices"
 	"strconv"
 	"strings"
-	"syscall"
 	"testing"
 	"time"
 
@@ -27,18 +20,8 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/simulated"
+	"github.com/tandem-gpu/tandem/simulated/simnode"
 )
-
-// asAgent makes the test binary the agent.
-const asAgent = "TANDEM_TEST_AS_AGENT"
-
-func TestMain(m *testing.M) {
-	if os.Getenv(asAgent) != "" {
-		main()
-		return
-	}
-	os.Exit(m.Run())
-}
 
 const kubeconfig = `apiVersion: v1
 kind: Config
@@ -83,9 +66,14 @@ func nodeConfig(t *testing.T) config.Config {
 	return c
 }
 
+// newAgent returns an agent that opens simulated drivers, and does not follow its file.
+func newAgent(c config.Config) (*Agent, error) {
+	return New(Options{Config: c, OpenDriver: simnode.Options, Reload: func(string) (config.Chosen, error) { return config.Chosen{Config: c}, nil }})
+}
+
 // testAgent is an agent on its way up, with its events.
 type testAgent struct {
-	*agent
+	*Agent
 	t      *testing.T
 	events *record.FakeRecorder
 	cancel context.CancelFunc
@@ -114,7 +102,7 @@ func startWith(t *testing.T, c config.Config, client kubernetes.Interface) *test
 	return runAgent(t, a)
 }
 
-func runAgent(t *testing.T, a *agent) *testAgent {
+func runAgent(t *testing.T, a *Agent) *testAgent {
 	t.Helper()
 	events := record.NewFakeRecorder(100)
 	a.recorder = events
@@ -122,8 +110,8 @@ func runAgent(t *testing.T, a *agent) *testAgent {
 		a.times.maintenanceWait = time.Millisecond // most tests have no API server with GPUNodes
 	}
 	ctx, cancel := context.WithCancel(t.Context())
-	running := &testAgent{agent: a, t: t, events: events, cancel: cancel, done: make(chan error, 1)}
-	go func() { running.done <- a.run(ctx) }()
+	running := &testAgent{Agent: a, t: t, events: events, cancel: cancel, done: make(chan error, 1)}
+	go func() { running.done <- a.Run(ctx) }()
 	return running
 }
 
@@ -311,77 +299,6 @@ func TestWaitsForGPU(t *testing.T) {
 	a.stop()
 }
 
-func TestRunErrors(t *testing.T) {
-	dir := t.TempDir()
-	tests := []struct {
-		name string
-		args []string
-		want string
-	}{
-		{"node name", []string{"--node-name=Node_1"}, "is no node name"},
-		{"kubelet directory", []string{"--node-name=n", "--kubelet-dir=" + dir + "/absent", "--cgroup-root=" + dir}, "--kubelet-dir: stat"},
-		{"kubeconfig", []string{"--node-name=n", "--kubelet-dir=" + dir, "--cgroup-root=" + dir, "--kubeconfig=" + dir + "/absent"}, "configure API client"},
-		{"simulate", []string{"simulate", "--profile=l4x4"}, "--profile and --root are required"},
-		{"simulate what", []string{"simulate", "--profile=none", "--root=" + dir}, "simulate: "},
-	}
-	for _, test := range tests {
-		t.Run(test.name, func(t *testing.T) {
-			if err := run(t.Context(), test.args, io.Discard, io.Discard); err == nil || !strings.Contains(err.Error(), test.want) {
-				t.Errorf("got %v, want %s", err, test.want)
-			}
-		})
-	}
-	var out bytes.Buffer
-	if err := run(t.Context(), []string{"version"}, &out, io.Discard); err != nil || out.Len() == 0 {
-		t.Errorf("version: %q, %v", out.String(), err)
-	}
-	if err := run(t.Context(), []string{"stacks"}, io.Discard, io.Discard); err == nil || !strings.Contains(err.Error(), "not kubelet-plugin") {
-		t.Errorf("stacks: %v", err)
-	}
-	for _, args := range [][]string{{"-h"}, {"simulate", "-h"}} {
-		if err := run(t.Context(), args, io.Discard, io.Discard); !errors.Is(err, flag.ErrHelp) {
-			t.Errorf("%v: got %v", args, err)
-		}
-	}
-}
-
-// TestStacks: a process that waits for the driver writes its stacks at SIGUSR2, and goes on.
-func TestStacks(t *testing.T) {
-	c := nodeConfig(t)
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-	defer cancel()
-	cmd := exec.CommandContext(ctx, os.Args[0], "--node-name="+c.NodeName, "--kubelet-dir="+c.KubeletDir, "--run-dir="+c.RunDir, "--cdi-dir="+c.CDIDir,
-		"--cgroup-root="+c.CgroupRoot, "--host-root="+c.HostRoot, "--driver-root="+c.DriverRoot, "--sysfs-root="+c.SysfsRoot, "--kubeconfig="+c.Kubeconfig, "--http-endpoint=")
-	cmd.Env = append(os.Environ(), asAgent+"=1")
-	stderr, err := cmd.StderrPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	var lines []string
-	wrote := false
-	for scanner := bufio.NewScanner(stderr); scanner.Scan(); {
-		lines = append(lines, scanner.Text())
-		var next os.Signal
-		switch {
-		case strings.Contains(scanner.Text(), `"Starting"`):
-			next = syscall.SIGUSR2
-		case strings.Contains(scanner.Text(), "End of the stacks"):
-			wrote, next = true, syscall.SIGTERM
-		default:
-			continue
-		}
-		if err := cmd.Process.Signal(next); err != nil {
-			t.Error(err)
-		}
-	}
-	if err := cmd.Wait(); err != nil || !wrote {
-		t.Errorf("wrote its stacks: %t, then ended by SIGTERM: %v\n%s", wrote, err, strings.Join(lines, "\n"))
-	}
-}
-
 // TestStatusAddressInUse: a permanent failure ends the agent with that error.
 func TestStatusAddressInUse(t *testing.T) {
 	c := nodeConfig(t)
@@ -389,58 +306,5 @@ func TestStatusAddressInUse(t *testing.T) {
 	a := start(t, c)
 	if err := <-a.done; err == nil || !strings.Contains(err.Error(), "serve status") {
 		t.Errorf("got %v", err)
-	}
-}
-
-func TestProcess(t *testing.T) {
-	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-	defer cancel()
-	command := func(args ...string) *exec.Cmd {
-		cmd := exec.CommandContext(ctx, os.Args[0], args...)
-		cmd.Env = append(os.Environ(), asAgent+"=1")
-		return cmd
-	}
-	if out, err := command("--help").CombinedOutput(); err != nil || !bytes.Contains(out, []byte("-kubelet-dir")) || !bytes.Contains(out, []byte("kubelet-plugin inspect")) {
-		t.Errorf("help: %v\n%s", err, out)
-	}
-	out, err := command("--node-name=n", "--unknown").CombinedOutput()
-	if exit := new(exec.ExitError); !errors.As(err, &exit) || exit.ExitCode() != 1 || !bytes.Contains(out, []byte("kubelet-plugin: flag provided but not defined: -unknown")) {
-		t.Errorf("unknown flag: %v\n%s", err, out)
-	}
-	c := nodeConfig(t)
-	cmd := command("--node-name=n", "--kubelet-dir="+c.KubeletDir, "--run-dir="+c.RunDir, "--cdi-dir="+c.CDIDir, "--cgroup-root="+c.CgroupRoot,
-		"--host-root="+c.HostRoot, "--sysfs-root="+c.SysfsRoot, "--driver-root=/absent", "--http-endpoint=", "--kubeconfig="+c.Kubeconfig)
-	stderr, err := cmd.StderrPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	waiting := false
-	for lines := bufio.NewScanner(stderr); lines.Scan(); {
-		if strings.Contains(lines.Text(), `"Waiting" for="driver"`) {
-			waiting = true
-			if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
-				t.Error(err)
-			}
-		}
-	}
-	if err := cmd.Wait(); err != nil || !waiting {
-		t.Errorf("waited: %v, then ended by SIGTERM: %v", waiting, err)
-	}
-}
-
-// The namespace of the configuration counts only if the agent runs in a pod. Otherwise it is only assumed.
-func TestMonitorNamespaces(t *testing.T) {
-	c := config.Defaults()
-	c.MonitorNamespaces, c.ExemptNamespaces = []string{"monitoring"}, []string{"gpu-operator"}
-	a := &agent{config: c}
-	if got, want := a.monitorNamespaces(), []string{"kube-system", "gpu-operator", "monitoring"}; !slices.Equal(got, want) {
-		t.Errorf("outside a pod: %q, want %q", got, want)
-	}
-	a.config.PodUID, a.config.Namespace = "own", "tandem-system"
-	if got, want := a.monitorNamespaces(), []string{"kube-system", "gpu-operator", "monitoring", "tandem-system"}; !slices.Equal(got, want) {
-		t.Errorf("in a pod: %q, want %q", got, want)
 	}
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package agent
 
 import (
 	"cmp"
@@ -47,7 +47,7 @@ func TestARuntimeWithoutCDIGetsAnEvent(t *testing.T) {
 				node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node-1"}}
 				node.Status.NodeInfo.ContainerRuntimeVersion = c.runtime
 				events := record.NewFakeRecorder(1)
-				a := &agent{
+				a := &Agent{
 					config:   config.Config{NodeName: "node-1", HostRoot: t.TempDir(), DeviceListStrategies: c.strategies, CDIDeviceNames: cmp.Or(c.names, "auto")},
 					client:   fake.NewClientset(node),
 					recorder: events,
@@ -105,7 +105,7 @@ func TestNodeWithoutPodCgroups(t *testing.T) {
 				t.Fatal(err)
 			}
 			events := record.NewFakeRecorder(10)
-			a := &agent{config: config.Config{NodeName: "node-1"}, status: status.New("", nil), recorder: events, times: times{cgroups: time.Millisecond}}
+			a := &Agent{config: config.Config{NodeName: "node-1"}, status: status.New("", nil), recorder: events, times: times{cgroups: time.Millisecond}}
 			pods, err := podstate.NewPods(fake.NewClientset(), "node-1", podstate.NewCgroups(root, "own"), t.TempDir())
 			if err != nil {
 				t.Fatal(err)

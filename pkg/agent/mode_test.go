@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package main
+package agent
 
 import (
 	"context"
@@ -30,7 +30,7 @@ import (
 
 // configured is an agent that follows its settings and serves nothing.
 type configured struct {
-	*agent
+	*Agent
 	t      *testing.T
 	file   string
 	events *record.FakeRecorder
@@ -92,7 +92,7 @@ func followWith(t *testing.T, file string, args []string, labels map[string]stri
 	}
 	t.Cleanup(a.events.Shutdown)
 	c := &configured{
-		agent: a, t: t, file: file, events: record.NewFakeRecorder(100), served: make(chan config.Config, 1), ended: make(chan error, 1),
+		Agent: a, t: t, file: file, events: record.NewFakeRecorder(100), served: make(chan config.Config, 1), ended: make(chan error, 1),
 		gpus: &gpus{list: list},
 	}
 	a.recorder = c.events

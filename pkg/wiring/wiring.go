@@ -1,0 +1,353 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package wiring makes the components of a node and gives each what it needs of the others. It starts none of them. pkg/agent starts them in
+// the order that keeps a node safe. The simulation, the scale test and the node of files start them in their own way. All have this wiring.
+package wiring
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"path/filepath"
+	"slices"
+	"sync/atomic"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/record"
+
+	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/internal/regarding"
+	"github.com/tandem-gpu/tandem/pkg/cdi"
+	"github.com/tandem-gpu/tandem/pkg/driver"
+	"github.com/tandem-gpu/tandem/pkg/handover"
+	"github.com/tandem-gpu/tandem/pkg/health"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/legacy"
+	"github.com/tandem-gpu/tandem/pkg/partition"
+	"github.com/tandem-gpu/tandem/pkg/podstate"
+	"github.com/tandem-gpu/tandem/pkg/reconcile"
+	"github.com/tandem-gpu/tandem/pkg/sharing"
+)
+
+// Hardware is the node's devices and their driver. *nvml.Node implements it.
+type Hardware interface {
+	partition.Hardware
+	sharing.Hardware
+	handover.Hardware
+	health.Hardware
+	cdi.Source
+	// DriverRoot returns the directory on the host in which the driver is installed. It is called by Connect.
+	DriverRoot() string
+	// DevRoot returns the parent of the driver's /dev, as a path of the host and of this process.
+	DevRoot() (host, agent string)
+}
+
+// Ledger is all that components ask of the ledger. *ledger.Ledger implements it.
+type Ledger interface {
+	driver.Ledger
+	legacy.Ledger
+	reconcile.Ledger
+	health.Ledger
+}
+
+// Specs is all that components ask of the CDI specs. *cdi.Specs implements it.
+type Specs interface {
+	driver.Specs
+	legacy.Specs
+	health.Specs
+	sharing.Specs
+	AddPlaceholders(names []string)
+}
+
+// Allocations are the scheduler's allocations. *gpunode.Object implements it.
+type Allocations interface {
+	driver.Allocations
+	legacy.Allocations
+}
+
+// Options of Parts. All are required but GPUs and Hooks.
+type Options struct {
+	Config   config.Config
+	BootID   string
+	Hardware Hardware
+	// Client must not throttle. REST is what the client for GPUNodes is made from.
+	Client kubernetes.Interface
+	REST   *rest.Config
+	// Recorder receives events on the node, on claims and on pods. Registerer receives the metrics.
+	Recorder   record.EventRecorder
+	Registerer prometheus.Registerer
+	// GPUs says which GPUs are dynamic and shared. Default: Config.
+	GPUs  *partition.Policy
+	Hooks Hooks
+}
+
+// Hooks put something between components, or in the place of one. The agent has none. A nil hook changes nothing.
+type Hooks struct {
+	// Now, Step and Turn are those of the ledger. Turn is also that of the reconciler and of the sharing settings.
+	Now  func() time.Time
+	Step func(string)
+	Turn func(ctx context.Context, what string)
+
+	Ledger    func(*ledger.Ledger) Ledger
+	PodStates func(ledger.PodStates) ledger.PodStates
+	Pods      func(*podstate.Pods) driver.Pods
+	Sharing   func(*sharing.Manager) driver.Sharing
+	Join      func(*sharing.Policy) driver.Policy
+	// Holders are those for the sharing policy.
+	Holders func(*ledger.Ledger) sharing.Ledger
+	// CleanupPending is that of the ledger.
+	CleanupPending func(func(ledger.Hold) bool) func(ledger.Hold) bool
+
+	Specs       Specs
+	Allocations Allocations
+	Resources   reconcile.KubeletResources
+	Claims      func(namespace string) reconcile.Claims
+	// DaemonTrouble is driver.Config.DaemonTrouble where Allocations is set.
+	DaemonTrouble func(daemon string) string
+}
+
+// Parts are the components of one node. New makes those that need no lock, Open the ledger, and Connect the others.
+type Parts struct {
+	Options
+
+	Cgroups *podstate.Cgroups
+	Pods    *podstate.Pods
+	Node    *podstate.Node
+	// Resources is kubelet's pod resources endpoint. The caller closes it.
+	Resources *podstate.PodResources
+	Records   Records
+
+	// Ledger is nil until Open succeeds. Fields below it are nil until Connect.
+	Ledger     *ledger.Ledger
+	Partitions *partition.Maker
+	// CDI is nil if Hooks.Specs is set.
+	CDI        *cdi.Specs
+	Sharing    *sharing.Manager
+	Policy     *sharing.Policy
+	Handover   *handover.Cleaner
+	Health     *health.Inventory
+	Reconciler *reconcile.Reconciler
+
+	// Adopted is set while the ledger knows all holders.
+	Adopted *atomic.Bool
+}
+
+// Records are what components keep on disk besides the ledger. They are loaded under the ledger's lock.
+type Records struct {
+	Partitions *partition.Records
+	Sharing    *sharing.Records
+	Handover   *handover.Records
+	Health     *health.Records
+}
+
+// New makes the components that need no lock. It has no visible effect.
+func New(o Options) (*Parts, error) {
+	c := o.Config
+	p := &Parts{
+		Options: o,
+		Cgroups: podstate.NewCgroups(c.CgroupRoot, c.PodUID),
+		Node:    podstate.NewNode(o.Client, c.NodeName),
+		Records: Records{
+			Partitions: partition.NewRecords(filepath.Join(c.RunDir, "partitions"), o.BootID),
+			Sharing:    sharing.NewRecords(filepath.Join(c.RunDir, "sharing"), o.BootID),
+			Handover:   handover.NewRecords(filepath.Join(c.RunDir, "handover"), o.BootID),
+			Health:     health.NewRecords(filepath.Join(c.RunDir, "health"), o.BootID),
+		},
+		Adopted: &atomic.Bool{},
+	}
+	var err error
+	if p.Pods, err = podstate.NewPods(o.Client, c.NodeName, p.Cgroups, c.KubeletDir); err != nil {
+		return nil, err
+	}
+	p.Resources, err = podstate.NewPodResources(c.KubeletDir)
+	return p, err
+}
+
+// Open opens the ledger, and loads the other records under its lock. It returns ledger.ErrLocked while another agent has the lock, and may be
+// called again then. Problems are records that cannot be read: they are kept. The caller closes the ledger.
+func (p *Parts) Open(ctx context.Context) (problems []error, err error) {
+	options := ledger.Options{
+		Dir: p.Config.RunDir, BootID: p.BootID, PodStates: p.Pods, CleanupPending: p.cleanupPending,
+		Queue: p.Pods.Queue(p.Config.Resources().Has), Now: p.Hooks.Now, Step: p.Hooks.Step,
+	}
+	if wrap := p.Hooks.PodStates; wrap != nil {
+		options.PodStates = wrap(p.Pods)
+	}
+	if wrap := p.Hooks.CleanupPending; wrap != nil {
+		options.CleanupPending = wrap(p.cleanupPending)
+	}
+	if turn := p.Hooks.Turn; turn != nil {
+		options.Turn = func(ctx context.Context) { turn(ctx, "tries to reserve") }
+	}
+	if p.Ledger, err = ledger.Open(ctx, options); err != nil {
+		return nil, err
+	}
+	if problems, err = p.Records.load(); err != nil {
+		err = errors.Join(err, p.Ledger.Close())
+	}
+	return problems, err
+}
+
+// cleanupPending reports whether a partition or sharing settings of a hold are recorded. They must be gone before the hold ends.
+func (p *Parts) cleanupPending(h ledger.Hold) bool {
+	return p.Records.Partitions.Made(h.Device) || h.Holder.Kind == ledger.KindClaim && p.Records.Sharing.Applied(h.Holder.ID, h.Device)
+}
+
+func (r Records) load() (problems []error, err error) {
+	for _, records := range []interface{ Load() ([]error, error) }{r.Partitions, r.Sharing, r.Handover, r.Health} {
+		found, err := records.Load()
+		problems = append(problems, found...)
+		if err != nil {
+			return problems, err
+		}
+	}
+	return problems, nil
+}
+
+// Connect makes the components that need the ledger, its records and the hardware. c is the configuration of the node, without its mode label.
+//
+// Which inventory a component has: the hardware's is that of the driver. Partitions adds what the configuration says of each GPU, and which
+// partitions Tandem has made: reconciler, sharing, hand-over and labels have that. Handover makes a GPU that is not clean unhealthy in it, and Health one
+// that has faults or cannot be given to a container: both APIs and GPUNode have that, and so offer the same.
+func (p *Parts) Connect(c config.Config) {
+	p.Config = c
+	policy := GPUPolicy(c)
+	if p.GPUs != nil {
+		policy = *p.GPUs
+	}
+	p.Partitions = partition.NewMaker(p.Records.Partitions, p.Hardware, policy)
+	if p.Hooks.Specs == nil {
+		p.CDI = p.newSpecs()
+	}
+	p.Sharing = sharing.NewManager(sharing.Options{
+		Records: p.Records.Sharing, RunDir: c.RunDir, DriverRoot: p.Hardware.DriverRoot(), Hardware: p.Hardware, Specs: p.specs(), Turn: p.Hooks.Turn,
+	})
+	var holders sharing.Ledger = p.Ledger
+	if wrap := p.Hooks.Holders; wrap != nil {
+		holders = wrap(p.Ledger)
+	}
+	p.Policy = sharing.NewPolicy(p.Sharing, p.Partitions, holders, p.Pods)
+	p.Handover = p.newCleaner()
+	p.Health = health.New(health.Config{
+		Source: p.Handover, Hardware: p.Hardware, Records: p.Records.Health, CountsXID: c.CountsXID, Action: c.FaultAction,
+		ResetIdle: func(ctx context.Context, uuid string) (bool, error) {
+			if err := p.Resettable(uuid); err != nil {
+				return false, err
+			}
+			return p.Handover.ResetIdle(ctx, uuid)
+		},
+		Specs: p.specs(), Ledger: p.ledger(), NodeName: c.NodeName, Recorder: p.Recorder, Registerer: p.Registerer,
+	})
+	p.Reconciler = reconcile.New(p.reconcilerConfig())
+}
+
+func (p *Parts) reconcilerConfig() reconcile.Config {
+	config := reconcile.Config{
+		Ledger: p.ledger(), Pods: p.Pods, Cgroups: p.Cgroups, Resources: p.Resources, Inventory: p.Partitions,
+		Partitions: p.Partitions, Settings: p.Sharing, AddPlaceholders: p.specs().AddPlaceholders,
+		Claims:     func(namespace string) reconcile.Claims { return p.Client.ResourceV1().ResourceClaims(namespace) },
+		KubeletDir: p.Config.KubeletDir, ProcRoot: p.Config.ProcRoot, NodeName: p.Config.NodeName, DriverName: p.Config.DriverName,
+		Limits: p.Config.Resources(), Recorder: p.Recorder, Registerer: p.Registerer, Turn: p.Hooks.Turn,
+	}
+	if p.Hooks.Resources != nil {
+		config.Resources = p.Hooks.Resources
+	}
+	if p.Hooks.Claims != nil {
+		config.Claims = p.Hooks.Claims
+	}
+	return config
+}
+
+// ledger is the ledger as all components but the sharing policy have it.
+func (p *Parts) ledger() Ledger {
+	if wrap := p.Hooks.Ledger; wrap != nil {
+		return wrap(p.Ledger)
+	}
+	return p.Ledger
+}
+
+func (p *Parts) specs() Specs {
+	if p.Hooks.Specs != nil {
+		return p.Hooks.Specs
+	}
+	return p.CDI
+}
+
+// GPUPolicy is what the configuration says of each GPU.
+func GPUPolicy(c config.Config) partition.Policy {
+	return partition.Policy{Dynamic: c.Dynamic, Sharing: c.SharingOf}
+}
+
+// managed reports whether sharing settings of a GPU are applied.
+func (p *Parts) managed(uuid string) bool {
+	return slices.ContainsFunc(p.Records.Sharing.Keys(), func(k sharing.Key) bool { return k.Device.GPU == uuid })
+}
+
+// Resettable returns why a GPU may not be reset; nil if it may. A reset would end static partitions, time slices of the node's policy, and
+// MPS daemons.
+func (p *Parts) Resettable(uuid string) error {
+	switch gpu, known := p.Partitions.Inventory().ByUUID(uuid); {
+	case !known:
+		return fmt.Errorf("GPU %s is not in the inventory", uuid)
+	case gpu.MIGEnabled && !gpu.Dynamic:
+		return fmt.Errorf("a reset of GPU %s would end its static partitions", uuid)
+	case gpu.Sharing.Shared() || p.managed(uuid):
+		return fmt.Errorf("a reset of GPU %s would end its sharing settings", uuid)
+	default:
+		return nil
+	}
+}
+
+func (p *Parts) newCleaner() *handover.Cleaner {
+	return handover.New(handover.Options{
+		Pods: p.Pods, Hardware: p.Hardware, Inventory: p.Partitions, Ledger: p.Ledger, Records: p.Records.Handover, Managed: p.managed,
+		Reset: func(uuid string) bool { return p.Config.ResetGPUs && p.Resettable(uuid) == nil },
+		Outsiders: func(uuid string, pids []int) (outsiders []handover.Outsider) {
+			users := podstate.Users{Holds: p.Ledger.Holds(), Driver: p.Config.DriverName, Namespaces: monitorNamespaces(p.Config)}
+			for _, o := range p.Pods.Outsiders(p.Config.ProcRoot, uuid, pids, users) {
+				outsiders = append(outsiders, handover.Outsider(o))
+			}
+			return outsiders
+		},
+		Report: func(uuid string, err error) {
+			p.Recorder.Event(regarding.Node(p.Config.NodeName), corev1.EventTypeWarning, "GPUNotClean", fmt.Sprintf(
+				"GPU %s is withdrawn from claims and limits until it is clean: %s. "+
+					"The agent tries again each second. If the GPU does not become clean, drain the node and reboot it", uuid, handover.Detail(err)))
+		},
+	})
+}
+
+// monitorNamespaces returns the namespaces whose pods may have processes on GPUs that they do not hold. MPS daemons run in the agent's.
+func monitorNamespaces(c config.Config) []string {
+	trusted := slices.Concat([]string{metav1.NamespaceSystem}, c.ExemptNamespaces, c.MonitorNamespaces)
+	if c.PodUID != "" {
+		trusted = append(trusted, c.Namespace)
+	}
+	return trusted
+}
+
+// sourceStart is the agent's source of ledger.Withhold.
+const sourceStart = "pods of before the start"
+
+// errHoldersUnknown names no pod, because every pod may read /readyz.
+var errHoldersUnknown = errors.New("it is not known which pods from before the agent's start have GPUs: see event HoldersUnknown of the node")
+
+// Adopt adds holds of pods that kubelet had admitted before the start, by another plugin, and not started: Restore takes them for ended
+// ones, because it does not know the node's pods. While that fails, no device is given to a new holder.
+func (p *Parts) Adopt(ctx context.Context) error {
+	err := p.Reconciler.Adopt(ctx)
+	if ctx.Err() == nil {
+		p.Adopted.Store(err == nil)
+		var reason error
+		if err != nil {
+			reason = errHoldersUnknown
+		}
+		p.Ledger.Withhold(sourceStart, reason)
+	}
+	return err
+}
