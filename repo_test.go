@@ -133,6 +133,38 @@ func TestOnlyMainExits(t *testing.T) {
 	}
 }
 
+// TestOneWiring: only pkg/wiring connects the components of a node. With a second wiring tests would prove another agent than the one that ships.
+func TestOneWiring(t *testing.T) {
+	constructors := map[string]string{
+		"driver.New": "pkg/driver", "legacy.New": "pkg/legacy", "reconcile.New": "pkg/reconcile", "handover.New": "pkg/handover", "health.New": "pkg/health",
+	}
+	found := map[string]bool{}
+	for _, f := range sources(t) {
+		imports := f.imports()
+		ast.Inspect(f.file, func(n ast.Node) bool {
+			call, ok := n.(*ast.CallExpr)
+			if !ok {
+				return true
+			}
+			name := callee(call)
+			pkg, is := constructors[name]
+			if !is || f.pkg == pkg || !slices.Contains(imports, module+"/"+pkg) {
+				return true
+			}
+			found[name] = found[name] || f.pkg == "pkg/wiring"
+			if f.pkg != "pkg/wiring" {
+				t.Errorf("%s calls %s: take the component from pkg/wiring", f.path, name)
+			}
+			return true
+		})
+	}
+	for name := range constructors {
+		if !found[name] {
+			t.Errorf("pkg/wiring does not call %s", name)
+		}
+	}
+}
+
 // TestAgentCallsNoMethodsByName: with text/template or reflection over methods in the agent the linker must keep every method
 // of every type it knows, Kubernetes' whole client among them, and the agent takes twice the memory.
 func TestAgentCallsNoMethodsByName(t *testing.T) {

@@ -126,7 +126,7 @@ func (p *Parts) limitsConfig(s Serving) legacy.Config {
 		Inventory: p.Health, Offered: c.OfferedToPods, HeldOnly: s.HeldOnly,
 		// Under HeldOnly a pod that has a device needs it listed as healthy: a kubelet that restarts refuses the pod's stopped containers otherwise.
 		Retiring: !c.Mode.Limits() && s.HeldOnly == nil,
-		Ledger:   p.ledger(), Specs: p.specs(), Kubelet: p.Resources, Sharing: p.Policy, Requesters: p.Pods,
+		Ledger:   p.ledger(), Specs: p.specs(), Kubelet: p.kubelet(), Sharing: p.Policy, Requesters: p.Pods,
 		Adopt: p.Reconciler.Adopt, Excluded: c.Excluded, Recorder: p.Recorder, Registerer: s.Registerer,
 		DevRoot: p.Hardware.DevRoot, IMEXChannels: c.IMEXChannels, Env: map[string]string{},
 	}

@@ -70,6 +70,12 @@ type Allocations interface {
 	legacy.Allocations
 }
 
+// Kubelet is kubelet's pod resources endpoint. *podstate.PodResources implements it.
+type Kubelet interface {
+	reconcile.KubeletResources
+	legacy.KubeletView
+}
+
 // Options of Parts. All are required but GPUs and Hooks.
 type Options struct {
 	Config   config.Config
@@ -94,7 +100,7 @@ type Hooks struct {
 	Turn func(ctx context.Context, what string)
 
 	Ledger    func(*ledger.Ledger) Ledger
-	PodStates func(ledger.PodStates) ledger.PodStates
+	PodStates func(*podstate.Pods) ledger.PodStates
 	Pods      func(*podstate.Pods) driver.Pods
 	Sharing   func(*sharing.Manager) driver.Sharing
 	Join      func(*sharing.Policy) driver.Policy
@@ -105,7 +111,7 @@ type Hooks struct {
 
 	Specs       Specs
 	Allocations Allocations
-	Resources   reconcile.KubeletResources
+	Kubelet     Kubelet
 	Claims      func(namespace string) reconcile.Claims
 	// DaemonTrouble is driver.Config.DaemonTrouble where Allocations is set.
 	DaemonTrouble func(daemon string) string
@@ -118,7 +124,7 @@ type Parts struct {
 	Cgroups *podstate.Cgroups
 	Pods    *podstate.Pods
 	Node    *podstate.Node
-	// Resources is kubelet's pod resources endpoint. The caller closes it.
+	// Resources is nil if Hooks.Kubelet is set. The caller closes it.
 	Resources *podstate.PodResources
 	Records   Records
 
@@ -164,7 +170,9 @@ func New(o Options) (*Parts, error) {
 	if p.Pods, err = podstate.NewPods(o.Client, c.NodeName, p.Cgroups, c.KubeletDir); err != nil {
 		return nil, err
 	}
-	p.Resources, err = podstate.NewPodResources(c.KubeletDir)
+	if o.Hooks.Kubelet == nil {
+		p.Resources, err = podstate.NewPodResources(c.KubeletDir)
+	}
 	return p, err
 }
 
@@ -248,14 +256,11 @@ func (p *Parts) Connect(c config.Config) {
 
 func (p *Parts) reconcilerConfig() reconcile.Config {
 	config := reconcile.Config{
-		Ledger: p.ledger(), Pods: p.Pods, Cgroups: p.Cgroups, Resources: p.Resources, Inventory: p.Partitions,
+		Ledger: p.ledger(), Pods: p.Pods, Cgroups: p.Cgroups, Resources: p.kubelet(), Inventory: p.Partitions,
 		Partitions: p.Partitions, Settings: p.Sharing, AddPlaceholders: p.specs().AddPlaceholders,
 		Claims:     func(namespace string) reconcile.Claims { return p.Client.ResourceV1().ResourceClaims(namespace) },
 		KubeletDir: p.Config.KubeletDir, ProcRoot: p.Config.ProcRoot, NodeName: p.Config.NodeName, DriverName: p.Config.DriverName,
 		Limits: p.Config.Resources(), Recorder: p.Recorder, Registerer: p.Registerer, Turn: p.Hooks.Turn,
-	}
-	if p.Hooks.Resources != nil {
-		config.Resources = p.Hooks.Resources
 	}
 	if p.Hooks.Claims != nil {
 		config.Claims = p.Hooks.Claims
@@ -269,6 +274,13 @@ func (p *Parts) ledger() Ledger {
 		return wrap(p.Ledger)
 	}
 	return p.Ledger
+}
+
+func (p *Parts) kubelet() Kubelet {
+	if p.Hooks.Kubelet != nil {
+		return p.Hooks.Kubelet
+	}
+	return p.Resources
 }
 
 func (p *Parts) specs() Specs {

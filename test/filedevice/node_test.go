@@ -69,7 +69,7 @@ func startNode(t *testing.T, files map[string]properties) *node {
 	parts, err := wiring.New(wiring.Options{
 		Config: c, BootID: "boot", Hardware: n.files, Client: n.api, Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
 		Hooks: wiring.Hooks{
-			PodStates:   func(ledger.PodStates) ledger.PodStates { return podStates{} },
+			PodStates:   func(*podstate.Pods) ledger.PodStates { return podStates{} },
 			Pods:        func(*podstate.Pods) driver.Pods { return pods{} },
 			Allocations: noAllocations{},
 		},

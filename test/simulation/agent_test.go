@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"maps"
 	"os"
-	"path/filepath"
 	"reflect"
 	goruntime "runtime"
 	"slices"
@@ -30,20 +29,24 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/driver"
 	"github.com/tandem-gpu/tandem/pkg/gpunode"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/legacy"
+	"github.com/tandem-gpu/tandem/pkg/partition"
 	"github.com/tandem-gpu/tandem/pkg/podstate"
 	"github.com/tandem-gpu/tandem/pkg/reconcile"
 	"github.com/tandem-gpu/tandem/pkg/sharing"
+	"github.com/tandem-gpu/tandem/pkg/wiring"
 )
 
 // agent is one life of the product's node agent: its parts are real, its loops and its transport are the simulation's.
 type agent struct {
 	*simulation
 	process    *process
+	parts      *wiring.Parts
 	book       *ledger.Ledger
 	pods       *podstate.Pods
 	reconciler *reconcile.Reconciler
@@ -122,71 +125,65 @@ func (a *agent) run(name string, loop func(context.Context) error) {
 	})
 }
 
+// open makes the agent's components with the wiring that the agent has.
 func (a *agent) open() (err error) {
 	if a.faults.noRestore {
 		a.host.check(os.RemoveAll(a.host.run()))
 	}
-	cgroups := podstate.NewCgroups(a.host.cgroups(), "")
-	if a.pods, err = podstate.NewPods(noClient{}, nodeName, cgroups, a.host.kubeletDir()); err != nil {
-		return err
-	}
-	a.pods.Stamp = a.host.stamp
-	records := sharing.NewRecords(filepath.Join(a.host.run(), "sharing"), a.host.bootID())
-	if _, err := records.Load(); err != nil {
-		return err
-	}
-	options := ledger.Options{Dir: a.host.run(), BootID: a.host.bootID(), PodStates: parkedState{a.pods, a.pods, a.simulation}, Now: a.host.stamp}
-	if !a.faults.noCleanup {
-		options.CleanupPending = func(h ledger.Hold) bool {
-			return h.Holder.Kind == ledger.KindClaim && records.Applied(h.Holder.ID, h.Device)
-		}
-	}
-	options.Queue = a.pods.Queue(limits.Has)
-	options.Step = func(string) { a.diskStep() }
-	options.Turn = func(ctx context.Context) { turn(ctx, "tries to reserve") }
-	if a.book, err = ledger.Open(a.process.ctx, options); err != nil {
-		return err
-	}
-	book := parkedLedger{a.book, a.simulation}
-	a.shared = sharing.NewManager(sharing.Options{
-		Records: records, RunDir: a.host.run(), DriverRoot: driverRoot, Hardware: hardware{a.host}, Specs: a.host.devices, Turn: turn,
-	})
-	var holds sharing.Ledger = a.book
-	if a.faults.noDaemonCheck {
-		holds = noHolds{a.book}
-	}
-	a.policy = sharing.NewPolicy(a.shared, a, holds, a.pods)
-	a.reconciler = reconcile.New(reconcile.Config{
-		Ledger: book, Pods: a.pods, Cgroups: cgroups, Resources: a, Claims: func(string) reconcile.Claims { return a },
-		Inventory: a, KubeletDir: a.host.kubeletDir(), NodeName: nodeName, DriverName: driverName, Limits: limits,
-		Partitions: noPartitions{}, Settings: a.shared, AddPlaceholders: func([]string) {},
-		Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(), Turn: turn,
-	})
-	a.offer = driver.Offer{NodeName: nodeName, ReturnDelay: 200 * time.Millisecond}
-	if a.driver, err = driver.New(driver.Config{
-		DriverName: driverName, NodeName: nodeName, KubeClient: noClient{}, KubeletDir: a.host.kubeletDir(),
-		Ledger: book, Inventory: a, Specs: a, Pods: parkedPods{a.pods}, Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
-		Limits: limits, Sharing: parkedSettings{a.shared}, Policy: parkedPolicy{a.policy, a.simulation},
-		OfferedToPods: func(device.GPU) bool { return true }, HandOver: func(context.Context, string) error { return nil },
-		DaemonTrouble: a.daemonTrouble,
+	c := config.Defaults()
+	c.NodeName, c.DriverName, c.ResourceName = nodeName, driverName, resourceName
+	c.KubeletDir, c.RunDir, c.CgroupRoot = a.host.kubeletDir(), a.host.run(), a.host.cgroups()
+	if a.parts, err = wiring.New(wiring.Options{
+		Config: c, BootID: a.host.bootID(), Hardware: hardware{host: a.host, world: a.simulation}, Client: noClient{},
+		Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(), GPUs: &asGiven, Hooks: a.hooks(),
 	}); err != nil {
 		return err
 	}
-	a.limits, err = legacy.New(legacy.Config{
-		Resources: limits, NodeName: nodeName, Directory: a.host.kubeletDir(), Strategies: []legacy.Strategy{legacy.StrategyCDI},
-		Inventory: a, Ledger: book, Specs: a, Sharing: a.policy, Allocations: allocations{a},
-		Recorder: &record.FakeRecorder{}, Registerer: prometheus.NewRegistry(),
-	})
+	a.pods = a.parts.Pods
+	a.pods.Stamp = a.host.stamp
+	problems, err := a.parts.Open(a.process.ctx)
+	if err = errors.Join(append(problems, err)...); err != nil {
+		return err
+	}
+	a.parts.Connect(c)
+	apis, err := a.parts.NewAPIs(wiring.Serving{Config: c, Registerer: prometheus.NewRegistry()})
+	a.book, a.shared, a.policy, a.reconciler = a.parts.Ledger, a.parts.Sharing, a.parts.Policy, a.parts.Reconciler
+	a.driver, a.limits = apis.Claims, apis.Limits
+	a.offer = driver.Offer{NodeName: nodeName, ReturnDelay: 200 * time.Millisecond}
 	return err
 }
 
-// The simulated node has no partitions. A call of any other method panics.
-type noPartitions struct{ reconcile.Partitions }
+// asGiven leaves each GPU as the world has it.
+var asGiven = partition.Policy{
+	Dynamic: func(device.GPU) bool { return false },
+	Sharing: func(gpu device.GPU) device.Sharing { return gpu.Sharing },
+}
 
-func (noPartitions) Made(device.Ref) bool      { return false }
-func (noPartitions) All() []device.Ref         { return nil }
-func (noPartitions) IdleMIGMode() []device.GPU { return nil }
-func (noPartitions) Repair() error             { return nil }
+// hooks let other events happen between components, and take one away where the world has that fault.
+func (a *agent) hooks() wiring.Hooks {
+	return wiring.Hooks{
+		Now: a.host.stamp, Step: func(string) { a.diskStep() }, Turn: turn,
+		PodStates: func(pods *podstate.Pods) ledger.PodStates { return parkedState{pods, pods, a.simulation} },
+		Ledger:    func(book *ledger.Ledger) wiring.Ledger { return parkedLedger{book, a.simulation} },
+		Pods:      func(pods *podstate.Pods) driver.Pods { return parkedPods{pods} },
+		Sharing:   func(shared *sharing.Manager) driver.Sharing { return parkedSettings{shared} },
+		Join:      func(policy *sharing.Policy) driver.Policy { return parkedPolicy{policy, a.simulation} },
+		Holders: func(book *ledger.Ledger) sharing.Ledger {
+			if a.faults.noDaemonCheck {
+				return noHolds{book}
+			}
+			return book
+		},
+		CleanupPending: func(pending func(ledger.Hold) bool) func(ledger.Hold) bool {
+			if a.faults.noCleanup {
+				return nil
+			}
+			return pending
+		},
+		Specs: cdiSpecs{a.host.devices, a}, Kubelet: a, Claims: func(string) reconcile.Claims { return a },
+		Allocations: allocations{a}, DaemonTrouble: a.daemonTrouble,
+	}
+}
 
 // parkedSettings and parkedPolicy let something else happen after a wait for a daemon.
 type parkedSettings struct{ *sharing.Manager }
@@ -220,9 +217,6 @@ type noHolds struct{ *ledger.Ledger }
 
 func (noHolds) Holds() []ledger.Hold { return nil }
 
-// driverRoot is where the driver of the node is.
-const driverRoot = "/"
-
 // daemonTrouble is why the pod of a daemon does not run.
 func (a *agent) daemonTrouble(daemon string) string {
 	for _, waiting := range a.trouble {
@@ -254,6 +248,8 @@ func (a *agent) serve() {
 	if a.profile.mps {
 		a.run("clears settings", a.reconciler.Clear)
 	}
+	a.run("watches health", a.parts.Health.Run)
+	a.run("hands GPUs over", a.parts.Handover.Run)
 	a.loop("settles holds", 10*time.Millisecond, func() []<-chan struct{} {
 		return []<-chan struct{}{a.pods.Changed(), a.book.Changed(), a.host.written}
 	}, func(c *call) time.Duration {
@@ -288,11 +284,13 @@ func (a *agent) serve() {
 	})
 	a.loop("lists devices for limits", 0, func() []<-chan struct{} {
 		_, lacking := a.book.Outstanding()
-		return []<-chan struct{}{a.book.Changed(), a.specChanged, lacking, a.policy.Changed()}
+		return []<-chan struct{}{a.book.Changed(), a.specChanged, lacking, a.policy.Changed(), a.parts.Health.Changed()}
 	}, func(c *call) time.Duration {
 		return a.look()
 	})
-	a.loop("builds slices", 0, func() []<-chan struct{} { return []<-chan struct{}{a.book.Changed(), a.specChanged} }, func(c *call) time.Duration {
+	a.loop("builds slices", 0, func() []<-chan struct{} {
+		return []<-chan struct{}{a.book.Changed(), a.specChanged, a.parts.Health.Changed()}
+	}, func(c *call) time.Duration {
 		return a.publish()
 	})
 	a.loop("reports", 50*time.Millisecond, func() []<-chan struct{} {
@@ -375,7 +373,7 @@ func kept(version int) driver.Capabilities {
 func (a *agent) publish() time.Duration {
 	now := time.Now()
 	pools, next := a.offer.Pools(driver.Facts{
-		Inventory: a.Inventory(), Holds: a.book.Holds(), Claims: a.spec, Now: now,
+		Inventory: a.parts.Health.Inventory(), Holds: a.book.Holds(), Claims: a.spec, Now: now,
 		Kept: kept(a.version),
 	})
 	if len(pools) != 1 || len(pools[nodeName].Slices) != 1 {
@@ -412,6 +410,10 @@ func (a *agent) specHasChanged() {
 	a.specChanged = make(chan struct{})
 }
 
+// Claims and Synced: a loop of the simulation publishes.
+func (a *agent) Claims() []v1alpha1.AllocatedClaim { return a.spec }
+func (a *agent) Synced() bool                      { return true }
+
 // Maintenance is empty: no administrator takes a GPU out of service.
 func (a *agent) Maintenance() map[string]bool { return nil }
 
@@ -434,7 +436,7 @@ func (a *agent) Allocated() []ledger.Hold {
 
 // report writes the status of the GPUNode, at the product's pace and only what is new.
 func (a *agent) report() time.Duration {
-	facts := gpunode.Facts{Mode: "Dual", Limits: limits, Inventory: a.inventory, Holds: a.book.Holds(), Conflicts: a.book.Conflicts()}
+	facts := gpunode.Facts{Mode: "Dual", Limits: limits, Inventory: a.parts.Health.Inventory(), Holds: a.book.Holds(), Conflicts: a.book.Conflicts()}
 	facts.Daemons, facts.UnknownDaemons = a.shared.Daemons(), a.shared.UnknownDaemons()
 	if a.acknowledged != nil {
 		facts.Allocatable = map[string][]string{resourceName: a.acknowledged}
@@ -591,22 +593,27 @@ func (l *loop) poll() {
 
 // What the product asks the agent for.
 
-func (a *agent) Inventory() device.Inventory { return a.inventory }
-func (a *agent) Changed() <-chan struct{}    { return nil }
+// cdiSpecs are the CDI specs. GPUs do not wait for their entries. Client devices are files of the host.
+type cdiSpecs struct {
+	*clientDevices
+	a *agent
+}
 
-// Add: the simulated GPUs are not partitioned.
-func (a *agent) Add(context.Context, device.Partition) error { return nil }
-
-// Has: GPUs do not wait for their entries.
-func (a *agent) Has(string) bool      { return true }
-func (a *agent) Problem(string) error { return nil }
-func (a *agent) Verify()              {}
-
-func (a *agent) QualifiedName(uuid string) string { return "k8s.gpu.nvidia.com/gpu=" + uuid }
-func (a *agent) Ensure(ctx context.Context, _ ...string) error {
+func (cdiSpecs) Add(context.Context, device.Partition) error { return nil }
+func (cdiSpecs) Has(string) bool                             { return true }
+func (cdiSpecs) Problem(string) error                        { return nil }
+func (cdiSpecs) Unwritable() error                           { return nil }
+func (cdiSpecs) Changed() <-chan struct{}                    { return nil }
+func (cdiSpecs) Verify()                                     {}
+func (cdiSpecs) AddPlaceholders([]string)                    {}
+func (cdiSpecs) QualifiedName(uuid string) string            { return "k8s.gpu.nvidia.com/gpu=" + uuid }
+func (cdiSpecs) Ensure(ctx context.Context, _ ...string) error {
 	turn(ctx, "looks for CDI specs")
 	return nil
 }
+
+// Allocatable: a loop of the simulation asks for it (confirm).
+func (a *agent) Allocatable(context.Context) (map[string][]string, error) { return nil, errAway }
 
 // List is kubelet's.
 func (a *agent) List(ctx context.Context, _ func(string) bool, _ string) ([]podstate.UsedDevice, []podstate.KubeletClaim, error) {

@@ -92,7 +92,7 @@ type outcome struct {
 
 // play runs a world until about so many steps have been taken, and ends in quiet.
 func play(t *testing.T, seed uint64, steps int, off faults) (o outcome) {
-	dir, err := os.MkdirTemp(scratch(), "tandem-simulation-")
+	dir, err := os.MkdirTemp(scratch(), "simulation-")
 	if err != nil {
 		t.Fatal(err)
 	}
