@@ -42,8 +42,7 @@ type Facts struct {
 	Now  time.Time
 }
 
-// Offer decides what the node's slices offer, from one set of Facts to the next. The publisher has one, and so have simulations.
-// It is not safe for concurrent use.
+// Offer decides what the node's slices offer, from one set of Facts to the next. It is not safe for concurrent use.
 type Offer struct {
 	// NodeName is the name of the node pool, and the prefix of the names of GPU pools.
 	NodeName string

@@ -68,6 +68,19 @@ func (d *Driver) listSlices(ctx context.Context) (existing []resourceapi.Resourc
 	return existing
 }
 
+// NewOffer returns an Offer by the Driver's configuration. The publisher has one, and so have simulations.
+func (d *Driver) NewOffer() Offer {
+	return Offer{NodeName: d.NodeName, ReturnDelay: d.ReturnDelay, Offered: d.OfferedToClaims, Strict: d.Strict, PartitionUUIDs: d.PartitionUUIDs}
+}
+
+// Facts returns what the slices are made from now. kept are the fields that the API server keeps.
+func (d *Driver) Facts(kept Capabilities, now time.Time) Facts {
+	return Facts{
+		Inventory: d.Inventory.Inventory(), Holds: d.Ledger.Holds(), Claims: d.Allocations.Claims(), Maintenance: d.Allocations.Maintenance(),
+		Withheld: d.Ledger.Withheld() != nil, Kept: kept, Now: now,
+	}
+}
+
 // publish keeps the node's ResourceSlices equal to what inventory, ledger and allocations require, until ctx is done: it builds the
 // pools (Offer), compares them with those it wrote last, and hands changes to the slice controller of
 // k8s.io/dynamic-resource-allocation, which compares with the API server, writes, and repairs what another process changes. Failures
@@ -88,7 +101,7 @@ func (d *Driver) publish(ctx context.Context) error {
 			return err
 		})
 	}
-	offer := Offer{NodeName: d.NodeName, ReturnDelay: d.ReturnDelay, Offered: d.OfferedToClaims, Strict: d.Strict, PartitionUUIDs: d.PartitionUUIDs}
+	offer := d.NewOffer()
 	offer.SetPublished(existing)
 	writer := sliceWriter{Driver: d, existing: existing}
 	defer writer.stop()
@@ -117,8 +130,7 @@ func (d *Driver) publish(ctx context.Context) error {
 				kept, probeAt = found, time.Time{}
 			}
 		}
-		facts := Facts{Inventory: d.Inventory.Inventory(), Holds: d.Ledger.Holds(), Kept: kept, Now: time.Now()}
-		facts.Claims, facts.Maintenance, facts.Withheld = d.Allocations.Claims(), d.Allocations.Maintenance(), d.Ledger.Withheld() != nil
+		facts := d.Facts(kept, time.Now())
 		next := probeAt
 		if facts.ClaimsLate = !d.Allocations.Synced() && facts.Now.Before(allocationsDue); facts.ClaimsLate {
 			next = earlier(next, allocationsDue)

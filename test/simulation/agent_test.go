@@ -149,7 +149,9 @@ func (a *agent) open() (err error) {
 	apis, err := a.parts.NewAPIs(wiring.Serving{Config: c, Registerer: prometheus.NewRegistry()})
 	a.book, a.shared, a.policy, a.reconciler = a.parts.Ledger, a.parts.Sharing, a.parts.Policy, a.parts.Reconciler
 	a.driver, a.limits = apis.Claims, apis.Limits
-	a.offer = driver.Offer{NodeName: nodeName, ReturnDelay: 200 * time.Millisecond}
+	if err == nil {
+		a.offer = a.driver.NewOffer()
+	}
 	return err
 }
 
@@ -345,6 +347,7 @@ func (a *agent) sawCheckpoint() {
 func (a *agent) look() time.Duration {
 	lists, again := a.limits.Refresh(time.Now())
 	list := lists[resourceName]
+	a.checkList(list)
 	if list != a.list {
 		for _, h := range a.book.Holds() {
 			if a.list == nil && h.Holder.Kind == ledger.KindClaim && h.State == ledger.StateRestored {
@@ -372,14 +375,12 @@ func kept(version int) driver.Capabilities {
 // publish writes the slice where it has changed.
 func (a *agent) publish() time.Duration {
 	now := time.Now()
-	pools, next := a.offer.Pools(driver.Facts{
-		Inventory: a.parts.Health.Inventory(), Holds: a.book.Holds(), Claims: a.spec, Now: now,
-		Kept: kept(a.version),
-	})
+	pools, next := a.offer.Pools(a.driver.Facts(kept(a.version), now))
 	if len(pools) != 1 || len(pools[nodeName].Slices) != 1 {
 		a.fail("the pools of a few whole GPUs are not one slice: %v", pools)
 		return never
 	}
+	a.checkOffer(pools[nodeName].Slices[0].Devices)
 	if wanted := resourceSlice(pools[nodeName].Slices[0].Devices); !a.published.same(wanted) {
 		a.published = wanted
 		a.writeSlice()

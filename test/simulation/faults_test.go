@@ -185,6 +185,7 @@ func (s *simulation) actions() []action {
 		{2, "the scheduler is frozen", func() { s.freeze(s.scheduler.process) }},
 		{2, "kubelet is frozen", func() { s.freeze(s.kubelet.process) }},
 		{2, clockSet, s.setClock},
+		{3, gpuFails, s.gpuFails},
 		{3, slowDisk, func() { s.host.slowUntil = time.Now().Add(s.between(0, time.Minute)) }},
 		{1, "kubelet's claim state is deleted", func() {
 			s.killKubelet()

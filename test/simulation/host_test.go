@@ -11,8 +11,10 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/podstate"
 	"github.com/tandem-gpu/tandem/test/kubeletmodel"
@@ -47,6 +49,12 @@ type host struct {
 	stamped time.Time
 	named   []string
 
+	// faulty are the GPUs that have a fault, clocks those that a holder has set, by UUID.
+	faulty        map[string]bool
+	faultsChanged broadcast.Signal
+	clocks        map[string]clock
+	// settings guards clocks and modes in calls of the driver: GPUs are handed over at the same time.
+	settings sync.Mutex
 	// modes are the compute modes of GPUs by UUID, where they are not the default.
 	modes       map[string]device.ComputeMode
 	devices     *clientDevices
@@ -81,7 +89,7 @@ func (g *podGroup) ran() bool { return g != nil && len(g.grants) > 0 }
 func newHost(s *schedule, dir string, gpus int) (*host, error) {
 	h := &host{
 		schedule: s, dir: dir, gpus: gpus, boot: 1, pods: map[string]*podGroup{}, alive: newProcess("host"), written: make(chan struct{}),
-		modes: map[string]device.ComputeMode{}, devices: &clientDevices{daemons: map[string]string{}}, supervisors: map[string]*supervisor{},
+		faulty: map[string]bool{}, clocks: map[string]clock{}, modes: map[string]device.ComputeMode{}, devices: &clientDevices{daemons: map[string]string{}}, supervisors: map[string]*supervisor{},
 		answers: map[string]string{}, cdi: map[string][]string{}, mixed: map[string]bool{},
 	}
 	for _, sub := range []string{h.kubeletDir() + "/device-plugins", h.cgroups() + "/kubepods/burstable", h.run()} {
@@ -107,6 +115,7 @@ func (h *host) start(uid string, grants []grant) {
 	for _, g := range grants {
 		h.checkOwner(uid, g)
 		h.checkDaemon(uid, g)
+		h.checkSettings(uid, g)
 	}
 }
 
@@ -140,26 +149,28 @@ func (h *host) checkOwner(uid string, mine grant) {
 
 // sawBeside counts what starts with a part of a GPU of which others have some, too.
 func (h *host) sawBeside(owner string, has amount, others map[string]amount) {
-	ofClaim := func(owner string) bool { return strings.HasPrefix(owner, "claim-") }
 	for _, other := range sorted(others) {
-		switch both := ofClaim(owner) && ofClaim(other); {
+		switch both := isClaim(owner) && isClaim(other); {
 		case both && has == amount{}:
 			h.hit(noLimitBesideShare)
 		case both && has.of > 0:
 			h.hit(equalBesideEqual)
-		case has.of > 0 && ofClaim(owner) != ofClaim(other):
+		case has.of > 0 && isClaim(owner) != isClaim(other):
 			h.hit(equalBesideReplica)
 		}
 		switch {
-		case ofClaim(owner) && ofClaim(other):
+		case isClaim(owner) && isClaim(other):
 			h.hit(shareBesideShare)
-		case ofClaim(owner) || ofClaim(other):
+		case isClaim(owner) || isClaim(other):
 			h.hit(shareBesideReplica)
 		default:
 			h.hit(replicaBesideReplica)
 		}
 	}
 }
+
+// isClaim reports whether a holder is a claim.
+func isClaim(owner string) bool { return strings.HasPrefix(owner, "claim-") }
 
 // makeGroup is the cgroup before the first container.
 func (h *host) makeGroup(uid string) {
@@ -221,6 +232,7 @@ func (h *host) reboot() {
 	}
 	clear(h.supervisors)
 	clear(h.modes)
+	clear(h.clocks)
 	clear(h.devices.daemons)
 	h.check(os.RemoveAll(h.run()))
 	h.check(os.MkdirAll(h.run(), 0o700))

@@ -21,7 +21,6 @@ import (
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/mps"
-	"github.com/tandem-gpu/tandem/pkg/wiring"
 )
 
 // MPS daemons: the agent requests them in its GPUNode, the controller makes their pods, kubelet runs these. Agent and daemon meet in the
@@ -293,31 +292,6 @@ func (c *clientDevices) daemonFor(devices []string) (daemon string, ok bool) {
 	return daemon, true
 }
 
-// hardware is the driver of the node's GPUs. A call of another method panics: no GPU is partitioned or reset.
-type hardware struct {
-	wiring.Hardware
-	*host
-	world *simulation
-}
-
-// driverRoot is where the driver of the node is.
-const driverRoot = "/"
-
-func (h hardware) Inventory() device.Inventory                    { return h.world.inventory }
-func (hardware) Changed() <-chan struct{}                         { return nil }
-func (hardware) DriverRoot() string                               { return driverRoot }
-func (hardware) Processes(context.Context, string) ([]int, error) { return nil, nil }
-func (hardware) Settings(context.Context, string) (device.Settings, error) {
-	return device.Settings{}, nil
-}
-func (hardware) RestoreSettings(context.Context, string, device.Settings) error { return nil }
-func (hardware) LastRead(string) time.Time                                      { return time.Time{} }
-
-func (hardware) WatchXIDs(ctx context.Context, _ func(device.XIDEvent)) error {
-	<-ctx.Done()
-	return nil
-}
-
 func (h hardware) ComputeMode(ctx context.Context, gpu string) (device.ComputeMode, error) {
 	turn(ctx, "reads the compute mode of "+gpu)
 	return h.mode(gpu), nil
@@ -325,6 +299,8 @@ func (h hardware) ComputeMode(ctx context.Context, gpu string) (device.ComputeMo
 
 func (h hardware) SetComputeMode(ctx context.Context, gpu string, mode device.ComputeMode) (device.ComputeMode, error) {
 	turn(ctx, "sets the compute mode of "+gpu)
+	h.settings.Lock()
+	defer h.settings.Unlock()
 	before := h.mode(gpu)
 	h.modes[gpu] = mode
 	return before, nil

@@ -96,6 +96,7 @@ const (
 	claimAndLimit   = "an owner of pods with a claim and a limit comes"
 	clockSet        = "the clock is set"
 	slowDisk        = "the disk is slow"
+	gpuFails        = "a GPU has a fault"
 )
 
 // profiles take turns by the seeds of the worlds. Each makes common what is rare by itself.

@@ -39,6 +39,7 @@ const (
 	checkpointStale          row = "checkpoint-of-before-lands-after-an-allocate"
 	clockSetBack             row = "clock-set-back"
 	apiAway                  row = "api-server-away"
+	gpuFault                 row = "gpu-has-a-fault"
 	prepareWithoutAPI        row = "prepare-while-api-server-is-away"
 	sharedClaimOutlives      row = "shared-claim-outlives-a-pod"
 	emptyCgroupEnds          row = "finished-pod-with-empty-cgroup"
@@ -86,7 +87,7 @@ var allRows = []row{
 	prepareAgain, prepareWaits, prepareCancelled, prepareRetried, rebootReclaims, rebootPodsFail, restoredBlocksPod,
 	agentDiesBeforeAnswer, agentDiesOnDisk, agentRestarts, kubeletRestarts, kubeletDiesInCall, allocateUnknownPod, oldStreamEndsNew,
 	listForgetsInFlight, staleAllocatable, staleSlice, forceDeletedRuns, forceDeletedUnseen, stateDeleted, checkpointDeleted,
-	checkpointIsOld, checkpointLate, checkpointStale, clockSetBack, apiAway, prepareWithoutAPI, sharedClaimOutlives, emptyCgroupEnds, unprepareByReconcileLoop,
+	checkpointIsOld, checkpointLate, checkpointStale, clockSetBack, apiAway, gpuFault, prepareWithoutAPI, sharedClaimOutlives, emptyCgroupEnds, unprepareByReconcileLoop,
 	allocatableLowered, pendingEvicted, evictionOvertaken, retried, latecomerRetried, pendingRefused, claimWaitsForPods,
 	severalPrepared, severalUnprepared, refusedTogether, someClaimsPrepared, attachedInPart, reservedInPart, claimBesideLimit,
 	clientStarts, daemonAwaited, daemonNotReady, podWithoutDaemon, daemonStopped, daemonLosesClients, daemonPodDeleted,

@@ -218,6 +218,9 @@ func (s *simulation) quiet() {
 		}
 	}
 	s.note("quiet")
+	for i := range s.host.gpus {
+		s.host.setFaulty(gpuUUID(i), false)
+	}
 	for _, l := range []*process{s.agentProcess(), s.kubelet.process, s.scheduler.process} {
 		l.frozen = time.Time{}
 	}

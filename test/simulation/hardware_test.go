@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package simulation
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"time"
+
+	resourceapi "k8s.io/api/resource/v1"
+	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/wiring"
+)
+
+// driverRoot is where the driver of the node is.
+const driverRoot = "/"
+
+// hardware is the driver of the node's GPUs. A call of another method panics: no GPU is partitioned or reset.
+type hardware struct {
+	wiring.Hardware
+	*host
+	world *simulation
+}
+
+// Inventory has the world's GPUs with their faults. What to do about a fault is not the driver's business.
+func (h hardware) Inventory() device.Inventory {
+	inventory := h.world.inventory
+	inventory.GPUs = slices.Clone(inventory.GPUs)
+	for i := range inventory.GPUs {
+		if gpu := &inventory.GPUs[i]; h.faulty[gpu.UUID] {
+			gpu.Faults = []device.Health{{Reason: device.ReasonRowRemapFailure, Message: "a row could not be remapped"}}
+		}
+	}
+	return inventory
+}
+
+func (h hardware) Changed() <-chan struct{} { return h.faultsChanged.Changed() }
+
+func (hardware) DriverRoot() string                               { return driverRoot }
+func (hardware) Processes(context.Context, string) ([]int, error) { return nil, nil }
+func (hardware) LastRead(string) time.Time                        { return time.Now() }
+
+// Settings are those that a holder can change.
+func (h hardware) Settings(_ context.Context, gpu string) (device.Settings, error) {
+	h.settings.Lock()
+	defer h.settings.Unlock()
+	return device.Settings{ComputeMode: h.mode(gpu), GraphicsClock: h.clocks[gpu].mhz}, nil
+}
+
+func (h hardware) RestoreSettings(_ context.Context, gpu string, wanted device.Settings) error {
+	h.settings.Lock()
+	defer h.settings.Unlock()
+	h.note(fmt.Sprintf("    %s gets back compute mode %q and clock %d", gpu, wanted.ComputeMode, wanted.GraphicsClock))
+	if wanted.ComputeMode != "" {
+		h.modes[gpu] = wanted.ComputeMode
+	}
+	h.clocks[gpu] = clock{mhz: wanted.GraphicsClock}
+	return nil
+}
+
+func (hardware) WatchXIDs(ctx context.Context, _ func(device.XIDEvent)) error {
+	<-ctx.Done()
+	return nil
+}
+
+// setFaulty makes a GPU faulty, or ends that.
+func (h *host) setFaulty(gpu string, faulty bool) {
+	if h.faulty[gpu] != faulty {
+		h.faulty[gpu] = faulty
+		h.faultsChanged.Notify()
+	}
+}
+
+// gpuFails makes a GPU faulty for a while.
+func (s *simulation) gpuFails() {
+	gpu := gpuUUID(s.rand.IntN(s.host.gpus))
+	s.hit(gpuFault)
+	s.host.setFaulty(gpu, true)
+	s.after(s.users, s.between(100*time.Millisecond, 30*time.Second), "repairs "+gpu, func() { s.host.setFaulty(gpu, false) })
+}
+
+// checkList: no list offers a faulty GPU to a pod.
+func (a *agent) checkList(list *pluginapi.ListAndWatchResponse) {
+	for _, d := range list.GetDevices() {
+		if gpu := device.HardwareUUID(d.GetID()); a.host.faulty[gpu] && d.GetHealth() == pluginapi.Healthy {
+			a.fail("faulty: the list for limits offers %s", d.GetID())
+		}
+	}
+}
+
+// checkOffer: no slice offers a faulty GPU to a claim.
+func (a *agent) checkOffer(devices []resourceapi.Device) {
+	for _, d := range devices {
+		if uuid := d.Attributes["uuid"].StringValue; uuid != nil && a.host.faulty[*uuid] && len(d.Taints) == 0 {
+			a.fail("faulty: the slice offers %s", d.Name)
+		}
+	}
+}
+
+// clock is what a holder has set a GPU's clock to.
+type clock struct {
+	mhz   uint32
+	owner string
+}
+
+// checkSettings: a claim that starts with a GPU finds the settings that an administrator made, not those of the holder before.
+func (h *host) checkSettings(uid string, g grant) {
+	for _, p := range g.parts {
+		if !amountOf(p).all || g.daemon != "" {
+			continue
+		}
+		gpu := uuidOf(gpuOf(p))
+		if left := h.clocks[gpu]; left.mhz != 0 && left.owner != g.owner && isClaim(g.owner) {
+			h.fail("not handed over: %s in pod %s starts with the clock of %s that %s has set", g.owner, uid, p, left.owner)
+		}
+		if h.chance(3) {
+			h.clocks[gpu] = clock{1500, g.owner}
+		}
+	}
+}
