@@ -30,8 +30,8 @@ func (p *plugin) doctor() *cobra.Command {
 		Use:   "doctor",
 		Short: "Check the installation and say what to do",
 		Long: "Check versions, agents, the controller, its webhook and admission policies, and what the agents report. Each problem comes with\n" +
-			"what to do. The exit status is 1 if there is an error, or if something could not be read. Without the right to list ClusterRoleBindings, give the namespace of the release\n" +
-			"with --namespace.",
+			"what to do. The exit status is 1 if there is an error or if something could not be read. Without the right to list\n" +
+			"ClusterRoleBindings, give the namespace of the release with --namespace.",
 		Example: "  kubectl gpu doctor\n  kubectl gpu doctor -o json",
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
@@ -54,7 +54,7 @@ func (p *plugin) doctor() *cobra.Command {
 				return errors.New("the installation has errors")
 			}
 			if unread := facts.Unread(); len(unread) > 0 {
-				return fmt.Errorf("not checked: %s could not be read", explain.Number(len(unread), "kind"))
+				return fmt.Errorf("not everything was checked: %s of objects could not be read", explain.Number(len(unread), "kind"))
 			}
 			return nil
 		},

@@ -19,8 +19,8 @@ func (p *plugin) pending() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "pending",
 		Short: "List the pods that wait for GPUs, by their owners",
-		Long: "List the pods in phase Pending that request GPUs by limits or claims, one row for each owner, with the reason of most of its pods. With\n" +
-			"--namespace, list only those of the namespace. kubectl gpu why says more of one pod.",
+		Long: "List the pods in phase Pending that request GPUs by limits or claims, one row for each owner, with the reason of most of its\n" +
+			"pods. With --namespace, list only those of the namespace. kubectl gpu why says more about one pod.",
 		Example: "  kubectl gpu pending\n  kubectl gpu pending -n ml -o wide",
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {

@@ -26,7 +26,7 @@ func (p *plugin) ui() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			// Not to print an address at which nothing will be: the page needs GPUNodes.
+			// The page needs GPUNodes. Without the right to read them, no address is printed.
 			if _, err := c.cluster.NodeNames(cmd.Context(), ""); err != nil {
 				return err
 			}
@@ -46,6 +46,6 @@ func (p *plugin) ui() *cobra.Command {
 		},
 	}
 	cmd.Flags().Uint16Var(&port, "port", 0, "port on 127.0.0.1; 0 selects a free one")
-	cmd.Flags().StringVar(&exporters, "exporter-namespace", "", "namespace of dcgm-exporter: read metrics of no pods of other namespaces")
+	cmd.Flags().StringVar(&exporters, "exporter-namespace", "", "namespace of dcgm-exporter: read metrics only from pods of this namespace")
 	return cmd
 }

@@ -21,7 +21,7 @@ func TestUnserved(t *testing.T) {
 		want   string
 	}{
 		"the agent is gone": {func(m *machine) { m.seen = ago(20 * time.Minute) },
-			"its agent has been silent since " + at(20*time.Minute) + ": this is the state of that time, and new pods may get no GPU"},
+			"its agent has been silent since " + at(20*time.Minute) + ": its GPUNode is of that time, and new pods may get no GPU"},
 		"no driver, and gone": {func(m *machine) { m.waiting, m.seen, m.since = "no NVIDIA driver", ago(time.Hour), ago(2*time.Hour) },
 			"since " + at(2*time.Hour) + ": no NVIDIA driver; the agent is silent since " + at(time.Hour)},
 		"the agent has stopped": {func(m *machine) {
@@ -54,7 +54,7 @@ func TestUnserved(t *testing.T) {
 				if got = strings.Join(strings.Fields(got), " "); !strings.Contains(got, c.want) {
 					t.Errorf("%s lacks %q:\n%s", view, c.want, got)
 				}
-				for _, wrong := range []string{"Free", "1 free", "has room", "has its GPUs free", "no problem"} {
+				for _, wrong := range []string{"Free", "1 free", "has room", "has free GPUs", "no problem"} {
 					if strings.Contains(got, wrong) {
 						t.Errorf("%s says %q:\n%s", view, wrong, got)
 					}

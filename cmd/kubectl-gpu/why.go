@@ -70,6 +70,6 @@ func podNamed(argument string) (string, error) {
 	case name != "" && slices.Contains([]string{"pod", "pods", "po"}, strings.ToLower(kind)):
 		return name, nil
 	default:
-		return "", fmt.Errorf("%q is not POD or pod/POD; a namespace is given by -n", argument)
+		return "", fmt.Errorf("name a pod as POD or pod/POD, not %q; give its namespace with -n", argument)
 	}
 }

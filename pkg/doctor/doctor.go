@@ -440,16 +440,9 @@ func (e *examination) maintenance(n v1alpha1.GPUNode) {
 		if why != "" {
 			text += ": " + why
 		}
-		e.add(Note, "node "+n.Name, pageDrain, "when it is done: kubectl gpu undrain "+n.Name+", or "+n.Name+"/GPU for one of them",
-			"%s", listed("", gpus[why])+" "+are(len(gpus[why]))+" "+text)
+		e.add(Note, "node "+n.Name, pageDrain, "when the maintenance is done: kubectl gpu undrain "+n.Name+", or "+n.Name+"/GPU for one of them",
+			"%s", listed("", gpus[why])+": "+text)
 	}
-}
-
-func are(n int) string {
-	if n == 1 {
-		return "is"
-	}
-	return "are"
 }
 
 func (e *examination) controller() {
@@ -627,7 +620,7 @@ func Text(f Facts, found []Finding) string {
 	problems := counts[Error] + counts[Warning]
 	switch unread := f.Unread(); {
 	case problems == 0 && len(unread) > 0:
-		fmt.Fprintf(&b, "not all was checked: %s could not be read; no problem found in the rest: %s\n", explain.Number(len(unread), "kind"), of)
+		fmt.Fprintf(&b, "not everything was checked: %s of objects could not be read; no problem found in the rest: %s\n", explain.Number(len(unread), "kind"), of)
 	case problems == 0:
 		fmt.Fprintf(&b, "no problem found: %s\n", of)
 	default:

@@ -51,8 +51,7 @@ func tolerates(pod *corev1.Pod, taint *corev1.Taint) bool {
 }
 
 // WhyUnserved returns why a node gives no GPU to new pods and claims, or may give none, and since when, in one line; empty if it gives some.
-// Every view shows it.
-// The status is that of availability.AsOf.
+// Every view shows it. The status is that of availability.AsOf.
 func WhyUnserved(s v1alpha1.GPUNodeStatus) string {
 	if s.Waiting == "" {
 		return ""
@@ -62,7 +61,7 @@ func WhyUnserved(s v1alpha1.GPUNodeStatus) string {
 		since = " since " + s.WaitingSince.UTC().Format(time.RFC3339)
 	}
 	if s.Waiting == availability.Silent {
-		return fmt.Sprintf("its agent has been silent%s: this is the state of that time, and new pods may get no GPU", since)
+		return fmt.Sprintf("its agent has been silent%s: its GPUNode is of that time, and new pods may get no GPU", since)
 	}
 	return fmt.Sprintf("no GPU for new pods and claims%s: %s", since, OneLine(s.Waiting))
 }

@@ -38,7 +38,7 @@ func newMatcher(f Facts, b bounds) *matcher {
 	}
 }
 
-// celFeatures are those of a scheduler with all that it can have.
+// celFeatures are those of a scheduler with all features enabled.
 var celFeatures = cel.Features{EnableConsumableCapacity: true, EnableListTypeAttributes: true}
 
 // mostExpressions is the size of the cache: the largest claim has 32 requests with 32 selectors each.

@@ -32,7 +32,7 @@ func RefusedByQuota(e corev1.Event) bool {
 // quotas returns the quotas of the namespace that count the pod's requests, with their use and who uses them.
 func (f Facts) quotas(claims []claimOf, needs []need) (texts []string) {
 	counted := f.counts(needs)
-	// What exists is used already.
+	// A quota counts a claim that exists as used.
 	var later []need
 	for _, of := range claims {
 		if of.claim == nil {

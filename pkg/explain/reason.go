@@ -62,7 +62,7 @@ func (s *stock) failureOf(ctx context.Context, err error, needs []need) *failure
 // fails explains a pod that the scheduler gives up because of an error on one node, whatever the other nodes have.
 func (f Facts) fails(a *Answer, n NodeAnswer) {
 	if n.failure == nil {
-		a.Cause, a.Summary = CauseGivenUp, "waits: the scheduler gives it up on all nodes: "+Bounded(OneLine(n.failed.Error()), mostText)
+		a.Cause, a.Summary = CauseGivenUp, fmt.Sprintf("waits: an error on %s makes the scheduler give up on all nodes: %s", n.Names[0], Bounded(OneLine(n.failed.Error()), mostText))
 		return
 	}
 	message := n.failure.message
@@ -70,10 +70,10 @@ func (f Facts) fails(a *Answer, n NodeAnswer) {
 		message += f.offers(n.failure.expression).hint(key)
 	}
 	a.Cause = CauseSelector
-	a.Summary = fmt.Sprintf("waits: a selector of %s fails on %s of %s, so that the scheduler tries no other node: %s: %s",
+	a.Summary = fmt.Sprintf("waits: a selector of %s fails on %s of %s, so the scheduler tries no other node: %s: %s",
 		cmp.Or(n.failure.need.claim, "class "+n.failure.need.class), n.failure.device, n.Names[0], Bounded(message, mostText),
 		Bounded(OneLine(n.failure.expression), mostExpression))
-	a.Frees = append(a.Frees, "a selector that fails on no device; .? with orValue() and has() test for a key that not all devices have")
+	a.Frees = append(a.Frees, "a selector that fails on no device: use has(), or .? with orValue(), for a key that some devices lack")
 }
 
 // offer is what the nodes' devices have of what a selector asks for.
@@ -277,7 +277,7 @@ func (f Facts) neverOf(n need, most int64, match *matcher) string {
 		if own := i - (len(n.selectors) - len(n.own)); own >= 0 {
 			besides := ""
 			if own > 0 {
-				besides = " besides the selectors before it"
+				besides = " together with the selectors before it"
 			}
 			return fmt.Sprintf("no device matches %s of %s%s%s", Bounded(OneLine(expression), mostExpression), n.claim, besides, f.offers(expression))
 		}
@@ -297,7 +297,7 @@ func (f Facts) neverOf(n need, most int64, match *matcher) string {
 	case most > 0 && n.all:
 		return "no node has " + n.String()
 	case most > 0:
-		return fmt.Sprintf("no node has %s: the most on one node are %d", n, most)
+		return fmt.Sprintf("no node has %s: the most on one node is %d", n, most)
 	default:
 		return "no node has " + n.String()
 	}
@@ -328,7 +328,7 @@ func (f Facts) noPartitions(resource string) string {
 		for _, d := range n.Status.Devices {
 			if d.Profile != "" && usualResources.Of(d.Profile) == resource {
 				if d.ExtendedResource != "" {
-					return ": with migStrategy single the partitions of " + n.Name + " are " + d.ExtendedResource
+					return ": with migStrategy single, the partitions of " + n.Name + " are offered as " + d.ExtendedResource
 				}
 				return ": migStrategy is none on " + n.Name + ", which has such partitions"
 			}
@@ -410,8 +410,8 @@ func (f Facts) excluded(a *Answer, answers []NodeAnswer, needs []need) {
 	}
 }
 
-// misspelled returns which of the pod's resources is nearly one of GPUs, or has their domain and is no node's. It is
-// empty if the viewer may not read what the nodes offer.
+// misspelled returns the pod's resource whose name is nearly that of a GPU resource, or has its domain, and that no node offers. It is empty if
+// the viewer may not read what the nodes offer.
 func (f Facts) misspelled() string {
 	if f.missing(KindNodes) || f.missing(KindGPUNodes) {
 		return ""

@@ -48,21 +48,21 @@ func TestFirstLine(t *testing.T) {
 			`cannot run: no device matches ` + attributes + `.architecture == "Blackwell" of claim c; the nodes offer architecture Hopper`},
 		"nearly a value":        {selectors(attributes + `["architecture"] == 'hoper'`), "; the nodes offer architecture Hopper (did you mean Hopper?)"},
 		"a key without a value": {selectors(attributes + `.?architectur.orValue("") == "Hopper"`), "; the nodes offer no architectur (did you mean architecture?)"},
-		"the second of two":     {selectors(attributes+`.productName == "H100"`, attributes+`.uuid == "GPU-7"`), "of claim c besides the selectors before it; the nodes offer uuid GPU-0, GPU-1"},
-		"a key that fails":      {selectors(attributes + `.architectur == "Hopper"`), "waits: a selector of claim c fails on gpu-0 of node-0, so that the scheduler tries no other node: no such key: architectur (did you mean architecture?): "},
-		"a wrong type":          {selectors(attributes + `.architecture < 3`), "fails on gpu-0 of node-0, so that the scheduler tries no other node: no such overload: "},
+		"the second of two":     {selectors(attributes+`.productName == "H100"`, attributes+`.uuid == "GPU-7"`), "of claim c together with the selectors before it; the nodes offer uuid GPU-0, GPU-1"},
+		"a key that fails":      {selectors(attributes + `.architectur == "Hopper"`), "waits: a selector of claim c fails on gpu-0 of node-0, so the scheduler tries no other node: no such key: architectur (did you mean architecture?): "},
+		"a wrong type":          {selectors(attributes + `.architecture < 3`), "fails on gpu-0 of node-0, so the scheduler tries no other node: no such overload: "},
 		"a class that fails": {func(f *Facts) {
 			f.Classes[0].Spec.Selectors = append(f.Classes[0].Spec.Selectors, exactly(1, attributes+`.brand == "x"`)[0].Exactly.Selectors...)
 		}, "no such key: brand: " + attributes + `.brand == "x"`},
 		"no device of the class": {func(f *Facts) {
 			f.Classes[0] = class("gpu.nvidia.com", `device.driver == "gpu.nvidia.com" && `+attributes+`.type == "mig"`)
 		}, "cannot run: no device is of class gpu.nvidia.com; the nodes offer type gpu"},
-		"too many":           {func(f *Facts) { f.Claims["c"].Spec.Devices.Requests = exactly(3) }, "cannot run: no node has 3 of class gpu.nvidia.com: the most on one node are 2"},
-		"more than a claim":  {func(f *Facts) { f.Claims["c"].Spec.Devices.Requests = exactly(33) }, "waits: the scheduler gives it up on all nodes: claim ns/c"},
+		"too many":           {func(f *Facts) { f.Claims["c"].Spec.Devices.Requests = exactly(3) }, "cannot run: no node has 3 of class gpu.nvidia.com: the most on one node is 2"},
+		"more than a claim":  {func(f *Facts) { f.Claims["c"].Spec.Devices.Requests = exactly(33) }, "waits: an error on node-0 makes the scheduler give up on all nodes: claim ns/c"},
 		"partitions, none":   {labelled(""), "cannot run: no node offers nvidia.com/mig-1g.10gb: migStrategy is none; the nodes offer nvidia.com/gpu"},
 		"partitions, mixed":  {labelled("mixed"), ": no node has such partitions; the nodes offer nvidia.com/gpu"},
 		"partitions, unset":  {part(""), ": migStrategy is none on node-0, which has such partitions; "},
-		"partitions, single": {part("nvidia.com/gpu"), ": with migStrategy single the partitions of node-0 are nvidia.com/gpu; "},
+		"partitions, single": {part("nvidia.com/gpu"), ": with migStrategy single, the partitions of node-0 are offered as nvidia.com/gpu; "},
 		"nearly a partition": {func(f *Facts) { part("nvidia.com/mig-1g.10gb")(f); limits("nvidia.com/mig-1g.10g")(f) }, "no node offers nvidia.com/mig-1g.10g (did you mean nvidia.com/mig-1g.10gb?)"},
 		"nearly a resource":  {limits("nvidia.com/gpus"), "requests no GPU: no node offers nvidia.com/gpus (did you mean nvidia.com/gpu?)"},
 		"another domain":     {limits("nvdia.com/gpu"), "requests no GPU: no node offers nvdia.com/gpu (did you mean nvidia.com/gpu?)"},
@@ -80,15 +80,15 @@ func TestFirstLine(t *testing.T) {
 		"memory that others have": {func(f *Facts) {
 			f.Pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse,
 				Message: "0/9 nodes are available: 1 Insufficient memory, 2 cannot allocate all claims, 3 node(s) had untolerated taint(s), 4 Insufficient nvidia.com/gpu. preemption: none"}}
-		}, "waits, although node-0 has its GPUs free: the scheduler says 0/9 nodes are available: 1 Insufficient memory, 2 cannot allocate all claims, 3 node(s) had"},
+		}, "waits, although node-0 has free GPUs for it: the scheduler says 0/9 nodes are available: 1 Insufficient memory, 2 cannot allocate all claims, 3 node(s) had"},
 		"processors of all": {func(f *Facts) {
 			f.Pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse,
 				Message: "0/9 nodes are available: 1 node(s) had untolerated taint(s), 4 Insufficient memory, 9 Insufficient cpu. preemption: none"}}
-		}, "waits: the scheduler says 4 Insufficient memory, 9 Insufficient cpu; node-0 has its GPUs free"},
+		}, "waits: the scheduler says 4 Insufficient memory, 9 Insufficient cpu; node-0 has free GPUs for it"},
 		"a volume of another node": {func(f *Facts) {
 			f.Pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse,
 				Message: "0/1 nodes are available: 1 node(s) had volume node affinity conflict. preemption: none"}}
-		}, "waits: the scheduler says 1 node(s) had volume node affinity conflict; node-0 has its GPUs free"},
+		}, "waits: the scheduler says 1 node(s) had volume node affinity conflict; node-0 has free GPUs for it"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			f := facts(exactly(1), "--")
@@ -130,7 +130,7 @@ func TestConstraints(t *testing.T) {
 		t.Errorf("%s: %s", got.Cause, got.Summary)
 	}
 	f.Slices[0].Spec.Pool.ResourceSliceCount = 3
-	if got := answerTo(t, f); !strings.Contains(got.Summary, "its agent writes its ResourceSlices: pool node-0 lacks 2") {
+	if got := answerTo(t, f); !strings.Contains(got.Summary, "its agent is still writing its ResourceSlices: pool node-0 lacks 2 of them") {
 		t.Errorf("%s: %s", got.Cause, got.Summary)
 	}
 }

@@ -314,7 +314,7 @@ func (n *NodeAnswer) fit(ctx context.Context, s *stock, claims []*resourceapi.Re
 // together is why a node does not have devices for all claims, although it seems to have them for each request alone.
 func (s *stock) together(ctx context.Context, claims []*resourceapi.ResourceClaim, ever bool) string {
 	for pool, missing := range s.incomplete() {
-		return fmt.Sprintf("its agent writes its ResourceSlices: pool %s lacks %d", OneLine(pool), missing)
+		return fmt.Sprintf("its agent is still writing its ResourceSlices: pool %s lacks %d of them", OneLine(pool), missing)
 	}
 	what := "its devices do not satisfy all requests at the same time"
 	free := slices.Clone(claims)
@@ -337,7 +337,7 @@ func (s *stock) together(ctx context.Context, claims []*resourceapi.ResourceClai
 		}
 	}
 	if ever {
-		what += " while others hold devices"
+		what += " while other holders have some of its devices"
 	}
 	return Bounded(what, mostText)
 }

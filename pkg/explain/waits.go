@@ -49,11 +49,11 @@ func (f Facts) waits(ctx context.Context, a *Answer, claims []claimOf, needs []n
 		a.Cause = CauseRoom
 		switch others, all := f.otherResources(); {
 		case all:
-			a.Summary = fmt.Sprintf("waits: the scheduler says %s; %s has its GPUs free", others, answers[0].Names[0])
+			a.Summary = fmt.Sprintf("waits: the scheduler says %s; %s has free GPUs for it", others, answers[0].Names[0])
 		case others != "":
-			a.Summary = fmt.Sprintf("waits, although %s has its GPUs free: the scheduler says %s", answers[0].Names[0], Bounded(a.Scheduler, mostText))
+			a.Summary = fmt.Sprintf("waits, although %s has free GPUs for it: the scheduler says %s", answers[0].Names[0], Bounded(a.Scheduler, mostText))
 		default:
-			a.Summary = "waits, although " + answers[0].Names[0] + " has its GPUs free: the scheduler waits for something else, or has not tried again yet"
+			a.Summary = "waits, although " + answers[0].Names[0] + " has free GPUs for it: the scheduler waits for something else, or has not tried again yet"
 		}
 	case has(isUnknown) || match.ended != nil && !has(isKnown):
 		a.Cause, a.Summary = CauseNotEvaluated, "waits: not evaluated: "+cmp.Or(match.ended, f.foreign(needs), errSearch).Error()

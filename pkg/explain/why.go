@@ -61,7 +61,7 @@ const (
 	KindNodes     Kind = "Nodes"
 	KindGPUNodes  Kind = "GPUNodes"
 	KindQuotas    Kind = "ResourceQuotas"
-	// KindQuotaUsers are all of the namespace, to tell who uses a quota. Why does without.
+	// KindQuotaUsers are all of the namespace, to tell who uses a quota. Why does not need them.
 	KindQuotaUsers Kind = "Pods and ResourceClaims of the namespace"
 	KindEvents     Kind = "Events"
 )

@@ -54,7 +54,7 @@ func (c Cluster) Pending(ctx context.Context, namespace string) (Pending, []stri
 		if denied := (*DeniedError)(nil); errors.As(err, &denied) {
 			err = denied.err
 		}
-		notes = append(notes, fmt.Sprintf("reasons are the scheduler's alone: %v", err))
+		notes = append(notes, fmt.Sprintf("the reasons are only the scheduler's, because GPUNodes could not be read: %v", err))
 	}
 	queue := explain.NewQueue(nodes)
 	queue.Know(NewObjects(c).Of(ctx, pods))
@@ -124,5 +124,5 @@ func (s Style) Pending(p Pending, now time.Time, wide bool) string {
 		}
 		rows = append(rows, row(w.owner, fmt.Sprint(len(w.Pods)), age, w.Pods[0], requests, reason))
 	}
-	return s.columns("", 3, rows) + s.Line(explain.Number(pods, "pod")+" of "+explain.Number(len(p.Groups), "owner")+": kubectl gpu why POD says more of each")
+	return s.columns("", 3, rows) + s.Line(explain.Number(pods, "pod")+" of "+explain.Number(len(p.Groups), "owner")+": kubectl gpu why POD says more about each")
 }
