@@ -112,14 +112,14 @@ func outcome(t *testing.T, chart, key string) (what, where string) {
 			}
 		}
 		if table, _ := theTable(); !isUnset(at(values, key)) && reflect.DeepEqual(at(table.defaults, key), at(values, key)) {
-			to = append([]string{"`" + key + "`, whose default is the same"}, to...)
+			to = append([]string{fmt.Sprintf("`%s`, whose default in Tandem is `%v`", key, at(values, key))}, to...)
 		}
 		return "carried", strings.Join(to, ", ")
 	case lost != "":
 		_, why, _ := strings.Cut(lost, ": ")
 		return "lost", why
 	case key == "webhook.enabled" && unneeded == "" && len(after.Changes) < len(before.Changes):
-		return "carried", "`webhook.enabled`, whose default is the same"
+		return "carried", "`webhook.enabled`, whose default in Tandem is `true`"
 	case unneeded != "":
 		_, why, _ := strings.Cut(unneeded, ": ")
 		return "without meaning", why
@@ -228,9 +228,9 @@ func TestKeysPage(t *testing.T) {
 	page.WriteString(`# Keys of NVIDIA's charts
 
 What ` + "`controller migrate`" + ` makes of the 20 keys that users set most in each of NVIDIA's charts ([Move from NVIDIA's
-drivers](migrate.md)). Carried: the key becomes another one, or keeps its name. Lost: Tandem has nothing like it.
-Without meaning: nothing is missing without it. What ` + "`migrate`" + ` prints says the same of each key in your files. A
-test writes this page.
+drivers](migrate.md)). Carried: the key keeps its name or becomes another one. Lost: Tandem has nothing like it.
+Without meaning: Tandem does not need it. ` + "`migrate`" + ` prints the same for each key in your files. A test writes this
+page.
 `)
 	for _, chart := range charts {
 		fmt.Fprintf(&page, "\n## %s\n\n| key | | in Tandem's chart, or why |\n|---|---|---|\n", chart)

@@ -281,8 +281,8 @@ func removeExclusion(pod *corev1.PodSpec) {
 	}
 }
 
-// withoutExclusion returns the affinity of values without the exclusion, with which Tandem's agents would leave the nodes that they serve. Who
-// manages NVIDIA's software by GitOps adds it to the values.
+// withoutExclusion returns the affinity of values without the exclusion, with which Tandem's agents would leave the nodes that they serve. A
+// user who manages NVIDIA's software by GitOps adds it to the values.
 func withoutExclusion(affinity any) any {
 	text, err := json.Marshal(map[string]any{"affinity": affinity})
 	var pod corev1.PodSpec

@@ -253,7 +253,7 @@ func (t *translation) lose(path string, r row, value any) {
 	t.lost = addLost(t.lost, path, r, value)
 }
 
-// addLost adds a key without effect. Keys of one row have one line. Who turns off what Tandem does not have loses nothing.
+// addLost adds a key without effect. Keys of one row have one line. A user who turns off what Tandem does not have loses nothing.
 func addLost(list []lostKeys, path string, r row, value any) []lostKeys {
 	if hasNothing(value) {
 		return list
@@ -479,7 +479,7 @@ func (r *Result) compareDefaults(t table, sources []Source) {
 	serves := func(path string) bool { return at(r.Values, path) != false }
 	byCDI := has(func(s Source) bool { return s.cdi })
 	if limits && serves("devicePlugin.enabled") && !byCDI && !isSet("deviceListStrategy", "flags.plugin.deviceListStrategy") {
-		change("deviceListStrategy", "it is not set. NVIDIA's default is envvar, Tandem's cdi-cri: the runtime needs CDI, and containers see NVIDIA_VISIBLE_DEVICES=void")
+		change("deviceListStrategy", "it is not set. NVIDIA's default is envvar, Tandem's is cdi-cri: the runtime needs CDI, and containers see NVIDIA_VISIBLE_DEVICES=void")
 	}
 	if serves("devicePlugin.enabled") && serves("resources.gpus.enabled") && !configured("tandem.mode") {
 		switch {
@@ -515,9 +515,9 @@ func (r *Result) compareDefaults(t table, sources []Source) {
 	if at(r.Values, "updateStrategy.maxUnavailable") == nil {
 		switch {
 		case had(DevicePlugin, Operator):
-			change("updateStrategy.maxUnavailable", "it is not set. An upgrade restarts the agents of 10% of the nodes at once, NVIDIA's one node at a time")
+			change("updateStrategy.maxUnavailable", "it is not set. An upgrade restarts Tandem's agents on 10% of the nodes at a time, and NVIDIA's on one node at a time")
 		case claims:
-			change("updateStrategy.maxUnavailable", "it is not set. An upgrade restarts the agents of 10% of the nodes at once, NVIDIA's all of them")
+			change("updateStrategy.maxUnavailable", "it is not set. An upgrade restarts Tandem's agents on 10% of the nodes at a time, and NVIDIA's on all nodes at once")
 		}
 	}
 	if had(DevicePlugin, DRADriver, Operator) {
@@ -525,12 +525,12 @@ func (r *Result) compareDefaults(t table, sources []Source) {
 	}
 }
 
-// comparePlacement reports where Tandem's agents run otherwise than NVIDIA's, and what they need there.
+// comparePlacement reports on which nodes Tandem's agents run but NVIDIA's do not, and what they need there.
 func (r *Result) comparePlacement(change func(path, what string)) {
 	placed, _ := json.Marshal([]any{r.Values["nodeSelector"], at(r.Values, "affinity.nodeAffinity")})
 	if string(placed) == "[null,null]" {
-		change("affinity", "it is not set. NVIDIA's software runs only where labels of Node Feature Discovery or GPU Operator say so by default, Tandem's agents on "+
-			"every Linux node; they do nothing on one without GPUs")
+		change("affinity", "it is not set. By default, NVIDIA's software runs only on nodes with labels of Node Feature Discovery or GPU Operator. Tandem's agents run "+
+			"on every Linux node, and do nothing on one without GPUs")
 	}
 	for _, label := range []struct{ prefix, advice string }{
 		{"feature.node.kubernetes.io/", "Node Feature Discovery writes them. If NVIDIA's release installed it, install it by itself before you uninstall that release"},
@@ -541,6 +541,6 @@ func (r *Result) comparePlacement(change func(path, what string)) {
 		}
 	}
 	if r.Values["tolerations"] == nil {
-		change("tolerations", "it is not set. NVIDIA's agents tolerate only the taint nvidia.com/gpu and a few others by default, Tandem's every taint")
+		change("tolerations", "it is not set. By default, NVIDIA's agents tolerate only the taint nvidia.com/gpu and a few others. Tandem's agents tolerate every taint")
 	}
 }

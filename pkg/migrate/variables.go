@@ -108,7 +108,7 @@ func daemonSetSource(name string, set *appsv1.DaemonSet) (Source, error) {
 	}
 	role, ok := roleOf(*set)
 	if !ok || role == mpsDaemon {
-		return Source{}, fmt.Errorf("DaemonSet %s is none of NVIDIA's device plugin or DRA driver", set.Name)
+		return Source{}, fmt.Errorf("DaemonSet %s runs neither NVIDIA's device plugin nor its DRA driver", set.Name)
 	}
 	s := Source{Name: name, Kind: DevicePlugin, Values: map[string]any{}}
 	if role == draDriver {
