@@ -25,20 +25,20 @@ var meanings = map[string]string{
 	"architecture":                    "`Turing`, `Ampere`, `Ada Lovelace`, `Hopper`, `Blackwell` and so on",
 	"cudaComputeCapability":           "compute capability of the GPU",
 	"driverVersion":                   "version of the driver, without leading zeros: 535.54.03 is `535.54.3`",
-	"cudaDriverVersion":               "newest CUDA that the driver serves",
+	"cudaDriverVersion":               "newest CUDA version that the driver supports",
 	"addressingMode":                  "`HMM`, `ATS` or `None`",
-	"index":                           "NVML's index of the GPU, which can change over a reboot",
+	"index":                           "NVML's index of the GPU, which can change with a reboot",
 	"minor":                           "number N in `/dev/nvidiaN`, and in the name of the device",
 	"uuid":                            "UUID of the GPU or of the partition",
 	"parentUUID":                      "UUID of the partition's GPU",
 	"profile":                         "profile of the partition",
-	"eccEnabled":                      "whether ECC is enabled",
-	"nvlinkDomain":                    "the same for GPUs of a node that NVLink connects. Use it in `matchAttribute`",
+	"eccEnabled":                      "whether ECC is enabled; false if the driver does not report it",
+	"nvlinkDomain":                    "has the same value for GPUs of a node that NVLink connects. Use it in `matchAttribute`",
 	"fabricClique":                    "cluster UUID and clique of a multi-node NVLink fabric",
 	"resource.kubernetes.io/pciBusID": "PCI address of the GPU",
 	"resource.kubernetes.io/pcieRoot": "PCIe root complex of the GPU. Use it in `matchAttribute`, also with devices of other drivers",
 	"resource.kubernetes.io/numaNode": "NUMA node of the GPU",
-	"memory":                          "memory. Of a shared GPU, what is left of it",
+	"memory":                          "memory. Of a shared GPU, without what pods with limits have of it",
 	"multiprocessors":                 "streaming multiprocessors",
 	"copyEngines":                     "copy engines",
 	"decoders":                        "video decoders",
@@ -46,7 +46,7 @@ var meanings = map[string]string{
 	"jpegEngines":                     "JPEG engines",
 	"ofaEngines":                      "optical flow accelerators",
 	"memorySlice<n>":                  "1 for each memory slice that the partition occupies",
-	"shares":                          "equal shares that are left of a GPU with `sharing.shares`",
+	"shares":                          "equal shares of a GPU with `sharing.shares`, without those that pods with limits have",
 }
 
 // memorySlice are the capacities of a partition's place, of which there is one for each slice.
@@ -205,8 +205,8 @@ func attributesPage(string) (string, error) {
 	text := header("Attributes and capacities of devices", "what pkg/driver publishes of an example, and hack/reference/attributes.go",
 		"A claim selects devices by these attributes and capacities: `selectors: [{cel: {expression: …}}]`. The expressions below are true for "+
 			"an H100, or for half of one. Names without a domain are in the domain of the driver, `gpu.nvidia.com` unless the chart's `driverName` "+
-			"is another one. A device lacks what its driver does not report, and an expression that reads such an attribute is an error: ask "+
-			"first, `"+guard+" && …`. `kubectl get resourceslices -o yaml` shows the values of "+
+			"is another one. A device has no attribute for what its driver does not report. A selector that reads such an attribute fails, and the "+
+			"scheduler then tries no other node: test for it first, `"+guard+" && …`. `kubectl get resourceslices -o yaml` shows the values of "+
 			"your nodes, and [examples](../../examples/README.md) has claims.")
 	for _, part := range []struct {
 		title string

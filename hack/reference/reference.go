@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package reference writes the pages of docs/reference from the sources: the chart's values and their schema, the types of the node
-// configuration and of claim parameters, the definition of GPUNode, the metrics that the programs register, the devices that the driver publishes, and a table of events.
+// configuration and of claim parameters, the definition of GPUNode, the metrics that the programs register, the devices that the driver
+// publishes, and a table of events.
 package reference
 
 import (

@@ -39,8 +39,8 @@ func (r *Reconciler) reportDifferences(known map[waiter]*waiting, now time.Time)
 		default:
 			w.reported = true
 			r.Recorder.Eventf(regarding.Node(r.NodeName), corev1.EventTypeWarning, "HeldDeviceChanged",
-				"%s, but it has been given to %s: its containers cannot use it as before. Another program has changed MIG on a GPU that is in use. "+
-					"No other holder gets what that holder has. Delete its pod, or restore the GPU. "+
+				"%s, but it has been given to %s: the containers of this holder cannot use it as before. Another program has changed MIG on a GPU that is in use. "+
+					"No other holder gets it before this holder ends. Delete the pods of this holder, or restore the GPU. "+
 					"Drain a GPU before its MIG configuration is changed (kubectl gpu drain)", difference, h)
 		}
 	}

@@ -69,7 +69,7 @@ func (d *differing) look(apart time.Duration) (text string) {
 
 func wants(t *testing.T, text string, parts ...string) {
 	t.Helper()
-	for _, part := range append(parts, "Warning HeldDeviceChanged ", "Delete its pod, or restore the GPU") {
+	for _, part := range append(parts, "Warning HeldDeviceChanged ", "Delete the pods of this holder, or restore the GPU") {
 		if !strings.Contains(text, part) {
 			t.Errorf("event %q lacks %q", text, part)
 		}
