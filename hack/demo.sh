@@ -9,9 +9,9 @@ build() {
 case ${1:-} in
 down) ;;
 ui | shell)
-	# Without this, it would compile for minutes, and then find no demo.
+	# Otherwise this script would compile for minutes before it finds no cluster.
 	if [ ! -x bin/hack/demo ]; then
-		echo "demo: there is none: make demo builds and starts it" >&2
+		echo "demo: the demo does not run: start it with make demo" >&2
 		exit 1
 	fi
 	;;
