@@ -99,7 +99,7 @@ type Size struct {
 	ClientWidth, ScrollWidth int
 	// Wide are texts of elements that are wider than what the browser shows.
 	Wide []string
-	// Loaded is how many milliseconds the browser has loaded it. It is nothing to test.
+	// Loaded is how many milliseconds the browser has loaded it. No test checks it.
 	Loaded float64
 }
 

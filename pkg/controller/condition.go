@@ -136,8 +136,8 @@ func conditionOf(node *corev1.Node) corev1.NodeCondition {
 	return corev1.NodeCondition{}
 }
 
-// RemoveConditions removes the condition from all nodes: no controller updates it after an uninstallation. It is idempotent. On an error it goes on with
-// the other nodes.
+// RemoveConditions removes the condition from all nodes: no controller updates it after an uninstallation. It is idempotent. On an error it
+// goes on with the other nodes.
 func RemoveConditions(ctx context.Context, nodes typedcorev1.NodeInterface) (removed int, err error) {
 	patch := fmt.Appendf(nil, `{"status":{"conditions":[{"$patch":"delete","type":%q}]}}`, ConditionGPUsHealthy)
 	pages := pager.New(func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) { return nodes.List(ctx, o) })

@@ -43,7 +43,8 @@ type ForeignDriverError struct {
 	Claim string
 }
 
-// Error names the driver and the remedy. It does not name the claim, because every pod may read /readyz, and more people GPUNodes than claims.
+// Error names the driver and the remedy. It does not name the claim, because every pod may read /readyz, and more people may read GPUNodes than
+// claims.
 func (e *ForeignDriverError) Error() string {
 	if e.Claim != "" {
 		return fmt.Sprintf("DRA driver %s no longer publishes GPUs of this node, but pods still use a claim of them: end the pods with the claim that event "+

@@ -24,9 +24,9 @@ type Waiting struct {
 }
 
 // RunWaiting replaces Run while the agent waits for the driver: it removes devices and holders from an existing object, because what the last
-// agent wrote is no longer true, and writes the reason, and again each minute, because it is there. It creates no object. The requested MPS daemons stay; Run updates them later. It
-// needs of the Config only REST, NodeName, Registerer and Facts.BootID. It returns when ctx is done. An API server that does not answer
-// is not an error.
+// agent wrote is no longer true. It writes the reason, and writes it again each minute to show that the agent is there. It creates no object. The
+// requested MPS daemons stay; Run updates them later. It needs of the Config only REST, NodeName, Registerer and Facts.BootID. It returns when
+// ctx is done. An API server that does not answer is not an error.
 func (o *Object) RunWaiting(ctx context.Context, w Waiting) {
 	delays := wait.Backoff{Duration: o.times.firstRetry, Factor: 2, Jitter: 0.2, Steps: math.MaxInt32, Cap: o.times.lastRefused}
 	retry := delays

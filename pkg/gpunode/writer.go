@@ -280,7 +280,7 @@ func (o *Object) leave(ctx context.Context) {
 		}
 		// The previous write may have been interrupted and stored.
 		if !outdated(err) || o.refresh(ctx) != nil {
-			klog.FromContext(ctx).Info("Cannot write into the GPUNode that the agent stops, so that it shows free GPUs for up to three minutes", "reason", err.Error())
+			klog.FromContext(ctx).Info("Cannot write to the GPUNode that the agent has stopped: the GPUNode shows free GPUs for up to three minutes", "reason", err.Error())
 			return
 		}
 	}

@@ -280,8 +280,8 @@ const refusals = 5
 // silentEvery is how often Watch looks for agents that have become silent: no event says so.
 const silentEvery = 15 * time.Second
 
-// Watch shows each state of the named nodes, or of all, first those that exist, and those whose agents become silent. It returns nil when ctx is done. It returns an error if the
-// first list fails, or if the viewer may not list or watch any more: see refusals.
+// Watch shows the named nodes, or all: first those that exist, then each change, and each node whose agent becomes silent. It returns nil when
+// ctx is done. It returns an error if the first list fails, or if the viewer may not list or watch any more: see refusals.
 func (c Cluster) Watch(ctx context.Context, v Viewer, names ...string) error {
 	show := v.Show
 	wanted := func(name string) bool { return len(names) == 0 || slices.Contains(names, name) }

@@ -100,8 +100,8 @@ func (o *Objects) refreshed(ctx context.Context) *read {
 	return o.now
 }
 
-// readOne returns an object of what is known, which it completes by a request, and copies it. A nil object does not exist. A request that ends with ctx does
-// not count.
+// readOne returns an object and puts it into a map. It sends a request if the object is not in known. A nil object does not exist. A request that
+// ends with ctx does not count.
 func readOne[T any](ctx context.Context, o *Objects, now *read, known, into map[types.NamespacedName]*T, namespace, name string,
 	get func(context.Context, string, metav1.GetOptions) (*T, error),
 ) *T {

@@ -30,7 +30,7 @@ import (
 const (
 	// nodesEvery is how often nodes are listed to find those without an agent.
 	nodesEvery = 5 * time.Minute
-	// asksEvery is how often the API server is asked again who the viewer is, and what a viewer may list who may list no pods.
+	// asksEvery is how often the API server is asked again who the viewer is, and, if the viewer may not list pods, whether that has changed.
 	asksEvery = time.Minute
 	// slicesFor is how long the ResourceSlices of a node are used: they change with the node's partitions. metricsFor is how long metrics are
 	// used: dcgm-exporter samples every 30 s (its option --collect-interval).

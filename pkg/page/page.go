@@ -36,7 +36,7 @@ type Page struct {
 	why chan struct{}
 }
 
-// Where says which cluster a page is of.
+// Where says which cluster a page shows.
 type Where struct {
 	// Context is that of the kubeconfig; empty without one. Server is the API server's host.
 	Context, Server string

@@ -170,7 +170,7 @@ func (r *Reconciler) isUnknown() bool {
 	return len(r.unknown()) > 0
 }
 
-// errUnknown names no pod, because every pod may read /readyz, and more people GPUNodes than pods.
+// errUnknown names no pod, because every pod may read /readyz, and more people may read GPUNodes than pods.
 var errUnknown = errors.New("another device plugin gave pods devices whose GPUs are not known: end the pods that event DeviceOfUnknownGPU of the node names")
 
 // withholdUnknown keeps the node from serving while a pod has a device and its GPU is not known: any GPU may be the one. It reports

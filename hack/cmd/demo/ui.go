@@ -17,7 +17,8 @@ import (
 	"golang.org/x/sync/errgroup"
 )
 
-// ui serves the page of kubectl gpu ui at an address of this machine until ctx ends, and then returns nil. It runs in the cluster's network and listens at the same port there, so the address that it prints also works on the host.
+// ui serves the page of kubectl gpu ui at an address of this machine until ctx ends, and then returns nil. The command runs in the cluster's
+// network and listens at the same port there, so the address that it prints also works on the host.
 func ui(ctx context.Context, dir string) error {
 	c, err := open(dir)
 	if err != nil {
