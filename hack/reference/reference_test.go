@@ -34,7 +34,7 @@ func TestEvents(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	packages := regexp.MustCompile(`^(cmd/(kubelet-plugin|controller)|pkg/(controller|webhook|driver|gpunode|health|legacy|nodelabels|reconcile))$`)
+	packages := regexp.MustCompile(`^(cmd/controller|pkg/(agent|wiring|controller|webhook|driver|gpunode|health|legacy|nodelabels|reconcile))$`)
 	reason := regexp.MustCompile(`^[A-Z]+[a-z]*[A-Z]+[a-z]*[A-Za-z]*$`)
 	used := map[string]string{}
 	for _, f := range files {

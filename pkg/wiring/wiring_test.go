@@ -3,43 +3,98 @@
 package wiring
 
 import (
+	"context"
+	"errors"
+	"path/filepath"
 	"slices"
 	"testing"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"k8s.io/client-go/tools/record"
 
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/legacy"
 )
 
-// hardware has a driver root, and nothing else.
-type hardware struct{ Hardware }
+// hardware has one GPU without partitions, and counts the readings of its settings.
+type hardware struct {
+	Hardware
+	read *int
+}
 
 func (hardware) DriverRoot() string { return "/" }
+func (hardware) Inventory() device.Inventory {
+	profile := device.Profile{ID: 19, Name: "1g.10gb", Placements: []device.Placement{{Size: 1}}, Instances: 7}
+	return device.Inventory{GPUs: []device.GPU{{UUID: "GPU-a", MIGCapable: true, Profiles: []device.Profile{profile}}}}
+}
+func (hardware) Changed() <-chan struct{}                                       { return nil }
+func (hardware) Partitions(context.Context, string) ([]device.Partition, error) { return nil, nil }
+func (h hardware) Settings(context.Context, string) (device.Settings, error) {
+	*h.read++
+	return device.Settings{GraphicsClock: 1000}, nil
+}
+
+// connected are the parts of a node with that hardware.
+func connected(t *testing.T, c config.Config) (p *Parts, settingsRead *int) {
+	t.Helper()
+	c.KubeletDir, c.RunDir, c.CgroupRoot = t.TempDir(), t.TempDir(), t.TempDir()
+	settingsRead = new(int)
+	p, err := New(Options{Config: c, BootID: "boot", Hardware: hardware{read: settingsRead}, Registerer: prometheus.NewRegistry(), Recorder: &record.FakeRecorder{}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if problems, err := p.Open(t.Context()); err != nil || len(problems) > 0 {
+		t.Fatal(problems, err)
+	}
+	t.Cleanup(func() {
+		if err := errors.Join(p.Ledger.Close(), p.Resources.Close()); err != nil {
+			t.Error(err)
+		}
+	})
+	p.Connect(c)
+	return p, settingsRead
+}
+
+// A hold whose partition is still recorded is not released for another holder: the reconciler destroys the partition first.
+func TestPartitionsEndBeforeTheirHolds(t *testing.T) {
+	p, _ := connected(t, config.Defaults())
+	made := device.Ref{GPU: "GPU-a", Placement: device.Placement{Size: 1}}
+	if err := p.Partitions.Record(t.Context(), device.Partition{Ref: made, ProfileID: 19}); err != nil {
+		t.Fatal(err)
+	}
+	for ref, want := range map[device.Ref]bool{made: true, {GPU: "GPU-a"}: false} {
+		if got := p.cleanupPending(ledger.Hold{Device: ref, Holder: ledger.Holder{Kind: ledger.KindClaim}}); got != want {
+			t.Errorf("cleanup of %s is pending: %t, want %t", ref, got, want)
+		}
+	}
+}
+
+// The driver hands a GPU over before it prepares a claim: the settings are known that the holder may change.
+func TestClaimsAreHandedOver(t *testing.T) {
+	p, read := connected(t, config.Defaults())
+	if _, err := p.Ledger.ReserveClaim(t.Context(), ledger.ClaimRequest{UID: "c1", Namespace: "apps", Name: "one", Devices: []device.Ref{{GPU: "GPU-a"}}}); err != nil {
+		t.Fatal(err)
+	}
+	if err := p.claimsConfig(Serving{Config: p.Config}).HandOver(t.Context(), "GPU-a"); err != nil || *read != 1 {
+		t.Errorf("handed over: %v, after %d readings of the settings, want 1", err, *read)
+	}
+}
 
 // The configuration reaches the device plugin.
 func TestPluginConfig(t *testing.T) {
 	c := config.Config{
-		NodeName: "node-1", RunDir: t.TempDir(), KubeletDir: "/kubelet", Mode: config.ModeDual,
+		NodeName: "node-1", Mode: config.ModeDual,
 		ResourceName: "nvidia.com/gpu", MIGStrategy: device.MIGStrategyMixed, AllocationPolicy: "packed",
 		DeviceListStrategies: []string{"envvar", "volume-mounts"}, DeviceIDStrategy: "index",
 		CDIAnnotationPrefix: "cdi.example.com/", PassDeviceSpecs: true,
 	}
-	p, err := New(Options{Config: c, BootID: "boot", Registerer: prometheus.NewRegistry()})
-	if err != nil {
-		t.Fatal(err)
-	}
-	p.Hardware = hardware{}
-	if problems, err := p.Open(t.Context()); err != nil || len(problems) > 0 {
-		t.Fatal(problems, err)
-	}
-	defer p.Ledger.Close()
-	p.Connect(c)
-	got := p.limitsConfig(Serving{Config: c})
+	p, _ := connected(t, c)
+	got := p.limitsConfig(Serving{Config: p.Config})
 	for what, passed := range map[string]bool{
 		"NodeName":         got.NodeName == "node-1",
-		"Directory":        got.Directory == "/kubelet/device-plugins",
+		"Directory":        got.Directory == filepath.Join(p.Config.KubeletDir, "device-plugins"),
 		"Resources":        got.Resources == device.Resources{GPU: "nvidia.com/gpu", Strategy: device.MIGStrategyMixed},
 		"Packed":           got.Packed,
 		"Strategies":       slices.Equal(got.Strategies, []legacy.Strategy{legacy.StrategyEnvVar, legacy.StrategyVolumeMounts}),

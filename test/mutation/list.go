@@ -194,5 +194,40 @@ func List() []Mutation {
 				"claims, err := podstate.ReadClaimState(a.config.KubeletDir, a.config.DriverName)\n\treturn err != nil || len(claims) > 0",
 				"claims, _ := podstate.ReadClaimState(a.config.KubeletDir, a.config.DriverName)\n\treturn len(claims) > 0")},
 		},
+		{
+			Name: "claims-without-health", Tier: Test, Package: "./test/simulation", By: "TestSimulation",
+			What: "the DRA front-end has the inventory without the decided health",
+			Harm: "a GPU with a fault is published, and a claim gets it",
+			Changes: []Change{Edit("pkg/wiring", "Parts", "claimsConfig",
+				"Inventory: p.Health", "Inventory: p.Partitions")},
+		},
+		{
+			Name: "limits-without-health", Tier: Test, Package: "./test/simulation", By: "TestSimulation",
+			What: "the device plugin has the inventory without the decided health",
+			Harm: "a GPU with a fault is listed as healthy, and a pod gets it",
+			Changes: []Change{Edit("pkg/wiring", "Parts", "limitsConfig",
+				"Inventory: p.Health, Offered", "Inventory: p.Partitions, Offered")},
+		},
+		{
+			Name: "no-hand-over", Tier: Test, Package: "./pkg/wiring", By: "TestClaimsAreHandedOver",
+			What: "the driver does not hand GPUs over to claims",
+			Harm: "a claim starts with the clocks and processes of the holder before",
+			Changes: []Change{Edit("pkg/wiring", "Parts", "claimsConfig",
+				"HandOver: p.Handover.Ensure", "HandOver: p.Partitions.EnsureWhole")},
+		},
+		{
+			Name: "no-adoption", Tier: Test, Package: "./pkg/agent", By: "TestPodsAdmittedBeforeTheStart",
+			What: "the agent does not adopt pods that kubelet had admitted before it started",
+			Harm: "a GPU that another device plugin gave away is given to a second pod",
+			Changes: []Change{Edit("pkg/wiring", "Parts", "Adopt",
+				"err := p.Reconciler.Adopt(ctx)", "var err error")},
+		},
+		{
+			Name: "partition-outlives-its-hold", Tier: Test, Package: "./pkg/wiring", By: "TestPartitionsEndBeforeTheirHolds",
+			What: "the ledger does not know that a hold has a partition",
+			Harm: "the hold ends for another holder, who gets a GPU in MIG mode",
+			Changes: []Change{Edit("pkg/wiring", "Parts", "cleanupPending",
+				"p.Records.Partitions.Made(h.Device) || ", "")},
+		},
 	}
 }

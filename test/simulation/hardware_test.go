@@ -4,7 +4,6 @@ package simulation
 
 import (
 	"context"
-	"fmt"
 	"slices"
 	"time"
 
@@ -30,7 +29,7 @@ func (h hardware) Inventory() device.Inventory {
 	inventory := h.world.inventory
 	inventory.GPUs = slices.Clone(inventory.GPUs)
 	for i := range inventory.GPUs {
-		if gpu := &inventory.GPUs[i]; h.faulty[gpu.UUID] {
+		if gpu := &inventory.GPUs[i]; h.unhealthy[gpu.UUID] {
 			gpu.Faults = []device.Health{{Reason: device.ReasonRowRemapFailure, Message: "a row could not be remapped"}}
 		}
 	}
@@ -53,7 +52,6 @@ func (h hardware) Settings(_ context.Context, gpu string) (device.Settings, erro
 func (h hardware) RestoreSettings(_ context.Context, gpu string, wanted device.Settings) error {
 	h.settings.Lock()
 	defer h.settings.Unlock()
-	h.note(fmt.Sprintf("    %s gets back compute mode %q and clock %d", gpu, wanted.ComputeMode, wanted.GraphicsClock))
 	if wanted.ComputeMode != "" {
 		h.modes[gpu] = wanted.ComputeMode
 	}
@@ -66,36 +64,36 @@ func (hardware) WatchXIDs(ctx context.Context, _ func(device.XIDEvent)) error {
 	return nil
 }
 
-// setFaulty makes a GPU faulty, or ends that.
-func (h *host) setFaulty(gpu string, faulty bool) {
-	if h.faulty[gpu] != faulty {
-		h.faulty[gpu] = faulty
+// setUnhealthy makes a GPU unhealthy, or ends that.
+func (h *host) setUnhealthy(gpu string, unhealthy bool) {
+	if h.unhealthy[gpu] != unhealthy {
+		h.unhealthy[gpu] = unhealthy
 		h.faultsChanged.Notify()
 	}
 }
 
-// gpuFails makes a GPU faulty for a while.
+// gpuFails makes a GPU unhealthy for a while.
 func (s *simulation) gpuFails() {
 	gpu := gpuUUID(s.rand.IntN(s.host.gpus))
 	s.hit(gpuFault)
-	s.host.setFaulty(gpu, true)
-	s.after(s.users, s.between(100*time.Millisecond, 30*time.Second), "repairs "+gpu, func() { s.host.setFaulty(gpu, false) })
+	s.host.setUnhealthy(gpu, true)
+	s.after(s.users, s.between(100*time.Millisecond, 30*time.Second), "repairs "+gpu, func() { s.host.setUnhealthy(gpu, false) })
 }
 
-// checkList: no list offers a faulty GPU to a pod.
+// checkList: no list offers a unhealthy GPU to a pod.
 func (a *agent) checkList(list *pluginapi.ListAndWatchResponse) {
 	for _, d := range list.GetDevices() {
-		if gpu := device.HardwareUUID(d.GetID()); a.host.faulty[gpu] && d.GetHealth() == pluginapi.Healthy {
-			a.fail("faulty: the list for limits offers %s", d.GetID())
+		if gpu := device.HardwareUUID(d.GetID()); a.host.unhealthy[gpu] && d.GetHealth() == pluginapi.Healthy {
+			a.fail("unhealthy: the list for limits offers %s", d.GetID())
 		}
 	}
 }
 
-// checkOffer: no slice offers a faulty GPU to a claim.
+// checkOffer: no slice offers a unhealthy GPU to a claim.
 func (a *agent) checkOffer(devices []resourceapi.Device) {
 	for _, d := range devices {
-		if uuid := d.Attributes["uuid"].StringValue; uuid != nil && a.host.faulty[*uuid] && len(d.Taints) == 0 {
-			a.fail("faulty: the slice offers %s", d.Name)
+		if uuid := d.Attributes["uuid"].StringValue; uuid != nil && a.host.unhealthy[*uuid] && len(d.Taints) == 0 {
+			a.fail("unhealthy: the slice offers %s", d.Name)
 		}
 	}
 }

@@ -49,8 +49,8 @@ type host struct {
 	stamped time.Time
 	named   []string
 
-	// faulty are the GPUs that have a fault, clocks those that a holder has set, by UUID.
-	faulty        map[string]bool
+	// unhealthy are the GPUs that have a fault, clocks those that a holder has set, by UUID.
+	unhealthy     map[string]bool
 	faultsChanged broadcast.Signal
 	clocks        map[string]clock
 	// settings guards clocks and modes in calls of the driver: GPUs are handed over at the same time.
@@ -89,7 +89,7 @@ func (g *podGroup) ran() bool { return g != nil && len(g.grants) > 0 }
 func newHost(s *schedule, dir string, gpus int) (*host, error) {
 	h := &host{
 		schedule: s, dir: dir, gpus: gpus, boot: 1, pods: map[string]*podGroup{}, alive: newProcess("host"), written: make(chan struct{}),
-		faulty: map[string]bool{}, clocks: map[string]clock{}, modes: map[string]device.ComputeMode{}, devices: &clientDevices{daemons: map[string]string{}}, supervisors: map[string]*supervisor{},
+		unhealthy: map[string]bool{}, clocks: map[string]clock{}, modes: map[string]device.ComputeMode{}, devices: &clientDevices{daemons: map[string]string{}}, supervisors: map[string]*supervisor{},
 		answers: map[string]string{}, cdi: map[string][]string{}, mixed: map[string]bool{},
 	}
 	for _, sub := range []string{h.kubeletDir() + "/device-plugins", h.cgroups() + "/kubepods/burstable", h.run()} {

@@ -219,7 +219,7 @@ func (s *simulation) quiet() {
 	}
 	s.note("quiet")
 	for i := range s.host.gpus {
-		s.host.setFaulty(gpuUUID(i), false)
+		s.host.setUnhealthy(gpuUUID(i), false)
 	}
 	for _, l := range []*process{s.agentProcess(), s.kubelet.process, s.scheduler.process} {
 		l.frozen = time.Time{}
