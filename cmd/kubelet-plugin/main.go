@@ -115,9 +115,7 @@ func inspect(ctx context.Context, args []string, stdout, stderr io.Writer) error
 }
 
 func newLogger(verbosity int) (klog.Logger, error) {
-	flags := flag.NewFlagSet("klog", flag.ContinueOnError)
-	klog.InitFlags(flags)
-	if err := flags.Set("v", strconv.Itoa(verbosity)); err != nil {
+	if err := new(klog.Level).Set(strconv.Itoa(verbosity)); err != nil { // it sets klog's own level
 		return klog.Logger{}, fmt.Errorf("set log verbosity: %w", err)
 	}
 	return klog.Background(), nil
