@@ -100,7 +100,7 @@ func (op *operation) restoreSettings(wanted gpu.Settings) error {
 // calls it. It is safe for concurrent use and waits for other operations on the GPU. It ends this process's NVML session meanwhile,
 // because the driver refuses to reset a GPU that a session has open (nvidia-smi(1), "--gpu-reset").
 func (n *Node) Reset(ctx context.Context, uuid string) error {
-	leave, err := n.enter(ctx, uuid)
+	leave, err := n.lockGPU(ctx, uuid)
 	if err == nil {
 		_, err = await(ctx, func(answer func(struct{}, error) bool) {
 			defer leave()
@@ -128,7 +128,7 @@ func (n *Node) reset(uuid string) error {
 		return n.options.smi(attached.layout, "--gpu-reset", "-i", uuid)
 	})
 	if err == nil {
-		n.end(g, gpu.NoInstance)
+		n.endXIDs(g, gpu.NoInstance)
 	}
 	return err
 }

@@ -54,7 +54,7 @@ func (n *Node) replug() {
 	}
 	h.pause = min(2*h.pause+1, longestPause)
 	h.left, h.ended = h.pause, time.Now()
-	n.letGo((*session).renew)
+	n.endSessionUse((*session).endSession)
 }
 
 // listed reports whether the last scan found these GPUs, by PCI address, and no others. One that NVML lists and does not identify may be any.

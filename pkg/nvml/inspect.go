@@ -188,8 +188,8 @@ func (n *Node) inspectEdits(ctx context.Context, r *Report) {
 func (n *Node) release() {
 	n.scanning.Lock()
 	defer n.scanning.Unlock()
-	if n.session != nil && n.silent() == nil {
-		n.letGo(func(s *session) { s.hold(false) })
+	if n.session != nil && n.driverHangs() == nil {
+		n.endSessionUse(func(s *session) { s.setHold(false) })
 	}
 }
 

@@ -441,8 +441,8 @@ func (s *session) find(uuid, address string) (gonvml.Device, gonvml.Return) {
 	return d, ret
 }
 
-// hold sets whether the session stays open between uses. hold(true) needs an open use; hold(false) may close the session.
-func (s *session) hold(hold bool) {
+// setHold sets whether the session stays open between uses. setHold(true) needs an open use; setHold(false) may close the session.
+func (s *session) setHold(hold bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	hold = hold && s.paused.Load() == nil
@@ -452,8 +452,8 @@ func (s *session) hold(hold bool) {
 	s.holding = hold
 }
 
-// renew ends the session, even if it is held; now, or with its last use.
-func (s *session) renew() {
+// endSession ends the session, even if it is held; now, or with its last use.
+func (s *session) endSession() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.users > 0 {

@@ -169,7 +169,7 @@ func TestSessionAfterAnOperation(t *testing.T) {
 			}
 		}
 		operation()
-		node.session.hold(false) // as Run does at its end
+		node.session.setHold(false) // as Run does at its end
 		if open() != 0 {
 			t.Errorf("%d sessions after the end, want none", open())
 		}

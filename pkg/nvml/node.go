@@ -156,8 +156,8 @@ func (n *Node) Run(ctx context.Context) error {
 	defer func() {
 		n.scanning.Lock()
 		defer n.scanning.Unlock()
-		if n.session != nil && n.silent() == nil {
-			n.letGo(func(s *session) { s.hold(false) })
+		if n.session != nil && n.driverHangs() == nil {
+			n.endSessionUse(func(s *session) { s.setHold(false) })
 		}
 	}()
 	n.mu.Lock()
@@ -218,9 +218,9 @@ func (n *Node) Scan(ctx context.Context) error { return n.scanOnce(ctx, true, tr
 func (n *Node) scanOnce(ctx context.Context, deep, search bool) error {
 	n.scanning.Lock()
 	defer n.scanning.Unlock()
-	err := n.ready()
+	err := n.whyNoScan()
 	if err == nil {
-		err = n.follow(deep, search)
+		err = n.reattach(deep, search)
 	}
 	if err == nil && deep {
 		n.replug()
@@ -239,7 +239,7 @@ func (n *Node) scanOnce(ctx context.Context, deep, search bool) error {
 	if fmt.Sprint(err) != fmt.Sprint(n.failure) {
 		n.changed.Notify()
 		if answer, ok := errors.AsType[returnError](err); ok && answer.ret == gonvml.ERROR_DRIVER_NOT_LOADED {
-			n.endAll()
+			n.endAllXIDs()
 		}
 	}
 	n.failure = err
@@ -276,19 +276,19 @@ func (n *Node) attach() error {
 	return nil
 }
 
-// follow attaches if nothing is attached, and again if the driver has changed. Without deep it looks only whether the kernel module was
+// reattach attaches if nothing is attached, and again if the driver has changed. Without deep it looks only whether the kernel module was
 // unloaded or loaded again: Run watches files and device nodes, and their changes cause a deep scan.
-func (n *Node) follow(deep, search bool) error {
+func (n *Node) reattach(deep, search bool) error {
 	if n.session != nil {
 		loaded := n.options.moduleLoad(n.loaded)
 		if !deep && loaded == n.loaded {
 			return nil
 		}
 		n.loaded = loaded
-		if n.options.traces(n.layout) == n.traces && !(search && n.options.moved(n.layout)) {
+		if n.options.traces(n.layout) == n.traces && !(search && n.options.driverMoved(n.layout)) {
 			return nil
 		}
-		n.letGo(func(s *session) { s.hold(false) })
+		n.endSessionUse(func(s *session) { s.setHold(false) })
 	}
 	return n.attach()
 }
@@ -296,17 +296,17 @@ func (n *Node) follow(deep, search bool) error {
 // scan reads all GPUs and publishes the result.
 func (n *Node) scan(ctx context.Context, deep bool) error {
 	n.loadUVM(ctx)
-	s, err := n.begin()
+	s, err := n.startSweep()
 	if err != nil {
 		return err
 	}
-	defer n.letGo((*session).close)
+	defer n.endSessionUse((*session).close)
 	s.reader.control = s.reader.ensureControlDevices(n.unloadable)
-	s.look(ctx, deep)
-	s.missing()
-	s.connect()
-	n.collect()
-	n.session.hold(s.hold())
+	s.visitAll(ctx, deep)
+	s.recordMissing()
+	s.updateTopology()
+	n.removeEndedCalls()
+	n.session.setHold(s.needsSession())
 	n.publish(ctx, s.reader.driver, len(s.failed))
 	return nil
 }
@@ -325,7 +325,7 @@ func (n *Node) publish(ctx context.Context, driver string, unidentified int) {
 	defer n.mu.Unlock()
 	next := gpu.Inventory{DriverVersion: driver}
 	for _, known := range n.known {
-		n.catchUp(known)
+		n.applyOperations(known)
 		g := known.gpu
 		g.NVLinkDomain = n.topology.domains[g.UUID]
 		n.withdraw(&g)

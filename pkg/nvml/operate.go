@@ -36,18 +36,18 @@ type operation struct {
 }
 
 // operate runs an operation once it has the GPU to itself. ctx ends the wait, not a running operation: abandon, if not nil, gets its result
-// before the next operation starts. A do or abandon that changes the GPU must call learn at its end.
+// before the next operation starts. A do or abandon that changes the GPU must call publishPartitions at its end.
 func operate[T any](
 	ctx context.Context, n *Node, uuid string, do func(*operation) (T, error), abandon func(*operation, T),
 ) (T, error) {
 	var none T
-	leave, err := n.enter(ctx, uuid)
+	leave, err := n.lockGPU(ctx, uuid)
 	if err != nil {
 		return none, err
 	}
 	return await(ctx, func(answer func(T, error) bool) {
 		defer leave()
-		op, err := n.reach(uuid)
+		op, err := n.openOperation(uuid)
 		if err != nil {
 			answer(none, err)
 			return
@@ -85,8 +85,8 @@ func await[T any](ctx context.Context, work func(answer func(T, error) bool)) (T
 	}
 }
 
-// enter waits for exclusive use of the GPU. Scans skip the GPU until leave is called or the operation times out.
-func (n *Node) enter(ctx context.Context, uuid string) (leave func(), err error) {
+// lockGPU waits for exclusive use of the GPU. Scans skip the GPU until leave is called or the operation times out.
+func (n *Node) lockGPU(ctx context.Context, uuid string) (leave func(), err error) {
 	if ctx.Err() != nil {
 		return nil, fmt.Errorf("wait for GPU %s: %w", uuid, context.Cause(ctx))
 	}
@@ -105,8 +105,8 @@ func (n *Node) enter(ctx context.Context, uuid string) (leave func(), err error)
 	}, nil
 }
 
-// reach finds a GPU and starts a use of the session. The error is gpu.ErrNoGPU only if the driver says so: a scan may have failed.
-func (n *Node) reach(uuid string) (op *operation, err error) {
+// openOperation finds a GPU and starts a use of the session. The error is gpu.ErrNoGPU only if the driver says so: a scan may have failed.
+func (n *Node) openOperation(uuid string) (op *operation, err error) {
 	n.mu.Lock()
 	attached := n.attachment
 	g, known := n.inventory.ByUUID(uuid)
@@ -139,9 +139,9 @@ func (n *Node) reach(uuid string) (op *operation, err error) {
 	return &operation{reader: r, gpu: g, device: d}, nil
 }
 
-// learn publishes the GPU's partitions after a change. Scans that began before have an older state. It reads them only if the operation does
+// publishPartitions publishes the GPU's partitions after a change. Scans that began before have an older state. It reads them only if the operation does
 // not know them: to read all takes the driver seconds while other GPUs are partitioned.
-func (n *Node) learn(op *operation) {
+func (n *Node) publishPartitions(op *operation) {
 	if !op.exact || !n.operating(op.gpu.UUID) {
 		known := knownGPU{gpu: op.gpu, profiled: op.gpu.Profiles != nil}
 		// What cannot be read is unhealthy or missing until a scan reads it, which reports why.
@@ -182,18 +182,18 @@ func (n *Node) operating(uuid string) bool {
 	return operated && time.Since(since) < tooLong*n.options.patience
 }
 
-// recall returns a GPU as it was known before, with the changes of operations since.
-func (s *sweep) recall(uuid string) (known knownGPU, met bool) {
+// lastKnown returns a GPU as it was known before, with the changes of operations since.
+func (s *sweep) lastKnown(uuid string) (known knownGPU, met bool) {
 	s.node.mu.Lock()
 	defer s.node.mu.Unlock()
 	known, met = s.before[uuid]
-	s.node.catchUp(&known)
+	s.node.applyOperations(&known)
 	return known, met
 }
 
-// catchUp copies the MIG state from the inventory if an operation on the GPU is running or has changed the GPU since the scan read it.
+// applyOperations copies the MIG state from the inventory if an operation on the GPU is running or has changed the GPU since the scan read it.
 // Under n.mu.
-func (n *Node) catchUp(known *knownGPU) {
+func (n *Node) applyOperations(known *knownGPU) {
 	uuid := known.gpu.UUID
 	_, operated := n.since[uuid]
 	if latest, ok := n.inventory.ByUUID(uuid); ok && (operated || n.changes[uuid] != known.changes) {
@@ -211,13 +211,13 @@ func (n *Node) catchUp(known *knownGPU) {
 // after the other, and the inventory contains the partition when it returns.
 func (n *Node) Create(ctx context.Context, ref gpu.Ref, profile gpu.Profile) (gpu.Partition, error) {
 	create := func(op *operation) (gpu.Partition, error) {
-		defer n.learn(op)
+		defer n.publishPartitions(op)
 		return op.create(ref.Placement, profile)
 	}
 	takeBack := func(op *operation, _ gpu.Partition) {
 		// The caller no longer waits. The inventory shows what is left, as after a crash.
 		_ = op.destroy(ref.Placement)
-		n.learn(op)
+		n.publishPartitions(op)
 	}
 	p, err := operate(ctx, n, ref.GPU, create, takeBack)
 	if err != nil {
@@ -240,9 +240,9 @@ func (op *operation) create(place gpu.Placement, profile gpu.Profile) (gpu.Parti
 	if ret != gonvml.SUCCESS {
 		return gpu.Partition{}, fmt.Errorf("create the GPU instance: %w", returnError{ret})
 	}
-	p, err := op.furnish(instance, profile)
+	p, err := op.createComputeInstance(instance, profile)
 	if err == nil {
-		op.gpu.Partitions = append(op.without(place), p)
+		op.gpu.Partitions = append(op.partitionsExcept(place), p)
 		slices.SortFunc(op.gpu.Partitions, byPlace)
 		op.exact = true
 		return p, nil
@@ -253,8 +253,8 @@ func (op *operation) create(place gpu.Placement, profile gpu.Profile) (gpu.Parti
 	return gpu.Partition{}, err
 }
 
-// furnish creates the compute instance and finds its MIG device. After an error there is no compute instance.
-func (op *operation) furnish(instance gonvml.GpuInstance, profile gpu.Profile) (gpu.Partition, error) {
+// createComputeInstance creates the compute instance and finds its MIG device. After an error there is no compute instance.
+func (op *operation) createComputeInstance(instance gonvml.GpuInstance, profile gpu.Profile) (gpu.Partition, error) {
 	made, ret := instance.GetInfo()
 	if ret != gonvml.SUCCESS {
 		return gpu.Partition{}, fmt.Errorf("read the GPU instance: %w", returnError{ret})
@@ -344,12 +344,12 @@ func (n *Node) Destroy(ctx context.Context, ref gpu.Ref) error {
 		return fmt.Errorf("destroy partition %s: not the placement of a GPU instance", ref)
 	}
 	destroy := func(op *operation) (struct{}, error) {
-		defer n.learn(op)
+		defer n.publishPartitions(op)
 		before := op.gpu.Partitions
 		err := op.destroy(ref.Placement)
 		for _, p := range before {
 			if err == nil && p.Ref.Placement == ref.Placement {
-				n.end(op.gpu, p.GPUInstance)
+				n.endXIDs(op.gpu, p.GPUInstance)
 			}
 		}
 		return struct{}{}, err
@@ -366,7 +366,7 @@ func (op *operation) destroy(place gpu.Placement) error {
 		return err
 	}
 	if !found {
-		op.gpu.Partitions = op.without(place)
+		op.gpu.Partitions = op.partitionsExcept(place)
 		return nil
 	}
 	computes, err := computeInstances(i.handle)
@@ -375,15 +375,15 @@ func (op *operation) destroy(place gpu.Placement) error {
 	}
 	var errs []error
 	for _, c := range computes {
-		errs = append(errs, op.ended(i, "compute instance", c.Destroy()))
+		errs = append(errs, op.destroyError(i, "compute instance", c.Destroy()))
 	}
 	if err := errors.Join(errs...); err != nil {
 		return err
 	}
-	if err := op.ended(i, "GPU instance", i.handle.Destroy()); err != nil {
+	if err := op.destroyError(i, "GPU instance", i.handle.Destroy()); err != nil {
 		return err
 	}
-	op.gpu.Partitions = op.without(place)
+	op.gpu.Partitions = op.partitionsExcept(place)
 	op.exact = true
 	return nil
 }
@@ -409,8 +409,8 @@ func (op *operation) instanceAt(place gpu.Placement) (gpuInstance, bool, error) 
 	return instances[at], true, nil
 }
 
-// without returns the known partitions except the one at that placement, for when the driver does not list them.
-func (op *operation) without(place gpu.Placement) []gpu.Partition {
+// partitionsExcept returns the known partitions except the one at that placement, for when the driver does not list them.
+func (op *operation) partitionsExcept(place gpu.Placement) []gpu.Partition {
 	rest := slices.DeleteFunc(slices.Clone(op.gpu.Partitions), func(p gpu.Partition) bool { return p.Ref.Placement == place })
 	if len(rest) == 0 {
 		return nil // as a scan reads it
@@ -418,8 +418,8 @@ func (op *operation) without(place gpu.Placement) []gpu.Partition {
 	return rest
 }
 
-// ended returns the result of destroying part of a partition as an error.
-func (op *operation) ended(i gpuInstance, what string, ret gonvml.Return) error {
+// destroyError returns the result of destroying part of a partition as an error.
+func (op *operation) destroyError(i gpuInstance, what string, ret gonvml.Return) error {
 	switch ret {
 	case gonvml.SUCCESS:
 		return nil
@@ -448,7 +448,7 @@ func (n *Node) DisableMIG(ctx context.Context, uuid string) error {
 
 func (n *Node) switchMIG(ctx context.Context, uuid string, mode int, word string) error {
 	set := func(op *operation) (struct{}, error) {
-		defer n.learn(op)
+		defer n.publishPartitions(op)
 		return struct{}{}, op.setMode(mode)
 	}
 	if _, err := operate(ctx, n, uuid, set, nil); err != nil {

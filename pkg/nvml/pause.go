@@ -39,7 +39,7 @@ func (n *Node) Pause(ctx context.Context, reason string) error {
 		return nil
 	}
 	_, err := await(ctx, func(answer func(struct{}, error) bool) {
-		s.hold(false) // may hang, like any call
+		s.setHold(false) // may hang, like any call
 		broadcast.Await(ctx, s.idle.Changed, func() bool {
 			s.mu.Lock()
 			defer s.mu.Unlock()

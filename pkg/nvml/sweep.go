@@ -41,9 +41,9 @@ type sweep struct {
 // errSilent means that a call that concerns no single GPU has not returned.
 var errSilent = &NoDriverError{Cause: errors.New("the driver does not answer")}
 
-// begin opens the session and reads what concerns all GPUs. After an error the session is closed. A driver that does not answer
+// startSweep opens the session and reads what concerns all GPUs. After an error the session is closed. A driver that does not answer
 // gets no other call until it does.
-func (n *Node) begin() (*sweep, error) {
+func (n *Node) startSweep() (*sweep, error) {
 	r := &reader{options: n.options, attachment: n.attachment}
 	count, err := attempt(n, wholeDriver, nil, func() (int, error) {
 		if err := r.session.tryOpen(); err != nil {
@@ -68,20 +68,20 @@ func (n *Node) begin() (*sweep, error) {
 	return &sweep{node: n, reader: r, count: count, before: before, seen: map[string]bool{}, failed: map[int]gpu.Health{}}, nil
 }
 
-// ready returns why no scan can begin now.
-func (n *Node) ready() error {
+// whyNoScan returns why no scan can begin now.
+func (n *Node) whyNoScan() error {
 	if n.session != nil && n.session.suspended.Load() {
 		return errSuspended
 	}
 	if paused := n.paused.Load(); paused != nil {
 		return paused
 	}
-	return n.silent()
+	return n.driverHangs()
 }
 
-// silent returns errSilent while a call that concerns no single GPU has not returned.
-func (n *Node) silent() error {
-	if n.ended(wholeDriver) {
+// driverHangs returns errSilent while a call that concerns no single GPU has not returned.
+func (n *Node) driverHangs() error {
+	if n.callEnded(wholeDriver) {
 		return nil
 	}
 	return errSilent
@@ -121,9 +121,9 @@ const scanPatience = time.Second
 // slowFactor is how many halves of the patience a visit may take before its GPU is unreachable: GPUs are slow while others are partitioned.
 const slowFactor = 3
 
-// look visits all GPUs at the same time. A GPU that does not answer keeps its known state, and is unreachable after some time. It gets no
+// visitAll visits all GPUs at the same time. A GPU that does not answer keeps its known state, and is unreachable after some time. It gets no
 // other call until the visit ends; the scan that finds the visit ended takes its result.
-func (s *sweep) look(ctx context.Context, deep bool) {
+func (s *sweep) visitAll(ctx context.Context, deep bool) {
 	readings := map[int]reading{}
 	patience := min(scanPatience, s.node.options.patience)
 	if s.count != len(s.node.places) {
@@ -132,12 +132,12 @@ func (s *sweep) look(ctx context.Context, deep bool) {
 		clear(s.node.slow)
 	}
 	for index := range s.count {
-		if s.leave(index) {
+		if s.skipOperating(index) {
 			continue
 		}
 		r, slow := s.node.slow[index]
 		if !slow {
-			r = s.read(index, deep)
+			r = s.startVisit(index, deep)
 		}
 		readings[index] = r
 	}
@@ -147,15 +147,15 @@ func (s *sweep) look(ctx context.Context, deep bool) {
 	for _, index := range slices.Sorted(maps.Keys(readings)) {
 		r := readings[index]
 		if _, slow := s.node.slow[index]; slow || over {
-			s.await(ctx, index, r, nil)
+			s.awaitVisit(ctx, index, r, nil)
 			continue
 		}
-		over = !s.await(ctx, index, r, limit.C)
+		over = !s.awaitVisit(ctx, index, r, limit.C)
 	}
 }
 
-// await takes the result of a reading, and returns false if limit passed first. A nil limit has passed.
-func (s *sweep) await(ctx context.Context, index int, r reading, limit <-chan time.Time) bool {
+// awaitVisit takes the result of a reading, and returns false if limit passed first. A nil limit has passed.
+func (s *sweep) awaitVisit(ctx context.Context, index int, r reading, limit <-chan time.Time) bool {
 	_, slow := s.node.slow[index]
 	if limit == nil {
 		ready := make(chan time.Time)
@@ -170,59 +170,59 @@ func (s *sweep) await(ctx context.Context, index int, r reading, limit <-chan ti
 		case v = <-r.result:
 		case <-limit:
 			s.node.slow[index] = r
-			s.miss(index, r)
+			s.recordNoAnswer(index, r)
 			return false
 		}
 	}
 	delete(s.node.slow, index)
 	if r.outdated {
-		s.miss(index, r)
+		s.recordNoAnswer(index, r)
 		return true
 	}
 	if slow {
 		v.device = nil // of a session that has ended
 		s.node.renewed = true
 	}
-	s.take(ctx, index, v)
+	s.recordVisit(ctx, index, v)
 	return true
 }
 
-// read starts a visit within its own use of the session.
-func (s *sweep) read(index int, deep bool) reading {
+// startVisit starts a visit within its own use of the session.
+func (s *sweep) startVisit(index int, deep bool) reading {
 	r := reading{since: time.Now(), result: make(chan visit, 1)}
 	session, reader := s.node.session, s.reader
 	session.join()
 	go func() {
-		v := reader.visit(index, deep, s.recall)
+		v := reader.visit(index, deep, s.lastKnown)
 		session.close()
 		r.result <- v
 	}()
 	return r
 }
 
-// miss is for a GPU that has not answered yet.
-func (s *sweep) miss(index int, r reading) {
+// recordNoAnswer is for a GPU that has not answered yet.
+func (s *sweep) recordNoAnswer(index int, r reading) {
 	if time.Since(r.since) >= slowFactor*s.node.options.patience/2 {
 		s.failed[index] = gpu.Health{Reason: gpu.ReasonUnreachable, Message: errNoAnswer.Error()}
 		return
 	}
-	if uuid, known := s.at(index); known {
+	if uuid, known := s.knownAt(index); known {
 		s.seen[uuid] = true
 	} else {
 		s.silent = true
 	}
 }
 
-// at returns the known GPU at an index.
-func (s *sweep) at(index int) (uuid string, known bool) {
+// knownAt returns the known GPU at an index.
+func (s *sweep) knownAt(index int) (uuid string, known bool) {
 	uuid = s.node.places[index]
 	_, known = s.before[uuid]
 	return uuid, known
 }
 
-// leave skips a GPU with a running operation, because a call about it may wait for the operation. The GPU keeps its known state.
-func (s *sweep) leave(index int) bool {
-	uuid, known := s.at(index)
+// skipOperating skips a GPU with a running operation, because a call about it may wait for the operation. The GPU keeps its known state.
+func (s *sweep) skipOperating(index int) bool {
+	uuid, known := s.knownAt(index)
 	if !known || !s.node.operating(uuid) {
 		return false
 	}
@@ -230,7 +230,7 @@ func (s *sweep) leave(index int) bool {
 	return true
 }
 
-func (s *sweep) take(ctx context.Context, index int, v visit) {
+func (s *sweep) recordVisit(ctx context.Context, index int, v visit) {
 	switch {
 	case v.skip:
 		return
@@ -256,8 +256,8 @@ func (s *sweep) take(ctx context.Context, index int, v visit) {
 	}
 }
 
-// hold reports whether the driver would shut a GPU down without a session.
-func (s *sweep) hold() bool {
+// needsSession reports whether the driver would shut a GPU down without a session.
+func (s *sweep) needsSession() bool {
 	for uuid := range s.seen {
 		if s.node.known[uuid].deinitialises {
 			return true
@@ -266,9 +266,9 @@ func (s *sweep) hold() bool {
 	return false
 }
 
-// missing handles known GPUs that were not enumerated. It drops one whose minor number belongs to another GPU: it was replaced,
+// recordMissing handles known GPUs that were not enumerated. It drops one whose minor number belongs to another GPU: it was replaced,
 // and both would be published under one name.
-func (s *sweep) missing() {
+func (s *sweep) recordMissing() {
 	minors := map[int]bool{}
 	for uuid := range s.seen {
 		minors[s.node.known[uuid].gpu.Minor] = true
@@ -280,14 +280,14 @@ func (s *sweep) missing() {
 			delete(s.node.known, uuid)
 		case s.silent:
 		default:
-			known.gpu.Health = s.absence(known.gpu)
+			known.gpu.Health = s.whyMissing(known.gpu)
 		}
 	}
 }
 
-// absence returns why a known GPU was not enumerated: an index that failed at its earlier position counts as this GPU. Otherwise
+// whyMissing returns why a known GPU was not enumerated: an index that failed at its earlier position counts as this GPU. Otherwise
 // NVML may still have its UUID and report it as lost.
-func (s *sweep) absence(g gpu.GPU) gpu.Health {
+func (s *sweep) whyMissing(g gpu.GPU) gpu.Health {
 	if health, failed := s.failed[g.Index]; failed {
 		delete(s.failed, g.Index)
 		return health
@@ -305,9 +305,9 @@ func (s *sweep) absence(g gpu.GPU) gpu.Health {
 	return healthOf(ret, "looking it up")
 }
 
-// connect reads the topology if a GPU answers that did not answer when it was last read. A GPU that does not answer in time takes part
+// updateTopology reads the topology if a GPU answers that did not answer when it was last read. A GPU that does not answer in time takes part
 // later. A scan waits for one such GPU only, because its calls about another GPU may hang, too.
-func (s *sweep) connect() {
+func (s *sweep) updateTopology() {
 	before := s.node.topology
 	if before.pairs != nil && !slices.ContainsFunc(s.endpoints, func(e endpoint) bool { return !before.of[e.uuid] }) {
 		return
@@ -315,7 +315,7 @@ func (s *sweep) connect() {
 	waited := false
 	s.node.topology = readTopology(s.endpoints, before, func(e endpoint, others []endpoint) (l links, answered bool) {
 		about := "connections of " + e.uuid
-		if waited || !s.node.ended(about) {
+		if waited || !s.node.callEnded(about) {
 			return links{}, false
 		}
 		l, err := attempt(s.node, about, s.node.session, func() (links, error) { return readLinks(e, others), nil }, nil)
@@ -339,7 +339,7 @@ func attempt[T any](n *Node, about string, s *session, call func() (T, error), u
 
 // attemptFor is attempt with its own timeout.
 func attemptFor[T any](n *Node, limit time.Duration, about string, s *session, call func() (T, error), undo func(T)) (T, error) {
-	if !n.ended(about) {
+	if !n.callEnded(about) {
 		var none T
 		return none, errNoAnswer
 	}
@@ -368,22 +368,22 @@ func attemptFor[T any](n *Node, limit time.Duration, about string, s *session, c
 	return value, err
 }
 
-// letGo ends a use of the session or its hold. Both may call Shutdown, which may hang like any other call; the driver as a whole does not
+// endSessionUse ends a use of the session or its hold. Both may call Shutdown, which may hang like any other call; the driver as a whole does not
 // answer until it returns. Under n.scanning, without a late call about the whole driver.
-func (n *Node) letGo(how func(*session)) {
+func (n *Node) endSessionUse(how func(*session)) {
 	s := n.session
 	_, _ = attempt(n, wholeDriver, nil, func() (struct{}, error) { how(s); return struct{}{}, nil }, nil) // the next scan reports it
 }
 
-// ended reports whether no call about a GPU or the driver continues after its timeout.
-func (n *Node) ended(about string) bool {
+// callEnded reports whether no call about a GPU or the driver continues after its timeout.
+func (n *Node) callEnded(about string) bool {
 	n.lateMu.Lock()
 	defer n.lateMu.Unlock()
-	return n.over(about)
+	return n.callEndedLocked(about)
 }
 
-// over is ended, under n.lateMu.
-func (n *Node) over(about string) bool {
+// callEndedLocked is callEnded, under n.lateMu.
+func (n *Node) callEndedLocked(about string) bool {
 	select {
 	case <-n.late[about]:
 		delete(n.late, about)
@@ -393,12 +393,12 @@ func (n *Node) over(about string) bool {
 	}
 }
 
-// collect removes calls that returned after their timeout, so that the next scan calls again.
-func (n *Node) collect() {
+// removeEndedCalls removes calls that returned after their timeout, so that the next scan calls again.
+func (n *Node) removeEndedCalls() {
 	n.lateMu.Lock()
 	defer n.lateMu.Unlock()
 	for about := range n.late {
-		if n.over(about) {
+		if n.callEndedLocked(about) {
 			n.renewed = true
 		}
 	}
@@ -427,8 +427,8 @@ func (o Options) traces(l layout) traces {
 	return t
 }
 
-// moved reports whether another driver is to be used. It costs as much as the health of eight GPUs.
-func (o Options) moved(l layout) bool {
+// driverMoved reports whether another driver is to be used. It costs as much as the health of eight GPUs.
+func (o Options) driverMoved(l layout) bool {
 	now, err := o.locate()
 	return err == nil && (now.library != l.library || now.devRoot != l.devRoot)
 }

@@ -36,7 +36,7 @@ func (n *Node) WatchXIDs(ctx context.Context, handle func(gpu.XIDEvent)) error {
 	group.Go(func() error {
 		for ctx.Err() == nil {
 			changed := n.endings.Changed()
-			for _, e := range n.takeEnded() {
+			for _, e := range n.takeEndedXIDs() {
 				handle(e)
 			}
 			select {
@@ -109,7 +109,7 @@ func (n *Node) followEvents(ctx context.Context, handle func(gpu.XIDEvent)) {
 		n.mu.Lock()
 		if load != before {
 			// No event of the new driver has been read yet. No scan during a pause sees that the driver is unloaded.
-			n.endAll()
+			n.endAllXIDs()
 		}
 		session, inventory := n.session, n.inventory
 		n.mu.Unlock()
@@ -121,7 +121,7 @@ func (n *Node) followEvents(ctx context.Context, handle func(gpu.XIDEvent)) {
 			} else if w.retry.IsZero() {
 				select {
 				case err := <-w.ended:
-					w.over(ctx, g, err)
+					w.recordEnd(ctx, g, err)
 				default:
 					continue
 				}
@@ -160,8 +160,8 @@ func (n *Node) followEvents(ctx context.Context, handle func(gpu.XIDEvent)) {
 // readable reports whether a GPU can be registered.
 func readable(g gpu.GPU) bool { return g.Health.Healthy() || g.Health.Reason == gpu.ReasonNoNode }
 
-// over takes the end of the goroutine. Without an error the next one may begin at once.
-func (w *watched) over(ctx context.Context, g gpu.GPU, err error) {
+// recordEnd takes the end of the goroutine. Without an error the next one may begin at once.
+func (w *watched) recordEnd(ctx context.Context, g gpu.GPU, err error) {
 	w.retry = time.Now()
 	problem := ""
 	if answer, ok := errors.AsType[returnError](err); ok && unsupported(answer.ret) {
@@ -245,15 +245,15 @@ type endings struct {
 	events []gpu.XIDEvent
 }
 
-// end reports that the XIDs of a GPU, or of one of its partitions, have ended.
-func (n *Node) end(g gpu.GPU, gpuInstance int) {
+// endXIDs reports that the XIDs of a GPU, or of one of its partitions, have ended.
+func (n *Node) endXIDs(g gpu.GPU, gpuInstance int) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	n.endings.add(slot(g.PCIBusID), gpuInstance)
 }
 
-// endAll reports that all XIDs have ended, because the driver was unloaded. Under n.mu.
-func (n *Node) endAll() { n.endings.add("", gpu.NoInstance) }
+// endAllXIDs reports that all XIDs have ended, because the driver was unloaded. Under n.mu.
+func (n *Node) endAllXIDs() { n.endings.add("", gpu.NoInstance) }
 
 func (e *endings) add(address string, gpuInstance int) {
 	e.events = append(e.events, gpu.XIDEvent{
@@ -262,7 +262,7 @@ func (e *endings) add(address string, gpuInstance int) {
 	e.Notify()
 }
 
-func (n *Node) takeEnded() []gpu.XIDEvent {
+func (n *Node) takeEndedXIDs() []gpu.XIDEvent {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	events := n.endings.events
