@@ -20,6 +20,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/internal/driverroot"
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/nvml/record"
 )
 
 // ReportFormat is the Format of reports of this version.
@@ -46,7 +47,7 @@ type Report struct {
 	CDIProblem string            `json:"cdiProblem,omitempty"`
 	CDIFailed  map[string]string `json:"cdiFailed,omitempty"`
 	// Calls are the calls of NVML.
-	Calls []Call `json:"calls"`
+	Calls []record.Call `json:"calls"`
 
 	inventory gpu.Inventory
 	settings  map[string]string
@@ -107,10 +108,10 @@ type PCIFunction struct {
 
 // Inspect reads what an agent with these options would read, once. It needs no Kubernetes and changes nothing; NVML itself may create
 // missing device nodes when root opens it (nvidia-modprobe(1)). A driver that does not answer delays it by some of the agent's time limits,
-// and is in the report. The command inspect and the tests of hardware call it. Options.Recorder and CreateNodes are ignored.
+// and is in the report. The command inspect and the tests of hardware call it. WrapLibrary and CreateNodes are ignored.
 func Inspect(ctx context.Context, options Options) Report {
-	recorder := &Recorder{}
-	options.Recorder, options.CreateNodes = recorder, false
+	recorder := &record.Recorder{}
+	options.WrapLibrary, options.CreateNodes = recorder.Wrap, false
 	n := New(options)
 	r := Report{Format: ReportFormat, Machine: n.options.machine()}
 	if err := n.Scan(ctx); err != nil {
@@ -121,7 +122,7 @@ func Inspect(ctx context.Context, options Options) Report {
 	n.mu.Lock()
 	r.inventory, r.Unidentified = n.inventory, n.unidentified
 	n.mu.Unlock()
-	r.Inventory = document(reflect.ValueOf(r.inventory), lowerCamel)
+	r.Inventory = record.Document(reflect.ValueOf(r.inventory), lowerCamel)
 	n.inspectGPUs(ctx, &r)
 	n.inspectEdits(ctx, &r)
 	n.release()
@@ -154,7 +155,7 @@ func (n *Node) inspectGPUs(ctx context.Context, r *Report) {
 		if err != nil {
 			r.Settings[g.UUID], r.settings[g.UUID] = err.Error(), err.Error()
 		} else {
-			r.Settings[g.UUID] = document(reflect.ValueOf(settings), lowerCamel)
+			r.Settings[g.UUID] = record.Document(reflect.ValueOf(settings), lowerCamel)
 			r.settings[g.UUID] = fmt.Sprintf("compute mode %s, application clocks %d MHz (memory) and %d MHz (graphics)",
 				cmp.Or(settings.ComputeMode, "not supported"), settings.MemoryClock, settings.GraphicsClock)
 		}
@@ -324,7 +325,7 @@ func lowerCamel(name string) string {
 func byHandle(a, b string) int { return cmp.Or(cmp.Compare(len(a), len(b)), strings.Compare(a, b)) }
 
 // handlesOf returns the handles of calls in order, each once.
-func handlesOf(calls []Call) []string {
+func handlesOf(calls []record.Call) []string {
 	set := map[string]bool{}
 	for _, c := range calls {
 		if c.On != "" {

@@ -13,6 +13,7 @@ import (
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
 
 	"github.com/tandem-gpu/tandem/internal/golden"
+	"github.com/tandem-gpu/tandem/pkg/nvml/record"
 	"github.com/tandem-gpu/tandem/simulated"
 )
 
@@ -129,9 +130,9 @@ func TestInspectNamesTheCallThatHangs(t *testing.T) {
 		n := newHangNode(t)
 		n.fault(hangs("GetMemoryInfo"))
 		r := Inspect(t.Context(), n.options)
-		var hung []Call
+		var hung []record.Call
 		for _, c := range r.Calls {
-			if c.Code == NoAnswer {
+			if c.Code == record.NoAnswer {
 				hung = append(hung, c)
 			}
 		}

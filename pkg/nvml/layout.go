@@ -315,8 +315,8 @@ type Options struct {
 	// OpenLibrary replaces the library that was found, also after each driver upgrade. Nil opens the file. Tests and simulated
 	// machines set it.
 	OpenLibrary func() (gonvml.Interface, error)
-	// Recorder, if not nil, keeps all calls of the library.
-	Recorder *Recorder
+	// WrapLibrary, if not nil, returns what is called instead of the library (record.Recorder).
+	WrapLibrary func(gonvml.Interface) gonvml.Interface
 	// OpenKernelLog opens the log with the driver's XIDs, which is read as /dev/kmsg is. Nil opens that, unless OpenLibrary is set: then
 	// NVML's events report XIDs. Tests and simulated machines set it.
 	OpenKernelLog func() (io.ReadCloser, error)

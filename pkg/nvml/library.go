@@ -21,17 +21,20 @@ import (
 )
 
 func (o Options) openLibrary(l layout) (gonvml.Interface, error) {
-	if o.OpenLibrary != nil {
-		library, err := o.OpenLibrary()
-		if err != nil {
-			return nil, err
+	open := o.OpenLibrary
+	if open == nil {
+		open = func() (gonvml.Interface, error) {
+			return gonvml.New(gonvml.WithLibraryPath(l.library)), bind(l.library)
 		}
-		return &guard{Interface: o.Recorder.record(library)}, nil
 	}
-	if err := bind(l.library); err != nil {
+	library, err := open()
+	if err != nil {
 		return nil, err
 	}
-	return &guard{Interface: o.Recorder.record(gonvml.New(gonvml.WithLibraryPath(l.library)))}, nil
+	if o.WrapLibrary != nil {
+		library = o.WrapLibrary(library)
+	}
+	return &guard{Interface: library}, nil
 }
 
 // bound is the library whose functions this process runs. It is a package variable because the dynamic linker binds once per
@@ -144,6 +147,9 @@ type guardedDevice struct {
 	gonvml.Device
 	guard *guard
 }
+
+// Wrapped implements record.Wrapper.
+func (d *guardedDevice) Wrapped() gonvml.Device { return d.Device }
 
 // guarded calls a function with one result if the library has it.
 func guarded[T any](d *guardedDevice, call func() (T, gonvml.Return), symbol string) (T, gonvml.Return) {

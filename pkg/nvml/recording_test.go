@@ -19,6 +19,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/nvml/record"
 	"github.com/tandem-gpu/tandem/simulated"
 	"github.com/tandem-gpu/tandem/simulated/recording"
 )
@@ -53,7 +54,7 @@ func read(t *testing.T, r Report) recording.Recording {
 }
 
 // answers are the calls of a report without what may differ between two runs.
-func answers(r Report) []Call {
+func answers(r Report) []record.Call {
 	calls := slices.Clone(r.Calls)
 	for i := range calls {
 		calls[i].Slowest, calls[i].Count = 0, 0
@@ -61,7 +62,7 @@ func answers(r Report) []Call {
 			calls[i].Values = nil // another one after each boot
 		}
 	}
-	slices.SortFunc(calls, func(a, b Call) int {
+	slices.SortFunc(calls, func(a, b record.Call) int {
 		return strings.Compare(a.On+a.Method+string(a.Args)+a.Code, b.On+b.Method+string(b.Args)+b.Code)
 	})
 	return calls
@@ -118,9 +119,9 @@ func TestRecordingsOfRealMachines(t *testing.T) {
 				t.Fatal(err)
 			}
 			var recorded struct {
-				Inventory any     `json:"inventory"`
-				Calls     []Call  `json:"calls"`
-				Machine   Machine `json:"machine"`
+				Inventory any           `json:"inventory"`
+				Calls     []record.Call `json:"calls"`
+				Machine   Machine       `json:"machine"`
 			}
 			if err := json.Unmarshal(data, &recorded); err != nil {
 				t.Fatal(err)
@@ -140,7 +141,7 @@ func TestRecordingsOfRealMachines(t *testing.T) {
 			}
 			report := Inspect(t.Context(), hostOf(t, t.TempDir(), profile))
 			calls, replayed := answers(Report{Calls: recorded.Calls}), answers(report)
-			for _, all := range [][]Call{calls, replayed} {
+			for _, all := range [][]record.Call{calls, replayed} {
 				for i := range all {
 					all[i].Values = measured.ReplaceAll(all[i].Values, []byte(`"$1":0`))
 				}

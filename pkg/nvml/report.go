@@ -13,6 +13,7 @@ import (
 	"time"
 
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/nvml/record"
 )
 
 // WriteText writes the report for a reader. The JSON encoding has more.
@@ -203,7 +204,7 @@ func (r Report) writeCalls(t *text) {
 		code   string
 	}
 	var rows []row
-	grouped := map[row][]Call{}
+	grouped := map[row][]record.Call{}
 	for _, c := range r.Calls {
 		key := row{c.Method, c.Return, c.Code}
 		if grouped[key] == nil {
@@ -232,7 +233,7 @@ func (r Report) writeCalls(t *text) {
 			on += fmt.Sprintf(" (the slowest took %s)", slowest.Round(time.Millisecond))
 		}
 		code := fmt.Sprintf("%s (%d)", key.code, key.ret)
-		if key.code == NoAnswer {
+		if key.code == record.NoAnswer {
 			code = key.code
 		}
 		t.line("  %s\t%s\t%s", key.method, code, on)

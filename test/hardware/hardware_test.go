@@ -27,6 +27,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/cdi"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
+	"github.com/tandem-gpu/tandem/pkg/nvml/record"
 )
 
 // Environment variables besides the agent's, such as DRIVER_ROOT.
@@ -229,7 +230,7 @@ func discover(t *testing.T, b *bench) {
 		}
 	}
 	for _, c := range b.report.Calls {
-		if c.Code == nvml.NoAnswer {
+		if c.Code == record.NoAnswer {
 			t.Errorf("NVML does not answer %s on %s", c.Method, c.On)
 		}
 	}

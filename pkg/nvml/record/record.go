@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 
-package nvml
+// Package record keeps all calls of an NVML library with their answers, for a report of a node, and from which a
+// simulated machine can be made.
+package record
 
 import (
 	"cmp"
@@ -40,8 +42,8 @@ type Call struct {
 // NoAnswer is the Code of a call that has not returned.
 const NoAnswer = "NO_ANSWER"
 
-// Recorder keeps the calls that a Node makes (Options.Recorder), with what the library itself answers. It is safe for concurrent use. The
-// zero value is empty.
+// Recorder keeps the calls of the libraries that it wraps, with what they themselves answer. It is safe for concurrent use. The zero value is
+// empty.
 type Recorder struct {
 	mu    sync.Mutex
 	calls []*Call
@@ -73,11 +75,8 @@ func (r *Recorder) Calls() []Call {
 	return calls
 }
 
-// record returns the library with all calls recorded.
-func (r *Recorder) record(library gonvml.Interface) gonvml.Interface {
-	if r == nil {
-		return library
-	}
+// Wrap returns the library with all calls recorded.
+func (r *Recorder) Wrap(library gonvml.Interface) gonvml.Interface {
 	return &recordedLibrary{Interface: library, recorded: recorded{recorder: r}}
 }
 
@@ -252,12 +251,15 @@ type (
 	}
 )
 
+// Wrapper is a handle that another package has put around one of this package. A call may have it as an argument.
+type Wrapper interface{ Wrapped() gonvml.Device }
+
 // unrecorded returns the handle that the library has given.
 func unrecorded[T any](handle T) T {
 	var inner any
 	switch h := any(handle).(type) {
-	case *guardedDevice:
-		return unrecorded(any(h.Device).(T))
+	case Wrapper:
+		return unrecorded(any(h.Wrapped()).(T))
 	case *recordedDevice:
 		inner = h.Device
 	case *recordedGpuInstance:
@@ -290,15 +292,15 @@ func encoded(values []any) json.RawMessage {
 	if len(values) == 0 {
 		return nil
 	}
-	text, err := json.Marshal(document(reflect.ValueOf(values), func(name string) string { return name }))
+	text, err := json.Marshal(Document(reflect.ValueOf(values), func(name string) string { return name }))
 	if err != nil {
 		return nil // no value of NVML is a channel, a function or no number
 	}
 	return text
 }
 
-// document returns a value for encoding/json. Objects have the fields of structs under the name that rename gives them.
-func document(v reflect.Value, rename func(string) string) any {
+// Document returns a value for encoding/json. Objects have the fields of structs under the name that rename gives them.
+func Document(v reflect.Value, rename func(string) string) any {
 	if !v.IsValid() {
 		return nil
 	}
@@ -307,12 +309,12 @@ func document(v reflect.Value, rename func(string) string) any {
 	}
 	switch v.Kind() {
 	case reflect.Interface, reflect.Pointer:
-		return document(v.Elem(), rename)
+		return Document(v.Elem(), rename)
 	case reflect.Struct:
 		object := map[string]any{}
 		for i := range v.NumField() {
 			if f := v.Type().Field(i); f.IsExported() && !strings.HasPrefix(f.Name, "Pad_cgo") {
-				object[rename(f.Name)] = document(v.Field(i), rename)
+				object[rename(f.Name)] = Document(v.Field(i), rename)
 			}
 		}
 		return object
@@ -321,7 +323,7 @@ func document(v reflect.Value, rename func(string) string) any {
 	case reflect.Map:
 		object := map[string]any{}
 		for entry := v.MapRange(); entry.Next(); {
-			object[fmt.Sprint(entry.Key())] = document(entry.Value(), rename)
+			object[fmt.Sprint(entry.Key())] = Document(entry.Value(), rename)
 		}
 		return object
 	default:
@@ -340,7 +342,7 @@ func list(v reflect.Value, rename func(string) string) any {
 		case reflect.Uint8:
 			text = append(text, byte(v.Index(i).Uint()))
 		default:
-			items[i] = document(v.Index(i), rename)
+			items[i] = Document(v.Index(i), rename)
 		}
 	}
 	switch v.Type().Elem().Kind() {
