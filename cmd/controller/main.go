@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command controller runs Tandem's reconcilers (pkg/controller) and the webhook for claim parameters (pkg/webhook). Its subcommands are
-// migrate, which moves clusters from NVIDIA's drivers (pkg/migrate), remove-labels, which removes the labels of nodes (pkg/nodelabels), and
-// stacks, for diagnosis (internal/stacks).
+// remove-labels, which removes the labels of nodes (pkg/nodelabels), and stacks, for diagnosis (internal/stacks).
 // This package only wires.
 package main
 
@@ -30,7 +29,6 @@ import (
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/internal/stacks"
 	"github.com/tandem-gpu/tandem/internal/status"
-	"github.com/tandem-gpu/tandem/internal/terminal"
 	"github.com/tandem-gpu/tandem/internal/version"
 	"github.com/tandem-gpu/tandem/pkg/controller"
 )
@@ -39,7 +37,7 @@ func main() {
 	err := run(context.Background(), os.Args[1:], os.Stdout, os.Stderr)
 	klog.Flush()
 	if err != nil && !errors.Is(err, flag.ErrHelp) {
-		fmt.Fprint(os.Stderr, terminal.Lines(fmt.Sprintf("controller: %v\n", err), false)) // errors of migrate may contain tenants' text
+		fmt.Fprintln(os.Stderr, "controller:", err)
 		os.Exit(1)
 	}
 }
@@ -51,7 +49,6 @@ const gcPercent = 30
 // commands follows the flags in the output of --help.
 const commands = `
 Other commands:
-  controller migrate        translate the configuration of NVIDIA's drivers, and move nodes
   controller remove-labels  remove the labels of GPU Feature Discovery and the condition GPUsHealthy from nodes
   controller stacks         have the controller of this container log the stacks of its goroutines
   controller version        print the version
@@ -61,7 +58,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if len(args) > 0 {
 		switch args[0] {
 		case "migrate":
-			return runMigrate(ctx, args[1:], os.Stdin, stdout, stderr)
+			return errors.New("migrate is a command of the kubectl plugin now: kubectl gpu migrate, with the same flags")
 		case "remove-labels":
 			return removeLabels(ctx, args[1:], stdout, stderr)
 		case "stacks":
@@ -145,12 +142,6 @@ const (
 	requestBurst      = 400
 )
 
-// withLimits sets the program's name that the API server sees, and limits the rate of its requests.
-func withLimits(api *rest.Config, program string) *rest.Config {
-	api.QPS, api.Burst = requestsPerSecond, requestBurst
-	return rest.AddUserAgent(api, program+"/"+version.Version)
-}
-
 func newAPI(kubeconfig string) (*rest.Config, error) {
 	api, err := rest.InClusterConfig()
 	if kubeconfig != "" {
@@ -159,5 +150,6 @@ func newAPI(kubeconfig string) (*rest.Config, error) {
 	if err != nil {
 		return nil, fmt.Errorf("configure API client: %w (outside a cluster --kubeconfig is needed)", err)
 	}
-	return withLimits(api, "tandem-controller"), nil
+	api.QPS, api.Burst = requestsPerSecond, requestBurst
+	return rest.AddUserAgent(api, "tandem-controller/"+version.Version), nil
 }

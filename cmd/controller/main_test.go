@@ -51,6 +51,7 @@ func TestRunErrors(t *testing.T) {
 		{"shared memory", append([]string{"--mps-shared-memory=much"}, lease...), `--mps-shared-memory: "much" is no quantity`},
 		{"kubeconfig", append([]string{"--kubeconfig=/absent"}, lease...), "configure API client"},
 		{"outside a cluster", lease, "outside a cluster --kubeconfig is needed"},
+		{"migrate", []string{"migrate", "--plan"}, "kubectl gpu migrate"},
 	}
 	for _, test := range tests {
 		t.Run(test.name, func(t *testing.T) {
@@ -67,7 +68,7 @@ func TestRunErrors(t *testing.T) {
 		t.Errorf("stacks: %v", err)
 	}
 	out.Reset()
-	if err := run(t.Context(), []string{"-h"}, io.Discard, &out); !errors.Is(err, flag.ErrHelp) || !strings.Contains(out.String(), "controller migrate ") {
+	if err := run(t.Context(), []string{"-h"}, io.Discard, &out); !errors.Is(err, flag.ErrHelp) || !strings.Contains(out.String(), "controller remove-labels ") {
 		t.Errorf("help: %v\n%s", err, out.String())
 	}
 }

@@ -136,7 +136,8 @@ func (p *plugin) command() *cobra.Command {
 	root.SetOut(p.streams.Out)
 	root.SetErr(p.streams.ErrOut)
 	root.PersistentFlags().StringVar(&p.driverName, driverNameFlag, config.Defaults().DriverName, "name of Tandem's DRA driver")
-	root.AddCommand(p.ls(), p.top(), p.why(), p.pending(), p.node(), p.drain(), p.undrain(), p.inspect(), p.doctor(), p.ui(), p.version())
+	root.AddCommand(p.ls(), p.top(), p.why(), p.pending(), p.node(), p.drain(), p.undrain(), p.inspect(), p.doctor(), p.migrate(),
+		p.ui(), p.version())
 	return root
 }
 

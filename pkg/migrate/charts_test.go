@@ -227,7 +227,7 @@ func TestKeysPage(t *testing.T) {
 	var page strings.Builder
 	page.WriteString(`# Keys of NVIDIA's charts
 
-What ` + "`controller migrate`" + ` makes of the 20 keys that users set most in each of NVIDIA's charts ([Move from NVIDIA's
+What ` + "`kubectl gpu migrate`" + ` makes of the 20 keys that users set most in each of NVIDIA's charts ([Move from NVIDIA's
 drivers](migrate.md)). Carried: the key keeps its name or becomes another one. Lost: Tandem has nothing like it.
 Without meaning: Tandem does not need it. ` + "`migrate`" + ` prints the same for each key in your files. A test writes this
 page.

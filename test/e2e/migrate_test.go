@@ -18,7 +18,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
-	"github.com/tandem-gpu/tandem/hack/gotool"
 	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/pkg/migrate"
 	"github.com/tandem-gpu/tandem/test/faults"
@@ -112,43 +111,21 @@ func playNVIDIA(ctx context.Context, minors map[string]int) error {
 	}
 }
 
-// buildController returns the path of the controller's program.
-func (s *story) buildController() string {
+// migrates runs `kubectl gpu migrate` for the node.
+func (s *story) migrates(plugin string, args ...string) string {
 	s.Helper()
-	root, err := gotool.Root(s.Ctx)
+	out, err := s.KubectlGPU(plugin, append([]string{"migrate", "--node", gpuNode}, args...)...)
 	if err != nil {
-		s.Fatal(err)
+		s.Fatalf("%v\n%s", err, out)
 	}
-	dir := s.TempDir()
-	program := filepath.Join(dir, "controller")
-	cmd := gotool.Command(s.Ctx, dir, nil, "build", "-o", program, "./cmd/controller")
-	cmd.Dir = root
-	if out, err := cmd.CombinedOutput(); err != nil {
-		s.Fatalf("build the controller: %v\n%s", err, out)
-	}
-	return program
-}
-
-// migrates runs `controller migrate` for the node, in the network of the cluster.
-func (s *story) migrates(controller string, args ...string) string {
-	s.Helper()
-	args = append([]string{"migrate", "--kubeconfig", theCluster.Kubeconfig(), "--node", gpuNode}, args...)
-	cmd, err := node().NetworkCommand(s.Ctx, controller, args...)
-	if err != nil {
-		s.Fatal(err)
-	}
-	out, err := cmd.CombinedOutput()
-	if err != nil {
-		s.Fatalf("migrate %v: %v\n%s", args, err, out)
-	}
-	return string(out)
+	return out
 }
 
 // TestMigrateThereAndBack: eight pods run by limits on a node that NVIDIA's device plugin serves. The node moves to Tandem, which serves
 // the next pod, and back. No container restarts, and each keeps its GPU.
 func TestMigrateThereAndBack(t *testing.T) {
 	s := begin(t)
-	controller := s.buildController()
+	plugin := s.BuildPlugin()
 	minors := s.uuids()
 	s.nvidiaStandIn(minors)
 	s.Event("Node", gpuNode, "OtherDevicePlugin", faults.DevicePluginDir+"/nvidia-gpu.sock", install.ResourceName)
@@ -163,10 +140,10 @@ func TestMigrateThereAndBack(t *testing.T) {
 	}
 	containers, gpus := s.Containers(), s.Seen()
 
-	if plan := s.migrates(controller, "--plan"); !strings.Contains(plan, "node "+gpuNode+": 8 running pods") {
+	if plan := s.migrates(plugin, "--plan"); !strings.Contains(plan, "node "+gpuNode+": 8 running pods") {
 		t.Errorf("plan:\n%s", plan)
 	}
-	if out := s.migrates(controller, "--apply"); !strings.Contains(out, "node "+gpuNode+": done") {
+	if out := s.migrates(plugin, "--apply"); !strings.Contains(out, "node "+gpuNode+": done") {
 		t.Errorf("migrate --apply:\n%s", out)
 	}
 	s.Unchanged(containers, gpus)
@@ -183,7 +160,7 @@ func TestMigrateThereAndBack(t *testing.T) {
 	s.NoDoubleOwners()
 
 	containers, gpus = s.Containers(), s.Seen()
-	if out := s.migrates(controller, "--apply", "--back"); !strings.Contains(out, "node "+gpuNode+": done") {
+	if out := s.migrates(plugin, "--apply", "--back"); !strings.Contains(out, "node "+gpuNode+": done") {
 		t.Errorf("migrate --apply --back:\n%s", out)
 	}
 	s.Unchanged(containers, gpus)
