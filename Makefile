@@ -60,12 +60,12 @@ build = go build -buildvcs=false -gcflags=all=-dwarf=false -tags=grpcnotrace \
 .PHONY: build
 build: ## all programs, into bin/
 	@hack/go.sh
-	$(build) ./cmd/...
+	$(build) ./cmd/... ./cli/kubectl-gpu
 
 .PHONY: kubectl-gpu
 kubectl-gpu: ## the kubectl plugin, into bin/
 	@hack/go.sh
-	$(build) ./cmd/kubectl-gpu
+	$(build) ./cli/kubectl-gpu
 
 .PHONY: unit
 unit: ## unit tests with the race detector
@@ -197,4 +197,4 @@ clean: ## remove what was built in the checkout
 
 .PHONY: vulnerabilities
 vulnerabilities: ## known vulnerabilities in the dependencies, by govulncheck (needs network)
-	go run golang.org/x/vuln/cmd/govulncheck@v1.9.0 ./... ./hack/... ./test/...
+	go run golang.org/x/vuln/cmd/govulncheck@v1.9.0 ./... ./cli/... ./hack/... ./test/...

@@ -22,14 +22,14 @@ const module = "github.com/tandem-gpu/tandem"
 // layers are the product's packages from the bottom up. A package imports only packages of lower layers. The two front-ends
 // share a layer, so they do not import each other.
 var layers = [][]string{
-	{"pkg/device", "internal/version", "internal/records", "internal/driverroot", "internal/broadcast", "internal/keylock", "internal/regarding", "internal/fileclock", "internal/filewatch", "internal/owner", "internal/podstatus", "internal/stacks", "internal/terminal", "internal/workloads", "api", "deployments/helm"},
+	{"pkg/device", "internal/version", "internal/records", "internal/driverroot", "internal/broadcast", "internal/keylock", "internal/regarding", "internal/fileclock", "internal/filewatch", "internal/owner", "internal/podstatus", "internal/stacks", "internal/terminal", "cli/workloads", "api", "deployments/helm"},
 	{"pkg/availability", "pkg/mig", "pkg/mps", "pkg/nodelabels", "internal/capacity", "internal/config", "internal/runtimes", "internal/status"},
 	{"pkg/ledger", "pkg/cdi", "pkg/partition"},
-	{"pkg/podstate", "pkg/health", "pkg/webhook", "pkg/sharing", "pkg/handover", "pkg/explain"},
-	{"pkg/reconcile", "pkg/driver", "pkg/legacy", "pkg/gpunode", "pkg/controller", "pkg/migrate", "pkg/overview"},
-	{"pkg/nvml", "pkg/wiring", "pkg/drain", "pkg/doctor", "pkg/page"},
+	{"pkg/podstate", "pkg/health", "pkg/webhook", "pkg/sharing", "pkg/handover", "cli/explain"},
+	{"pkg/reconcile", "pkg/driver", "pkg/legacy", "pkg/gpunode", "pkg/controller", "cli/migrate", "cli/overview"},
+	{"pkg/nvml", "pkg/wiring", "cli/drain", "cli/doctor", "cli/page"},
 	{"pkg/agent", "simulated"},
-	{"cmd"},
+	{"cmd", "cli/kubectl-gpu"},
 }
 
 // doors are modules that only some packages may import, and why.
@@ -42,10 +42,11 @@ var doors = []struct {
 	{"github.com/NVIDIA/", []string{"pkg/nvml", "simulated", "test/dropin"}, "pkg/nvml is the one door to the NVIDIA driver", false},
 	{module + "/pkg/nvml", []string{"pkg/nvml", "pkg/agent", "simulated/simnode", "cmd", "hack", "test"}, "front-ends declare the small interface they need", false},
 	{module + "/simulated", []string{"simulated", "cmd", "hack", "test"}, "only commands, tools and tests use the simulated hardware", true},
-	{"k8s.io/", []string{"api", "pkg/driver", "pkg/legacy", "pkg/podstate", "pkg/health", "pkg/reconcile", "pkg/gpunode", "pkg/controller", "pkg/explain", "pkg/overview", "pkg/drain", "pkg/doctor", "pkg/page", "pkg/migrate", "pkg/webhook", "pkg/nvml", "simulated", "pkg/cdi", "pkg/ledger", "pkg/mps", "pkg/sharing", "pkg/handover", "pkg/nodelabels", "pkg/wiring", "pkg/agent", "internal", "cmd", "hack", "test", "deployments"},
+	{"k8s.io/", []string{"api", "pkg/driver", "pkg/legacy", "pkg/podstate", "pkg/health", "pkg/reconcile", "pkg/gpunode", "pkg/controller", "pkg/webhook", "pkg/nvml", "simulated", "pkg/cdi", "pkg/ledger", "pkg/mps", "pkg/sharing", "pkg/handover", "pkg/nodelabels", "pkg/wiring", "pkg/agent", "internal", "cmd", "cli", "hack", "test", "deployments"},
 		"pkg/device and pkg/mig are values over the standard library", false},
-	{"github.com/spf13/cobra", []string{"cmd/kubectl-gpu"}, "only the kubectl plugin links it; pkg/overview has what other views need", false},
-	{"k8s.io/cli-runtime", []string{"cmd/kubectl-gpu"}, "only the kubectl plugin links it; pkg/overview has what other views need", false},
+	{"github.com/spf13/cobra", []string{"cli/kubectl-gpu"}, "only the kubectl plugin links it; cli/overview has what other views need", false},
+	{"k8s.io/cli-runtime", []string{"cli/kubectl-gpu"}, "only the kubectl plugin links it; cli/overview has what other views need", false},
+	{module + "/cli", []string{"cli", "test"}, "cli is a module of its own: the product's go.mod lists what the product needs", false},
 	{module + "/hack", []string{"hack", "test"}, "hack is a module of its own: the product's go.mod lists what the product needs", false},
 	{module + "/test", []string{"test", "hack"}, "test is a module of its own: the product's go.mod lists what the product needs", false},
 }
@@ -189,19 +190,21 @@ func TestAgentCallsNoMethodsByName(t *testing.T) {
 	}
 }
 
-// TestModulesAgree: the product is built from the same versions in the workspace as alone. `go work sync` repairs it.
+// TestModulesAgree: product and plugin are built from the same versions in the workspace as alone. `go work sync` repairs it.
 func TestModulesAgree(t *testing.T) {
-	list := func(env string) string {
-		cmd := exec.Command("go", "list", "-deps", "-f", "{{with .Module}}{{.Path}} {{.Version}}{{end}}", "./cmd/...")
-		cmd.Env = append(os.Environ(), env)
-		out, err := cmd.Output()
-		if err != nil {
-			t.Fatal(env, err)
+	for dir, packages := range map[string]string{".": "./cmd/...", "cli": "./..."} {
+		list := func(env string) string {
+			cmd := exec.Command("go", "-C", dir, "list", "-deps", "-f", "{{with .Module}}{{.Path}} {{if not .Replace}}{{.Version}}{{end}}{{end}}", packages)
+			cmd.Env = append(os.Environ(), env)
+			out, err := cmd.Output()
+			if err != nil {
+				t.Fatal(env, err)
+			}
+			return string(out)
 		}
-		return string(out)
-	}
-	if alone, together := list("GOWORK=off"), list("GOWORK="); alone != together {
-		t.Errorf("go.work selects other versions than go.mod for the product:\n%s\n%s", alone, together)
+		if alone, together := list("GOWORK=off"), list("GOWORK="); alone != together {
+			t.Errorf("go.work selects other versions than go.mod of %s:\n%s\n%s", dir, alone, together)
+		}
 	}
 }
 

@@ -237,7 +237,7 @@ func TestPagesNameExistingFiles(t *testing.T) {
 func TestPagesNameWhatExists(t *testing.T) {
 	var code strings.Builder
 	for _, f := range sources(t) {
-		if !f.test && (strings.HasPrefix(f.pkg, "pkg/") || strings.HasPrefix(f.pkg, "cmd/") || strings.HasPrefix(f.pkg, "internal/")) {
+		if !f.test && (strings.HasPrefix(f.pkg, "pkg/") || strings.HasPrefix(f.pkg, "cmd/") || strings.HasPrefix(f.pkg, "cli/") || strings.HasPrefix(f.pkg, "internal/")) {
 			code.WriteString(f.text)
 		}
 	}

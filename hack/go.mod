@@ -9,6 +9,7 @@ require (
 
 replace (
 	github.com/tandem-gpu/tandem => ../
+	github.com/tandem-gpu/tandem/cli => ../cli
 	github.com/tandem-gpu/tandem/test => ../test
 )
 

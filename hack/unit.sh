@@ -14,7 +14,7 @@ if [ $# -eq 0 ] && [ "$(id -u)" -eq 0 ]; then
 fi
 GOWORK=off go -C hack/tools build -o ../../bin/tools/ gotest.tools/gotestsum
 # go test begins packages in this order. The slowest come first: the last would run alone, on one core.
-packages=${*:-$(go list ./test/simulation ./pkg/webhook ./pkg/nvml ./test/... ./hack/... ./... | grep -v -E '/test/(e2e|contract|facts|intruder)$|/deployments/helm')}
+packages=${*:-$(go list ./test/simulation ./pkg/webhook ./pkg/nvml ./test/... ./hack/... ./cli/... ./... | grep -v -E '/test/(e2e|contract|facts|intruder)$|/deployments/helm')}
 # shellcheck disable=SC2086
 exec bin/tools/gotestsum --format pkgname ${TEST_RESULTS:+--jsonfile "$TEST_RESULTS"} -- \
 	"${run[@]}" -race -vet=off -count=1 -parallel 16 -timeout 1h $packages

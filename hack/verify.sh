@@ -23,9 +23,9 @@ formatting() {
 	[ -z "$files" ] || { echo "not formatted: $files"; return 1; }
 }
 
-# The product, the tools and the tests are three modules; hack/tools pins the programs that verify runs.
-modules=(. hack test)
-packages=(./... ./hack/... ./test/...)
+# The product, its command line, the tools and the tests are modules; hack/tools pins the programs that verify runs.
+modules=(. cli hack test)
+packages=(./... ./cli/... ./hack/... ./test/...)
 
 tidy() {
 	local module

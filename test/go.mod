@@ -4,11 +4,13 @@ go 1.26.0
 
 require (
 	github.com/tandem-gpu/tandem v0.0.0
+	github.com/tandem-gpu/tandem/cli v0.0.0
 	github.com/tandem-gpu/tandem/hack v0.0.0
 )
 
 replace (
 	github.com/tandem-gpu/tandem => ../
+	github.com/tandem-gpu/tandem/cli => ../cli
 	github.com/tandem-gpu/tandem/hack => ../hack
 )
 

@@ -211,7 +211,7 @@ func sharedVersions(ctx context.Context, versions map[string]string) error {
 	if err != nil {
 		return err
 	}
-	for _, dir := range []string{"", "hack", "test"} {
+	for _, dir := range []string{"", "cli", "hack", "test"} {
 		path := filepath.Join(root, dir, "go.mod")
 		data, err := os.ReadFile(path)
 		if err != nil {

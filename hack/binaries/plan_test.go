@@ -15,7 +15,7 @@ import (
 )
 
 // Packages that both Tandem and a cluster's programs link have one version, so that the first demo compiles them once. To correct a
-// difference, update go.mod, hack/go.mod or test/go.mod. No package of Tandem is in notInlined.
+// difference, update go.mod, or that of cli, hack or test. No package of Tandem is in notInlined.
 func TestOneVersionOfEachPackage(t *testing.T) {
 	work := t.TempDir()
 	_, components := describe(work, []string{DefaultKubernetes})
@@ -71,7 +71,7 @@ func TestOneVersionOfEachPackage(t *testing.T) {
 		}
 	}
 	compared := 0
-	for path, version := range versions(tandem, "./cmd/...", "./hack/cmd/demo", "./hack/cmd/e2e") {
+	for path, version := range versions(tandem, "./cmd/...", "./cli/kubectl-gpu", "./hack/cmd/demo", "./hack/cmd/e2e") {
 		theirs := cluster[path]
 		if theirs != "" && theirs != version {
 			t.Errorf("%s has version %s in a cluster's programs and %s in Tandem: update it in go.mod", path, theirs, version)

@@ -16,7 +16,7 @@ import (
 	"github.com/tandem-gpu/tandem/hack/progress"
 )
 
-// ProductModule is the module at the root of the checkout. hack and test are modules of their own, below it.
+// ProductModule is the module at the root of the checkout. cli, hack and test are modules of their own, below it.
 const ProductModule = "github.com/tandem-gpu/tandem"
 
 // Root returns the root directory of this checkout. The working directory must be inside it.

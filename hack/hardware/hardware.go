@@ -66,7 +66,7 @@ func Build(ctx context.Context, dir string, progress io.Writer) (Programs, error
 		{"the tests of hardware", "CGO_ENABLED=1", append([]string{"test", "-c",
 			"-ldflags", "-s -w -linkmode=external -extldflags=-Wl,-z,lazy", "-o", tests, "./test/hardware"}, gotool.BuildFlags()...)},
 		{"kubectl-gpu", "CGO_ENABLED=0", []string{"build", "-trimpath", "-ldflags", gotool.LDFlags("hardware", "none"),
-			"-o", filepath.Join(dir, "kubectl-gpu"), "./cmd/kubectl-gpu"}},
+			"-o", filepath.Join(dir, "kubectl-gpu"), "./cli/kubectl-gpu"}},
 	} {
 		fmt.Fprintln(progress, "compiling", build.what)
 		cmd := gotool.Command(ctx, dir, []string{build.env}, build.args...)

@@ -4,10 +4,7 @@ package release
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"io/fs"
-	"os"
 	"path/filepath"
 	"strings"
 
@@ -21,16 +18,10 @@ var platforms = []struct{ os, arch string }{
 	{"linux", "amd64"}, {"linux", "arm64"}, {"darwin", "amd64"}, {"darwin", "arm64"}, {"windows", "amd64"}, {"windows", "arm64"},
 }
 
-// makePlugins builds the plugin of kubectl for every platform, if the checkout has one, and returns the paths of the programs.
+// makePlugins builds the plugin of kubectl for every platform and returns the paths of the programs.
 func (b build) makePlugins(ctx context.Context) ([]string, error) {
 	if b.NoPlugins {
 		return nil, nil
-	}
-	if _, err := os.Stat(filepath.Join(b.Root, "cmd", plugin)); errors.Is(err, fs.ErrNotExist) {
-		fmt.Fprintf(b.Progress, "no %s: the checkout has no cmd/%s\n", plugin, plugin)
-		return nil, nil
-	} else if err != nil {
-		return nil, fmt.Errorf("look for cmd/%s: %w", plugin, err)
 	}
 	var programs []string
 	for _, p := range platforms {
@@ -40,7 +31,7 @@ func (b build) makePlugins(ctx context.Context) ([]string, error) {
 		}
 		fmt.Fprintf(b.Progress, "compiling %s for %s/%s\n", plugin, p.os, p.arch)
 		cmd := gotool.Command(ctx, b.work, append([]string{"CGO_ENABLED=0", "GOOS=" + p.os, "GOARCH=" + p.arch}, gotool.FixedEnv...),
-			"build", "-trimpath", "-buildvcs=false", "-o", program, "-ldflags", gotool.LDFlags(b.source.version, b.source.commit), "./cmd/"+plugin)
+			"build", "-trimpath", "-buildvcs=false", "-o", program, "-ldflags", gotool.LDFlags(b.source.version, b.source.commit), "./cli/"+plugin)
 		cmd.Dir = b.Root
 		if output, err := cmd.CombinedOutput(); err != nil {
 			return nil, fmt.Errorf("compile %s for %s/%s: %w\n%s", plugin, p.os, p.arch, err, strings.TrimSpace(string(output)))

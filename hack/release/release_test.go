@@ -101,8 +101,8 @@ func TestRelease(t *testing.T) {
 	server := httptest.NewServer(registry.New(registry.Logger(log.New(io.Discard, "", 0))))
 	defer server.Close()
 	root := checkout(t)
-	// A small plugin, wherever the checkout has the real one.
-	pluginDir := filepath.Join(root, "cmd", plugin)
+	// A small plugin in place of the real one.
+	pluginDir := filepath.Join(root, "cli", plugin)
 	if err := errors.Join(os.RemoveAll(pluginDir), os.MkdirAll(pluginDir, 0o755), os.WriteFile(filepath.Join(pluginDir, "main.go"),
 		[]byte("// Command kubectl-gpu is a stand-in.\npackage main\n\nimport \"github.com/tandem-gpu/tandem/internal/version\"\n\nfunc main() { println(version.String()) }\n"), 0o644)); err != nil {
 		t.Fatal(err)
@@ -351,14 +351,6 @@ func mustDescriptor(t *testing.T, d Description) *remote.Descriptor {
 		t.Fatal(err)
 	}
 	return descriptor
-}
-
-// TestNoPlugin: a checkout without the plugin is released without it.
-func TestNoPlugin(t *testing.T) {
-	b := build{Options: Options{Root: t.TempDir(), Progress: io.Discard}, result: t.TempDir()}
-	if programs, err := b.makePlugins(t.Context()); err != nil || len(programs) != 0 {
-		t.Errorf("built %v (%v)", programs, err)
-	}
 }
 
 func TestRefusals(t *testing.T) {

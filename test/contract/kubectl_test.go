@@ -19,9 +19,9 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	gpunode "github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/cli/browser"
+	"github.com/tandem-gpu/tandem/cli/overview"
 	"github.com/tandem-gpu/tandem/hack/install"
-	"github.com/tandem-gpu/tandem/internal/browser"
-	"github.com/tandem-gpu/tandem/pkg/overview"
 	"github.com/tandem-gpu/tandem/test/manifests"
 	"github.com/tandem-gpu/tandem/test/oracle"
 	"github.com/tandem-gpu/tandem/test/stories"

@@ -11,7 +11,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
-	"github.com/tandem-gpu/tandem/pkg/overview"
+	"github.com/tandem-gpu/tandem/cli/overview"
 	"github.com/tandem-gpu/tandem/test/manifests"
 )
 

@@ -15,8 +15,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"sigs.k8s.io/yaml"
 
+	"github.com/tandem-gpu/tandem/cli/migrate"
 	deployed "github.com/tandem-gpu/tandem/deployments/helm"
-	"github.com/tandem-gpu/tandem/pkg/migrate"
 )
 
 // manifests renders the whole chart.
@@ -54,7 +54,7 @@ func ofMigrate(t *testing.T, chart, file string) string {
 
 // What migrate prints installs.
 func TestMigratedValuesInstall(t *testing.T) {
-	files, err := filepath.Glob("../../pkg/migrate/testdata/*.golden")
+	files, err := filepath.Glob("../../cli/migrate/testdata/*.golden")
 	if err != nil || len(files) < 20 {
 		t.Fatalf("%d files, %v", len(files), err)
 	}

@@ -13,17 +13,17 @@ import (
 	"k8s.io/dynamic-resource-allocation/resourceclaim"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/cli/explain"
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/explain"
 )
 
-// explains waits until pkg/explain gives a reason for a pending pod that matches the pattern.
+// explains waits until cli/explain gives a reason for a pending pod that matches the pattern.
 func (s *story) explains(pod corev1.Pod, pattern string) {
 	s.Helper()
 	s.Await(soon, "a reason why pod "+pod.Name+" waits", func() error { return s.checkReason(&pod, pattern) })
 }
 
-// checkReason returns an error if pkg/explain gives no reason for the pod that matches the pattern.
+// checkReason returns an error if cli/explain gives no reason for the pod that matches the pattern.
 func (s *story) checkReason(pod *corev1.Pod, pattern string) error {
 	reason, err := s.explanation(pod)
 	if err == nil && !regexp.MustCompile(pattern).MatchString(reason) {
@@ -32,7 +32,7 @@ func (s *story) checkReason(pod *corev1.Pod, pattern string) error {
 	return err
 }
 
-// explanation reads what pkg/explain needs from the API server.
+// explanation reads what cli/explain needs from the API server.
 func (s *story) explanation(pod *corev1.Pod) (string, error) {
 	classes, err := theClient.ResourceV1().DeviceClasses().List(s.Ctx, metav1.ListOptions{})
 	if err != nil {

@@ -18,8 +18,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
+	"github.com/tandem-gpu/tandem/cli/migrate"
 	"github.com/tandem-gpu/tandem/hack/install"
-	"github.com/tandem-gpu/tandem/pkg/migrate"
 	"github.com/tandem-gpu/tandem/test/faults"
 	"github.com/tandem-gpu/tandem/test/manifests"
 	"github.com/tandem-gpu/tandem/test/stories"

@@ -17,10 +17,10 @@ import (
 	"k8s.io/client-go/dynamic"
 
 	gpunode "github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/cli/drain"
+	"github.com/tandem-gpu/tandem/cli/overview"
 	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/drain"
-	"github.com/tandem-gpu/tandem/pkg/overview"
 )
 
 // With the token of an agent, a thief names pods of kube-system as holders of a GPU, and an administrator drains that GPU with

@@ -14,10 +14,10 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/cli/migrate"
+	"github.com/tandem-gpu/tandem/cli/overview"
+	"github.com/tandem-gpu/tandem/cli/workloads"
 	"github.com/tandem-gpu/tandem/hack/install"
-	"github.com/tandem-gpu/tandem/internal/workloads"
-	"github.com/tandem-gpu/tandem/pkg/migrate"
-	"github.com/tandem-gpu/tandem/pkg/overview"
 )
 
 // A tenant's pod has the labels of an agent and names its DaemonSet as owner, and an accomplice has an agent's token. kubectl gpu inspect does

@@ -33,7 +33,7 @@ func List() []Mutation {
 				"l.undo(holds[:i])", "l.undo(holds[i:])")},
 		},
 		{
-			Name: "share-without-memory", Tier: Test, Package: "./pkg/explain", By: "TestExplainShares",
+			Name: "share-without-memory", Tier: Test, Package: "./cli/explain", By: "TestExplainShares",
 			What: "a holder's share without memory of its own counts as the whole device",
 			Harm: "a shared GPU is shown as held, and a pod is told to wait",
 			Changes: []Change{Edit("pkg/availability", "Node", "heldShare",
@@ -159,17 +159,17 @@ func List() []Mutation {
 				"options.Continue = list.Continue; options.Continue == \"\"", "options.Continue = list.Continue; true")},
 		},
 		{
-			Name: "all-but-one", Tier: Test, Package: "./pkg/explain", By: "TestWhyOfClaims",
+			Name: "all-but-one", Tier: Test, Package: "./cli/explain", By: "TestWhyOfClaims",
 			What: "a request for all devices of a node counts as satisfied by those that are free",
 			Harm: "kubectl gpu why says that a node has room for a pod that waits for one device",
-			Changes: []Change{Edit("pkg/explain", "stock", "satisfies",
+			Changes: []Change{Edit("cli/explain", "stock", "satisfies",
 				" && len(blocked) == 0", " && len(blocked) >= 0")},
 		},
 		{
-			Name: "free-once", Tier: Test, Package: "./pkg/drain", By: "TestRun",
+			Name: "free-once", Tier: Test, Package: "./cli/drain", By: "TestRun",
 			What: "the time that a GPU has been free goes on while it has a holder again",
 			Harm: "kubectl gpu drain calls a GPU free while a claim for it may be on its way",
-			Changes: []Change{Edit("pkg/drain", "Drainer", "await",
+			Changes: []Change{Edit("cli/drain", "Drainer", "await",
 				"case err != nil || left > 0:\n\t\t\tfreeSince = time.Time{}", "case err != nil || left > 0:")},
 		},
 		{

@@ -20,7 +20,7 @@ func (s *Story) BuildPlugin() string {
 		s.Fatal(err)
 	}
 	program := filepath.Join(s.TempDir(), "kubectl-gpu")
-	cmd := gotool.Command(s.Ctx, s.TempDir(), []string{"CGO_ENABLED=0"}, "build", "-o", program, "./cmd/kubectl-gpu")
+	cmd := gotool.Command(s.Ctx, s.TempDir(), []string{"CGO_ENABLED=0"}, "build", "-o", program, "./cli/kubectl-gpu")
 	cmd.Dir = root
 	if out, err := cmd.CombinedOutput(); err != nil {
 		s.Fatalf("build the plugin: %v\n%s", err, out)

@@ -1,0 +1,431 @@
+// SPDX-License-Identifier: Apache-2.0
+
+// Package explain answers why a pod waits for a GPU, or failed, from API objects alone. Every function but Why is pure. Explain names nodes but no
+// holders, because those may belong to other users. Why names the holders in namespaces whose pods the viewer may list.
+package explain
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	resourceapi "k8s.io/api/resource/v1"
+	resourcehelper "k8s.io/component-helpers/resource"
+	schedulinghelper "k8s.io/component-helpers/scheduling/corev1"
+	"k8s.io/component-helpers/scheduling/corev1/nodeaffinity"
+	"k8s.io/dynamic-resource-allocation/resourceclaim"
+	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/capacity"
+	"github.com/tandem-gpu/tandem/pkg/availability"
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// namedNodes bounds the nodes that an answer names.
+const namedNodes = 5
+
+// MayRun returns a function that reports whether the pod may run on a node, judged by node selector, node affinity and taints.
+func MayRun(pod *corev1.Pod) func(*corev1.Node) bool {
+	affinity := nodeaffinity.GetRequiredNodeAffinity(pod)
+	return func(node *corev1.Node) bool {
+		if match, err := affinity.Match(node); err != nil || !match {
+			return false
+		}
+		_, untolerated := schedulinghelper.FindMatchingUntoleratedTaint(
+			klog.Background(), node.Spec.Taints, pod.Spec.Tolerations, repels, false)
+		return !untolerated
+	}
+}
+
+func repels(taint *corev1.Taint) bool {
+	return taint.Effect == corev1.TaintEffectNoSchedule || taint.Effect == corev1.TaintEffectNoExecute
+}
+
+func tolerates(pod *corev1.Pod, taint *corev1.Taint) bool {
+	return schedulinghelper.TolerationsTolerateTaint(klog.Background(), pod.Spec.Tolerations, taint, false)
+}
+
+// WhyUnserved returns why a node gives no GPU to new pods and claims, or may give none, and since when, in one line; empty if it gives some.
+// Every view shows it. The status is that of availability.AsOf.
+func WhyUnserved(s v1alpha1.GPUNodeStatus) string {
+	if s.Waiting == "" {
+		return ""
+	}
+	since := ""
+	if s.WaitingSince != nil {
+		since = " since " + s.WaitingSince.UTC().Format(time.RFC3339)
+	}
+	if s.Waiting == availability.Silent {
+		return fmt.Sprintf("its agent has been silent%s: its GPUNode is of that time, and new pods may get no GPU", since)
+	}
+	return fmt.Sprintf("no GPU for new pods and claims%s: %s", since, OneLine(s.Waiting))
+}
+
+// Explain returns why none of the nodes that a pod may run on can satisfy its request. It returns the empty string if a node can,
+// so that the pod waits for another reason, and if no node has such devices.
+func Explain(nodes []v1alpha1.GPUNode, asked Request) string {
+	var serving, unserved []v1alpha1.GPUNode
+	for _, n := range nodes {
+		if n.Status.Waiting == "" {
+			serving = append(serving, n)
+		} else {
+			unserved = append(unserved, n)
+		}
+	}
+	reason, room := explainServing(serving, asked)
+	if room || len(unserved) == 0 {
+		return reason
+	}
+	slices.SortFunc(unserved, func(a, b v1alpha1.GPUNode) int { return cmp.Compare(a.Name, b.Name) })
+	if reason != "" {
+		return reason + "; no GPU for new pods on " + list(unserved, func(n v1alpha1.GPUNode) string { return n.Name })
+	}
+	return "no node that gives GPUs to new pods has " + asked.noun(asked.Devices) + "; " +
+		list(unserved, func(n v1alpha1.GPUNode) string { return n.Name + ": " + WhyUnserved(n.Status) })
+}
+
+// explainServing is Explain for nodes that give GPUs to new pods. room is whether one of them can satisfy the request.
+func explainServing(nodes []v1alpha1.GPUNode, asked Request) (reason string, room bool) {
+	if asked.Memory > 0 || asked.Shares > 0 {
+		return explainShare(nodes, asked)
+	}
+	if !slices.ContainsFunc(nodes, func(n v1alpha1.GPUNode) bool { return asked.mixes(n.Status) }) {
+		asked.Limits = ""
+	}
+	type counted struct {
+		name string
+		v1alpha1.DeviceCounts
+	}
+	var with []counted
+	var total, free int64
+	for _, node := range nodes {
+		counts := asked.counts(node.Status)
+		if counts.Total == 0 {
+			continue
+		}
+		if int64(counts.Free)+asked.divided(node.Status) >= asked.Devices {
+			return "", true
+		}
+		with = append(with, counted{node.Name, counts})
+		total, free = total+int64(counts.Total), free+int64(counts.Free)
+	}
+	if len(with) == 0 {
+		return "", false
+	}
+	slices.SortFunc(with, func(a, b counted) int {
+		return cmp.Or(cmp.Compare(b.Free, a.Free), cmp.Compare(a.name, b.name))
+	})
+	held := "held"
+	unhealthy := slices.ContainsFunc(with, func(n counted) bool { return n.Unhealthy > 0 })
+	switch maintained := slices.ContainsFunc(with, func(n counted) bool { return n.Maintenance > 0 }); {
+	case unhealthy && maintained:
+		held = "held, unhealthy or under maintenance"
+	case unhealthy:
+		held = "held or unhealthy"
+	case maintained:
+		held = "held or under maintenance"
+	}
+	switch {
+	case free > 0:
+		return fmt.Sprintf("no node has %s free: %s", asked.noun(asked.Devices), list(with, func(n counted) string {
+			return fmt.Sprintf("%s has %d of %d (%s)", n.name, n.Free, n.Total, holders(n.DeviceCounts))
+		})), false
+	case len(with) == 1:
+		return fmt.Sprintf("%s of %s are %s: %s", asked.all(total), with[0].name, held, holders(with[0].DeviceCounts)), false
+	}
+	return fmt.Sprintf("%s of %d nodes are %s: %s", asked.all(total), len(with), held, list(with, func(n counted) string {
+		return fmt.Sprintf("%s (%s)", n.name, holders(n.DeviceCounts))
+	})), false
+}
+
+// explainShare is explainServing for a request of shares of GPUs. A free GPU that is not shared satisfies a request of memory as a whole.
+func explainShare(nodes []v1alpha1.GPUNode, asked Request) (reason string, room bool) {
+	type counted struct {
+		name string
+		// memory and shares are the most that is left on one device.
+		memory, shares int64
+	}
+	var with []counted
+	for _, node := range nodes {
+		fitting, shared := int64(0), false
+		most := counted{name: node.Name}
+		reported := availability.NewNode(node.Status, nil)
+		for _, d := range node.Status.Devices {
+			if _, out := whyOut(d.Name, d); out {
+				continue
+			}
+			if d.Sharing == nil || d.Sharing.Claims == "" {
+				if d.Parent == "" && len(d.Holders) == 0 && asked.Shares == 0 {
+					fitting++
+				}
+				continue
+			}
+			shared = true
+			left := reported.Left(d, reported.Held)
+			most.memory, most.shares = max(most.memory, int64(left.Bytes)), max(most.shares, int64(left.Count))
+			if asked.fits(d, left) {
+				fitting++
+			}
+		}
+		if fitting >= asked.Devices {
+			return "", true
+		}
+		if shared {
+			with = append(with, most)
+		}
+	}
+	byShares := asked.Shares > 0 && !slices.ContainsFunc(with, func(n counted) bool { return n.shares >= asked.Shares })
+	switch {
+	case len(with) == 0 && asked.Shares > 0:
+		return fmt.Sprintf("no node divides its GPUs into shares; the pod requests %s of one", equalShares(asked.Shares)), false
+	case len(with) == 0:
+		return fmt.Sprintf("no node shares the memory of its GPUs; the pod requests %s of one", Mebibytes(asked.Memory)), false
+	}
+	slices.SortFunc(with, func(a, b counted) int {
+		return cmp.Or(cmp.Compare(b.shares, a.shares), cmp.Compare(b.memory, a.memory), cmp.Compare(a.name, b.name))
+	})
+	amount := Mebibytes(asked.Memory)
+	if byShares {
+		amount = equalShares(asked.Shares)
+	}
+	return fmt.Sprintf("no node has %s left on %s: %s", amount, asked.noun(asked.Devices), list(with, func(n counted) string {
+		if byShares {
+			return fmt.Sprintf("%s has %d at most", n.name, n.shares)
+		}
+		return fmt.Sprintf("%s has %s at most", n.name, Mebibytes(n.memory))
+	})), false
+}
+
+// fits reports whether what is left of a shared device satisfies the request.
+func (r Request) fits(d v1alpha1.DeviceStatus, left device.Share) bool {
+	held := slices.ContainsFunc(d.Holders, func(h v1alpha1.DeviceHolder) bool { return !h.Shared && h.Memory == 0 })
+	switch {
+	case held || int64(left.Bytes) < r.Memory || r.Shares > int64(left.Count):
+		return false
+	case r.Memory > 0:
+		return true
+	case d.Sharing.Claims == v1alpha1.ClaimSharing(device.ByMemory): // all of the memory by default
+		return len(d.Holders) == 0
+	default:
+		return d.Sharing.Claims == v1alpha1.ClaimSharing(device.Unlimited) || left.Count > 0
+	}
+}
+
+// divided returns how many devices with holders have a share left for a claim that requests no amount.
+func (r Request) divided(status v1alpha1.GPUNodeStatus) (n int64) {
+	if r.Limits != "" || r.Resource != "" {
+		return 0
+	}
+	node := availability.NewNode(status, nil)
+	for _, d := range status.Devices {
+		_, out := whyOut(d.Name, d)
+		shared := d.Sharing != nil && d.Sharing.Claims != "" && len(d.Holders) > 0
+		if shared && !out && r.fits(d, node.Left(d, node.Held)) {
+			n++
+		}
+	}
+	return n
+}
+
+func equalShares(n int64) string { return Number(int(n), "share") }
+
+// Number returns a number of things for users, such as "1 node" or "2 nodes". cli/overview and cli/doctor call it as well.
+func Number(n int, what string) string {
+	if n == 1 {
+		return "1 " + what
+	}
+	return fmt.Sprintf("%d %ss", n, what)
+}
+
+// Mebibytes returns an amount of memory for users. Tables of cli/overview call it as well.
+func Mebibytes(bytes int64) string { return fmt.Sprintf("%d MiB", bytes>>20) }
+
+// Request is what a pod waits for.
+type Request struct {
+	Devices int64
+	// Memory is the number of bytes requested of each device, and Shares that of equal shares. If both are zero, the request is for what a
+	// device gives by default: all of it, unless the node divides it for claims.
+	Memory, Shares int64
+	// Resource is the extended resource of partitions; empty for GPUs.
+	Resource string
+	// Limits is the extended resource of GPUs if the pod requests GPUs by it alone. On a partitioned node it may name partitions.
+	Limits string
+}
+
+// mixes reports whether the resource of GPUs covers partitions on a node, or does not cover all of its GPUs.
+func (a Request) mixes(status v1alpha1.GPUNodeStatus) bool {
+	return a.Limits != "" && a.Limits == status.ExtendedResource && status.Partitions != nil
+}
+
+// counts returns the counts of the requested devices on a node.
+func (a Request) counts(status v1alpha1.GPUNodeStatus) v1alpha1.DeviceCounts {
+	resource := a.Resource
+	if a.mixes(status) {
+		resource = a.Limits
+	}
+	if resource == "" {
+		return status.Counts
+	}
+	var counts v1alpha1.DeviceCounts
+	node := availability.NewNode(status, nil)
+	for _, d := range status.Devices {
+		if d.ExtendedResource != resource || d.Excluded {
+			continue
+		}
+		node.Count(&counts, d)
+	}
+	return counts
+}
+
+// resource is the extended resource that names the devices; empty for GPUs.
+func (a Request) resource() string { return cmp.Or(a.Resource, a.Limits) }
+
+func (a Request) noun(n int64) string {
+	switch {
+	case a.resource() != "":
+		return fmt.Sprintf("%d %s", n, a.resource())
+	case n == 1:
+		return "1 GPU"
+	}
+	return fmt.Sprintf("%d GPUs", n)
+}
+
+func (a Request) all(n int64) string {
+	switch {
+	case n == 1 && a.resource() != "":
+		return "all " + a.resource()
+	case n == 1:
+		return "all GPUs"
+	}
+	return "all " + a.noun(n)
+}
+
+// holders returns text such as "5 by pods, 3 by claims".
+func holders(counts v1alpha1.DeviceCounts) string {
+	var parts []string
+	for _, part := range []struct {
+		n    int32
+		what string
+	}{{counts.Pods, "by pods"}, {counts.Claims, "by claims"}, {counts.Unhealthy, "unhealthy"}, {counts.Maintenance, "under maintenance"}} {
+		if part.n > 0 {
+			parts = append(parts, fmt.Sprintf("%d %s", part.n, part.what))
+		}
+	}
+	return strings.Join(parts, ", ")
+}
+
+func list[T any](nodes []T, describe func(T) string) string {
+	var parts []string
+	for _, node := range nodes[:min(namedNodes, len(nodes))] {
+		parts = append(parts, describe(node))
+	}
+	if more := len(nodes) - namedNodes; more > 0 {
+		parts = append(parts, fmt.Sprintf("and %d more", more))
+	}
+	return strings.Join(parts, ", ")
+}
+
+// Names are the names by which pods request Tandem's GPUs.
+type Names struct {
+	// Resources are the extended resources of whole GPUs.
+	Resources map[corev1.ResourceName]bool
+	// Classes are the DeviceClasses of whole GPUs.
+	Classes map[string]bool
+	// Limits are the extended resources of the device plugin API, including those of partitions.
+	Limits device.Resources
+}
+
+// NewNames finds the DeviceClasses whose selectors name the driver. It excludes classes of partitions: API objects do not say how
+// many more partitions a GPU has room for.
+func NewNames(driver string, limits device.Resources, classes []resourceapi.DeviceClass) Names {
+	o := Names{
+		Resources: map[corev1.ResourceName]bool{corev1.ResourceName(limits.GPU): true}, Classes: map[string]bool{}, Limits: limits,
+	}
+	for _, class := range classes {
+		if !names(class, driver) || names(class, "mig") {
+			continue
+		}
+		o.Classes[class.Name] = true
+		o.Resources[corev1.ResourceName(resourceapi.ResourceDeviceClassPrefix+class.Name)] = true
+		if class.Spec.ExtendedResourceName != nil {
+			o.Resources[corev1.ResourceName(*class.Spec.ExtendedResourceName)] = true
+		}
+	}
+	return o
+}
+
+// names reports whether a CEL selector of a class contains a quoted string.
+func names(class resourceapi.DeviceClass, text string) bool {
+	return slices.ContainsFunc(class.Spec.Selectors, func(s resourceapi.DeviceSelector) bool {
+		return s.CEL != nil && (strings.Contains(s.CEL.Expression, `"`+text+`"`) || strings.Contains(s.CEL.Expression, `'`+text+`'`))
+	})
+}
+
+// Request returns the GPUs that a pod requests by limits and by claims without an allocation. If it requests none, Request returns
+// the partitions that it requests by limits. claim returns the claim of that name in the pod's namespace, or nil.
+func (o Names) Request(pod *corev1.Pod, claim func(name string) *resourceapi.ResourceClaim) Request {
+	limits := resourcehelper.PodLimits(pod, resourcehelper.PodResourcesOptions{})
+	count := func(name corev1.ResourceName) int64 {
+		quantity := limits[name]
+		return quantity.Value()
+	}
+	asked, most := int64(0), device.Consumed{}
+	for name := range o.Resources {
+		asked += count(name)
+	}
+	for i := range pod.Spec.ResourceClaims {
+		// The claim of a template may not exist yet.
+		name, _, err := resourceclaim.Name(pod, &pod.Spec.ResourceClaims[i])
+		if err != nil || name == nil {
+			continue
+		}
+		if c := claim(*name); c != nil && c.Status.Allocation == nil {
+			n, each := o.requests(c)
+			asked, most = asked+n, larger(most, each)
+		}
+	}
+	switch {
+	case asked > 0 && asked == count(corev1.ResourceName(o.Limits.GPU)):
+		return Request{Devices: asked, Limits: o.Limits.GPU}
+	case asked > 0:
+		return Request{Devices: asked, Memory: most.Memory, Shares: most.Shares}
+	}
+	for _, name := range slices.Sorted(maps.Keys(limits)) {
+		if n := count(name); n > 0 && o.Limits.Has(string(name)) {
+			return Request{Devices: n, Resource: string(name)}
+		}
+	}
+	return Request{}
+}
+
+// requests returns how many GPUs a claim requests, and the most that it requests of one.
+func (o Names) requests(claim *resourceapi.ResourceClaim) (n int64, each device.Consumed) {
+	amounts := func(of *resourceapi.CapacityRequirements) device.Consumed {
+		if of == nil {
+			return device.Consumed{}
+		}
+		memory, shares := of.Requests[capacity.Memory], of.Requests[capacity.Shares]
+		return device.Consumed{Memory: memory.Value(), Shares: shares.Value()}
+	}
+	for _, r := range claim.Spec.Devices.Requests {
+		if r.Exactly != nil && o.Classes[r.Exactly.DeviceClassName] {
+			n, each = n+max(1, r.Exactly.Count), larger(each, amounts(r.Exactly.Capacity))
+		}
+		for _, s := range r.FirstAvailable {
+			if o.Classes[s.DeviceClassName] {
+				n, each = n+max(1, s.Count), larger(each, amounts(s.Capacity))
+				break
+			}
+		}
+	}
+	return n, each
+}
+
+func larger(a, b device.Consumed) device.Consumed {
+	return device.Consumed{Memory: max(a.Memory, b.Memory), Shares: max(a.Shares, b.Shares)}
+}
