@@ -4,6 +4,7 @@ package podstate
 
 import (
 	"context"
+	"errors"
 	"slices"
 	"strings"
 	"time"
@@ -150,11 +151,27 @@ func (p *Pods) claimState(h ledger.Hold, uids map[types.UID]bool) ledger.PodStat
 		}
 		return ledger.Terminating
 	}
+	e := p.evidenceOf(h, uids)
 	podState := ledger.Gone
-	remembered, added, err := p.AddedPods(h)
-	if remembered || err != nil {
+	if e.kubelet {
 		podState = ledger.Orphaned
 	}
+	for _, state := range e.pods {
+		podState = min(podState, state)
+	}
+	return podState
+}
+
+// evidence is what may keep the hold of a claim that drains.
+type evidence struct {
+	pods map[types.UID]ledger.PodState
+	// kubelet is set if kubelet's state has the claim's devices, or could not be read.
+	kubelet bool
+}
+
+// evidenceOf looks at the pods with these UIDs, at those that the hold or kubelet's state names, and at those that kubelet may be starting.
+func (p *Pods) evidenceOf(h ledger.Hold, uids map[types.UID]bool) evidence {
+	remembered, added, err := p.AddedPods(h)
 	prepared := map[types.UID]bool{}
 	for _, pod := range slices.Concat(h.Pods, added) {
 		prepared[types.UID(pod.UID)], uids[types.UID(pod.UID)] = true, true
@@ -162,18 +179,17 @@ func (p *Pods) claimState(h ledger.Hold, uids map[types.UID]bool) ledger.PodStat
 	// Without pods, kubelet never received an answer to Prepare.
 	recent := isRecent(h.Began) && len(h.Pods) > 0
 	if recent {
-		unseen, err := p.unreported(func(seenPod) bool { return true })
-		if err != nil {
-			podState = ledger.Orphaned
-		}
+		unseen, unseenErr := p.unreported(func(seenPod) bool { return true })
+		err = errors.Join(err, unseenErr)
 		for _, uid := range unseen {
 			uids[types.UID(uid)] = true
 		}
 	}
+	e := evidence{kubelet: remembered || err != nil, pods: map[types.UID]ledger.PodState{}}
 	for uid := range uids {
-		podState = min(podState, p.claimPodState(h, uid, prepared[uid], recent))
+		e.pods[uid] = p.claimPodState(h, uid, prepared[uid], recent)
 	}
-	return podState
+	return e
 }
 
 // claimPodState returns the state of one pod of a draining claim. prepared means that the hold or kubelet's state names the pod, recent
@@ -213,33 +229,20 @@ func (p *Pods) AddedPods(h ledger.Hold) (remembered bool, added []ledger.Pod, er
 }
 
 // Keepers returns the pods that keep the hold of a holder that has ended, and reports whether kubelet's state still has the claim's
-// devices. The reconciler calls it to describe the hold. It is safe for concurrent use.
+// devices, or could not be read. The reconciler calls it to describe the hold. It is safe for concurrent use.
 func (p *Pods) Keepers(h ledger.Hold) (pods []ledger.Pod, prepared bool) {
 	if h.Holder.Kind != ledger.KindClaim {
 		return p.Users(h), false
 	}
 	h.State = ledger.StateDraining
-	uids := p.podsOf(h.Namespace, h.Name, h.Pods)
-	prepared, added, err := p.AddedPods(h)
-	recorded := map[types.UID]bool{}
-	for _, pod := range slices.Concat(h.Pods, added) {
-		recorded[types.UID(pod.UID)], uids[types.UID(pod.UID)] = true, true
-	}
-	recent := isRecent(h.Began) && len(h.Pods) > 0
-	if recent {
-		// Without an answer there is nothing to describe.
-		unseen, _ := p.unreported(func(seenPod) bool { return true })
-		for _, uid := range unseen {
-			uids[types.UID(uid)] = true
-		}
-	}
-	for uid := range uids {
-		if p.claimPodState(h, uid, recorded[uid], recent) != ledger.Gone {
+	e := p.evidenceOf(h, p.podsOf(h.Namespace, h.Name, h.Pods))
+	for uid, state := range e.pods {
+		if state != ledger.Gone {
 			pods = append(pods, p.Name(string(uid)))
 		}
 	}
 	slices.SortFunc(pods, func(a, b ledger.Pod) int { return strings.Compare(a.UID, b.UID) })
-	return pods, prepared || err != nil
+	return pods, e.kubelet
 }
 
 // Users returns the pods recorded with the hold of a claim that may still use it.

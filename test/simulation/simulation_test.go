@@ -668,7 +668,7 @@ func TestSelfTest(t *testing.T) {
 		passes []string
 	}{
 		"the check of one API against the other": {faults{noCrossCheck: true}, []string{"has two owners"}, nil},
-		"the restoring of holds at start":        {faults{noRestore: true}, []string{"has two owners"}, nil},
+		"the restoring of holds at start":        {faults{noRestore: true}, []string{"has two owners"}, []string{"not handed over"}},
 		"the state of a pod that has ended":      {faults{noPodStates: true}, []string{"has two owners"}, nil},
 		"the release of what has ended":          {faults{noRelease: true}, []string{"stuck: ", "leaked: "}, nil},
 		"the cancelling of a refused call":       {faults{noCancel: true}, []string{"after a refused call"}, nil},
