@@ -35,7 +35,7 @@ func (p *Pods) Reuses(h ledger.Hold) (reuses bool) {
 
 // ReusesNow is Reuses without waiting: decided is false where the watch has yet to report the pod or its end. kubelet gives a device again
 // only to a later container of the pod, and only from an init container that is no sidecar (k8s.io/kubernetes
-// pkg/kubelet/cm/devicemanager, devicesToReuse). It writes its checkpoint between the two calls. Only simulations call it.
+// pkg/kubelet/cm/devicemanager, devicesToReuse). It writes its checkpoint between the two calls. Simulations call it, too.
 func (p *Pods) ReusesNow(h ledger.Hold) (reuses, decided bool) {
 	checkpoint, err := ReadDeviceCheckpoint(p.kubeletDir)
 	if err != nil {
