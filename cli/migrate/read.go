@@ -178,10 +178,14 @@ func operatorSource(name string, spec, usual map[string]any) (Source, error) {
 		case r.To == variablesPath:
 			variables = append(variables, list...)
 		case r.To == argumentsPath:
-			ofFlags, left := keys.argumentsAsVariables(list)
+			var words []string
+			for _, one := range list {
+				words = append(words, fmt.Sprint(one))
+			}
+			ofFlags, left := keys.argumentsAsVariables(words)
 			flags = append(flags, ofFlags...)
 			if len(left) > 0 {
-				s.lost = addLost(s.lost, key, r, value)
+				s.lost = append(s.lost, lostKeys{path: key, keys: left, why: r.Why})
 			}
 		case r.does == moved:
 			put(s.Values, r.To, value)

@@ -61,36 +61,44 @@ func (t table) applyVariables(values, chosen map[string]any, variables []any) (l
 
 // valueOf returns a variable's text as the key has it.
 func valueOf(key, text string) (value any, ok bool) {
-	switch key {
-	case "deviceListStrategy":
-		if list := strings.Split(text, ","); len(list) > 1 {
-			var several []any
-			for _, one := range list {
-				several = append(several, strings.TrimSpace(one))
-			}
-			return several, true
-		}
-	case "compatWithCPUManager", "gdrcopyEnabled", "gdsEnabled", "mofedEnabled", "failOnInitError", "gfd.noTimestamp", "nfd.enableNodeFeatureApi":
+	if isBoolean(key) {
 		set, err := strconv.ParseBool(text)
 		return set, err == nil
+	}
+	if list := strings.Split(text, ","); key == "deviceListStrategy" && len(list) > 1 {
+		var several []any
+		for _, one := range list {
+			several = append(several, strings.TrimSpace(one))
+		}
+		return several, true
 	}
 	return text, true
 }
 
-// argumentsAsVariables returns flags of NVIDIA's programs as variables, and the arguments that are none.
-func (t table) argumentsAsVariables(arguments []any) (variables []any, others []string) {
-	for _, one := range arguments {
-		argument := fmt.Sprint(one)
-		flag, value, ok := strings.Cut(argument, "=")
-		if !ok {
-			value = "true"
-		}
+func isBoolean(key string) bool {
+	return slices.Contains([]string{
+		"compatWithCPUManager", "gdrcopyEnabled", "gdsEnabled", "mofedEnabled", "failOnInitError", "gfd.noTimestamp", "nfd.enableNodeFeatureApi",
+	}, key)
+}
+
+// argumentsAsVariables returns flags of NVIDIA's programs as variables, and the words that are none. A flag takes its value from the next
+// word, unless it has one or is boolean.
+func (t table) argumentsAsVariables(words []string) (variables []any, others []string) {
+	for i := 0; i < len(words); i++ {
+		flag, value, has := strings.Cut(words[i], "=")
 		name := strings.ReplaceAll(strings.ToUpper(strings.TrimLeft(flag, "-")), "-", "_")
-		if _, known := t.variables[name]; known && strings.HasPrefix(flag, "--") {
-			variables = append(variables, map[string]any{"name": name, "value": value})
-		} else {
-			others = append(others, argument)
+		key, known := t.variables[name]
+		switch last := i+1 == len(words); {
+		case !known || !strings.HasPrefix(flag, "-") || !has && last && !isBoolean(key):
+			others = append(others, words[i])
+			continue
+		case !has && isBoolean(key):
+			value = "true"
+		case !has:
+			i++
+			value = words[i]
 		}
+		variables = append(variables, map[string]any{"name": name, "value": value})
 	}
 	return variables, others
 }
@@ -122,8 +130,15 @@ func daemonSetSource(name string, set *appsv1.DaemonSet) (Source, error) {
 		}
 	}
 	variables, _ := plain(container.Env).([]any)
-	arguments, _ := plain(container.Args).([]any)
-	flags, others := t.argumentsAsVariables(arguments)
+	words := slices.Concat(container.Command, container.Args)
+	// Before the flags is the program. A script is no flag: that of the chart of NVIDIA's DRA driver has no settings of its own.
+	if script := slices.IndexFunc(words, func(word string) bool { return strings.Contains(word, "gpu-kubelet-plugin") }); role == draDriver && script >= 0 {
+		words = words[script:]
+	}
+	for len(words) > 0 && !strings.HasPrefix(words[0], "-") {
+		words = words[1:]
+	}
+	flags, others := t.argumentsAsVariables(words)
 	variables = append(variables, flags...)
 	controller := metav1.GetControllerOf(set)
 	switch {
@@ -140,8 +155,11 @@ func daemonSetSource(name string, set *appsv1.DaemonSet) (Source, error) {
 		})
 	case set.Annotations[releaseAnnotation] == "":
 		s.place(set)
-		if len(others) > 0 && strings.HasPrefix(others[0], "-") {
+		if len(others) > 0 {
 			s.lost = append(s.lost, lostKeys{path: "args", keys: others, why: "set these flags in the configuration or in extraArgs"})
+		}
+		if len(container.EnvFrom) > 0 {
+			s.lost = append(s.lost, lostKeys{path: "envFrom", why: "set its variables as keys of the chart, or in extraEnv"})
 		}
 	}
 	if len(variables) > 0 {

@@ -56,7 +56,7 @@ func TestVariablesAreSettings(t *testing.T) {
 			text: "{toolkit: {}, mig: {strategy: mixed}, devicePlugin: {args: ['--device-list-strategy=envvar,cdi-cri', --unknown], env: [{name: MIG_STRATEGY, value: none}, " +
 				"{name: PASS_DEVICE_SPECS, value: \"true\"}, {name: A, value: b}, {name: NVIDIA_DRIVER_ROOT, value: /opt/driver}]}}",
 			values: "{deviceListStrategy: [envvar, cdi-cri], migStrategy: none, compatWithCPUManager: true, driverRoot: /opt/driver, extraEnv: [{name: A, value: b}]}",
-			has:    []string{"migStrategy: the environment variable MIG_STRATEGY overrides it", "devicePlugin.args: set these flags"},
+			has:    []string{"migStrategy: the environment variable MIG_STRATEGY overrides it", "devicePlugin.args (--unknown): set these flags"},
 			lacks:  []string{"deviceListStrategy: it is not set"},
 		},
 		{
@@ -77,6 +77,31 @@ func TestVariablesAreSettings(t *testing.T) {
 				containers: [{name: nvidia-device-plugin-ctr, args: ["--fail-on-init-error=false", "--config-file=/a"], env: [{name: MIG_STRATEGY, value: mixed}]}]}}}}`,
 			values: "{migStrategy: mixed, nodeSelector: {gpu: here}, tolerations: [{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}]}",
 			has:    []string{"args (--config-file=/a): set these flags"},
+		},
+		// A flag and its value are two words, unless the flag is boolean. Words that are not understood are lost.
+		{
+			text:   "{toolkit: {}, mig: {}, devicePlugin: {args: [--mig-strategy, mixed, --pass-device-specs, more, --unknown, value, --device-list-strategy]}}",
+			values: "{migStrategy: mixed, compatWithCPUManager: true}", has: []string{"devicePlugin.args (more, --unknown, value, --device-list-strategy): set these flags"},
+		},
+		{
+			text: `{apiVersion: apps/v1, kind: DaemonSet, metadata: {name: plugin}, spec: {template: {spec: {containers: [{name: nvidia-device-plugin-ctr,
+				command: [nvidia-device-plugin, "--mig-strategy=mixed", --nvidia-driver-root, /opt, --a], args: ["--config-file=/a"], envFrom: [{configMapRef: {name: more}}]}]}}}}`,
+			values: "{migStrategy: mixed, driverRoot: /opt}", has: []string{"args (--a, --config-file=/a): set these flags", "envFrom: set its variables"},
+		},
+		{
+			text: `{apiVersion: apps/v1, kind: DaemonSet, metadata: {name: plugin}, spec: {template: {spec: {containers: [{name: nvidia-device-plugin-ctr,
+				args: [nvidia-device-plugin, "--config-file=/a"]}]}}}}`,
+			values: "{}", has: []string{"args (--config-file=/a): set these flags"},
+		},
+		{
+			text: `{apiVersion: apps/v1, kind: DaemonSet, metadata: {name: plugin}, spec: {template: {spec: {containers: [{name: nvidia-device-plugin-ctr,
+				command: [sh, -c], args: [nvidia-device-plugin --mig-strategy=mixed]}]}}}}`,
+			values: "{}", has: []string{"args (-c, nvidia-device-plugin --mig-strategy=mixed): set these flags"},
+		},
+		{
+			text: `{apiVersion: apps/v1, kind: DaemonSet, metadata: {name: driver}, spec: {template: {spec: {containers: [{name: gpus, command: [bash, -c],
+				args: ["exec gpu-kubelet-plugin -v $(LOG_VERBOSITY)"], env: [{name: LOG_VERBOSITY, value: "6"}]}]}}}}`,
+			values: `{logVerbosity: "6"}`, lacks: []string{"args ("},
 		},
 	} {
 		wantValues(t, translated(t, "file", test.text), test.values, test.has, test.lacks)
