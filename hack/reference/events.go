@@ -112,7 +112,7 @@ var events = map[string][]event{
 		{"GPUInService", normal, "The GPU is in service again.", nothing},
 		{"DeviceNotFreed", warning, "The holder of a device has ended, but the device is not free yet: it waits for a process or for kubelet.",
 			"Find the process that the event names. If the process stays in state D, reset the GPU or reboot the node."},
-		{"HeldDeviceChanged", warning, "Another program has put a GPU into MIG mode, or has removed a partition, although a pod or claim has it. The message names the device and its holder. No other holder gets the device.",
+		{"HeldDeviceChanged", warning, "Another program has put a GPU into MIG mode, or has removed a partition, also one that Tandem created, although a pod or claim has it. The message names the device and its holder. No other holder gets the device.",
 			"Delete the pods of the holder, or restore the GPU. Drain GPUs before their MIG configuration is changed: `kubectl gpu drain`."},
 		{"DeviceNotInjectable", warning, "The agent cannot write the CDI spec or the hook, so the devices are not offered.",
 			"Make the path in the event writable, and free space or inodes on its disk."},

@@ -241,6 +241,9 @@ func TestMakeAndDestroy(t *testing.T) {
 	if err != nil || again.UUID != first.UUID || !again.Made {
 		t.Fatalf("made again: %+v, %v; want the one that is there, %s", again, err, first.UUID)
 	}
+	if !m.Complete(want.Ref) {
+		t.Error("the partition is not complete")
+	}
 	if found, ok := m.Inventory().ByName(first.Name()); !ok || !found.Partition.Made {
 		t.Errorf("the inventory has %+v, want it marked as made", found.Partition)
 	}

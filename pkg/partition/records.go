@@ -63,6 +63,12 @@ func (r *Records) Made(ref device.Ref) bool {
 	return ok
 }
 
+// Complete reports whether the partition was created for a claim, and its creation has ended.
+func (r *Records) Complete(ref device.Ref) bool {
+	m, ok := r.store.Get(ref)
+	return ok && m.UUID != ""
+}
+
 // created reports whether p is the recorded partition at its placement. A record without a UUID matches any UUID: the process
 // ended while it created the partition.
 func (r *Records) created(p device.Partition) bool {

@@ -47,15 +47,17 @@ func (r *Reconciler) reportDifferences(known map[waiter]*waiting, now time.Time)
 	return current, next
 }
 
-// difference says what another program has done to the device of a hold; empty if nothing. Partitions that Tandem makes and destroys do not
-// count. What happens to a GPU that does not answer is reported elsewhere, and its partitions are not known.
+// difference says what another program has done to the device of a hold; empty if nothing. What happens to a GPU that does not answer is
+// reported elsewhere, and its partitions are not known.
 func (r *Reconciler) difference(h ledger.Hold, inventory device.Inventory) string {
 	gpu, known := inventory.ByUUID(h.Device.GPU)
-	if !known || !gpu.Health.Healthy() || h.Unreadable || h.State == ledger.StateDraining || r.Partitions.Made(h.Device) {
+	if !known || !gpu.Health.Healthy() || h.Unreadable || h.State == ledger.StateDraining {
 		return ""
 	}
 	if !h.Device.Whole() {
-		if _, exists := inventory.ByRef(h.Device); exists {
+		// A claim has a partition of Tandem's before that exists.
+		own := gpu.Dynamic || r.Partitions.Made(h.Device)
+		if _, exists := inventory.ByRef(h.Device); exists || own && !r.Partitions.Complete(h.Device) {
 			return ""
 		}
 		return fmt.Sprintf("partition %s of %s no longer exists", h.Device, gpu.Name())

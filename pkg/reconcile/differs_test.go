@@ -96,6 +96,12 @@ func TestPartitionThatIsRemovedUnderAPod(t *testing.T) {
 	d := newDiffering(t, "GPU-1:MIG-a")
 	d.hold(ledger.KindPod, device.Ref{GPU: "GPU-1", Placement: device.Placement{Start: 3, Size: 1}})
 	wants(t, d.look(10*time.Second), "partition GPU-1@3+1 of gpu-1 no longer exists", "given to pod apps/one")
+	d = newDiffering(t, "GPU-1")
+	made := device.Ref{GPU: "GPU-1", Placement: device.Placement{Size: 1}}
+	d.change(func(g *device.GPU) { g.MIGEnabled, g.Dynamic = true, true })
+	d.r.Partitions = newPartitions(made)
+	d.hold(ledger.KindClaim, made)
+	wants(t, d.look(10*time.Second), "partition GPU-1@0+1 of gpu-1 no longer exists", "given to claim apps/one")
 }
 
 // TestNothingDiffers: what Tandem does itself, what is reported elsewhere, and what ends soon.
@@ -108,10 +114,13 @@ func TestNothingDiffers(t *testing.T) {
 		made  []device.Ref
 		state ledger.State
 		apart time.Duration
+		// creating is set if what is made is not complete.
+		creating bool
 	}{
-		"a whole GPU": {gpus: "GPU-1", held: whole},
-		"a partition": {gpus: "GPU-1:MIG-a", held: first},
-		"a partition that Tandem is about to create":        {gpus: "GPU-1", held: first, made: []device.Ref{first}},
+		"a whole GPU":                                       {gpus: "GPU-1", held: whole},
+		"a partition":                                       {gpus: "GPU-1:MIG-a", held: first},
+		"a partition before Tandem records it":              {gpus: "GPU-1", held: first, edit: func(g *device.GPU) { g.Dynamic = true }},
+		"a partition that Tandem creates":                   {gpus: "GPU-1", held: first, made: []device.Ref{first}, creating: true},
 		"a partition of Tandem's beside a conflict":         {gpus: "GPU-1:MIG-a", held: whole, made: []device.Ref{first}},
 		"MIG mode that Tandem has switched on":              {gpus: "GPU-1", held: whole, edit: func(g *device.GPU) { g.MIGEnabled, g.Dynamic = true, true }},
 		"a GPU that does not answer":                        {gpus: "GPU-1", held: first, edit: func(g *device.GPU) { g.Health.Reason = device.ReasonLost }},
@@ -124,7 +133,13 @@ func TestNothingDiffers(t *testing.T) {
 		if c.edit != nil {
 			d.change(c.edit)
 		}
-		d.r.Partitions = newPartitions(c.made...)
+		partitions := newPartitions(c.made...)
+		for _, ref := range c.made {
+			if c.creating {
+				partitions.set(ref, errCreating)
+			}
+		}
+		d.r.Partitions = partitions
 		if c.state != "" {
 			must(t, d.book.SetState(d.book.Holds()[0], c.state))
 		}

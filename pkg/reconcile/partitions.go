@@ -28,8 +28,10 @@ import (
 // Partitions are those that were created for claims. *partition.Maker implements it. A hold on one ends when the partition is
 // destroyed.
 type Partitions interface {
-	// Made reports whether the partition was created for a claim, or is about to be; All returns all of them.
+	// Made reports whether the partition was created for a claim, or is about to be; All returns all of them. Complete reports whether
+	// its creation has ended.
 	Made(ref device.Ref) bool
+	Complete(ref device.Ref) bool
 	All() []device.Ref
 	// Lock waits until no other caller works on the GPU. Destroy and EndIdleMIGMode need it, and a check that the device is unused
 	// between Lock and the call. Both are idempotent.

@@ -45,6 +45,16 @@ func (f *fakePartitions) Made(ref device.Ref) bool {
 	return ok
 }
 
+// Complete reports whether the partition is made: creating one takes no time here, unless its error is errCreating.
+func (f *fakePartitions) Complete(ref device.Ref) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	err, ok := f.made[ref]
+	return ok && !errors.Is(err, errCreating)
+}
+
+var errCreating = errors.New("the partition is not complete")
+
 func (f *fakePartitions) All() []device.Ref {
 	f.mu.Lock()
 	defer f.mu.Unlock()
