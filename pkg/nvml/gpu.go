@@ -98,11 +98,12 @@ func (r *reader) readState(known *knownGPU, d gonvml.Device) {
 	switch {
 	case ret == gonvml.SUCCESS:
 		g.MemoryBytes = memory.Total
-	case unsupported(ret):
+	case ret == gonvml.ERROR_NOT_SUPPORTED:
 		// It has no memory of its own, and uses all of the node's (GB10).
 		if g.MemoryBytes == 0 {
 			g.MemoryBytes = r.options.nodeMemory()
 		}
+	case unsupported(ret):
 	default:
 		g.Health = healthOf(ret, "reading its memory")
 		return

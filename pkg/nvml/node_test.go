@@ -506,5 +506,12 @@ func TestMemoryOfTheNode(t *testing.T) {
 		if gpus[1].MemoryBytes != want || !gpus[1].Health.Healthy() || gpus[0].MemoryBytes == want {
 			t.Errorf("%d and %d bytes, %+v; want %d", gpus[0].MemoryBytes, gpus[1].MemoryBytes, gpus[1].Health, want)
 		}
+		// Who may not read the memory, or whose driver cannot, does not know it.
+		for _, answer := range []string{"ERROR_NO_PERMISSION", "ERROR_FUNCTION_NOT_FOUND"} {
+			m.fault(t, simulated.GPUFaults{GPU: "1", Calls: map[string]simulated.CallFault{"GetMemoryInfo": {Return: answer}}})
+			if g := m.open(t).Inventory().GPUs[1]; g.MemoryBytes != 0 || !g.Health.Healthy() {
+				t.Errorf("%s: %d bytes, %+v", answer, g.MemoryBytes, g.Health)
+			}
+		}
 	}
 }
