@@ -118,11 +118,6 @@ func chartOf(values map[string]any) (Kind, error) {
 			found = append(found, string(kind))
 		}
 	}
-	// A file has more than defaults.
-	chosen := slices.DeleteFunc(slices.Clone(found), func(kind string) bool { return len(charts[Kind(kind)].decided(values, "")) == 0 })
-	if len(chosen) > 0 {
-		found = chosen
-	}
 	if len(found) != 1 {
 		return "", fmt.Errorf("its keys (%s) do not say whether it is for %s: name the chart, as in -f %s=FILE",
 			strings.Join(paths[:min(len(paths), 5)], ", "), strings.Join(found, " or "), found[0])

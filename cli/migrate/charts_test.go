@@ -21,8 +21,8 @@ import (
 
 var charts = []string{"nvidia-device-plugin", "dra-driver-nvidia-gpu", "gpu-operator"}
 
-// translatedFor translates values of a chart.
-func translatedFor(t *testing.T, chart string, values map[string]any) Result {
+// translatedFor translates values of a chart; chosen are those of them that the user of a release set.
+func translatedFor(t *testing.T, chart string, values map[string]any, chosen ...map[string]any) Result {
 	t.Helper()
 	text, err := yaml.Marshal(values)
 	if err != nil {
@@ -31,6 +31,11 @@ func translatedFor(t *testing.T, chart string, values map[string]any) Result {
 	sources, err := ReadFor(chart, "file", text)
 	if err != nil {
 		t.Fatal(err)
+	}
+	for _, of := range chosen {
+		if sources[0].Kind != Operator {
+			sources[0].Chosen = of
+		}
 	}
 	result, err := Translate(sources...)
 	if err != nil {
@@ -47,16 +52,15 @@ var examples = map[string]string{
 		"{nodeSelectorTerms: [{matchExpressions: [{key: a, operator: Exists}]}]}}}}",
 	"kubeletPlugin.affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms": "{kubeletPlugin: {affinity: {nodeAffinity: " +
 		"{requiredDuringSchedulingIgnoredDuringExecution: {nodeSelectorTerms: [{matchExpressions: [{key: a, operator: Exists}]}]}}}}}",
-	"gfd.enabled": "{gfd: {enabled: true}}", "kubeletPlugin.nodeSelector": "{kubeletPlugin: {nodeSelector: {a: b}}}",
+	"kubeletPlugin.nodeSelector":                "{kubeletPlugin: {nodeSelector: {a: b}}}",
 	"kubeletPlugin.containers.gpus.resources":   "{kubeletPlugin: {containers: {gpus: {resources: {limits: {cpu: 1}}}}}}",
 	"kubeletPlugin.containers.gpus.env":         "{kubeletPlugin: {containers: {gpus: {env: [{name: A, value: b}]}}}}",
 	"kubeletPlugin.kubeletPluginsDirectoryPath": "{kubeletPlugin: {kubeletPluginsDirectoryPath: /kubelet/plugins}}",
-	"resources.gpus.enabled":                    "{resources: {gpus: {enabled: false}}}", "webhook.enabled": "{webhook: {enabled: true}}",
-	"devicePlugin.env": "{devicePlugin: {env: [{name: A, value: b}]}}", "devicePlugin.args": "{devicePlugin: {args: [--mig-strategy=mixed]}}",
+	"devicePlugin.env":                          "{devicePlugin: {env: [{name: A, value: b}]}}", "devicePlugin.args": "{devicePlugin: {args: [--mig-strategy=mixed]}}",
 	"devicePlugin.config.name": "{devicePlugin: {config: {name: a}}}", "devicePlugin.config.default": "{devicePlugin: {config: {name: a, default: b}}}",
 	"devicePlugin.config.data":   "{devicePlugin: {config: {create: true, name: a, data: {a: 'version: v1'}}}}",
 	"devicePlugin.config.create": "{devicePlugin: {config: {create: true}}}", "devicePlugin.resources": "{devicePlugin: {resources: {limits: {cpu: 1}}}}",
-	"cdi.enabled": "{cdi: {enabled: false}}", "gfd.env": "{gfd: {env: [{name: GFD_NO_TIMESTAMP, value: 'true'}]}}",
+	"gfd.env": "{gfd: {env: [{name: GFD_NO_TIMESTAMP, value: 'true'}]}}",
 }
 
 // without are the values that an example adds its key to.
@@ -71,24 +75,40 @@ func without(t *testing.T, key string, values map[string]any) map[string]any {
 	return less
 }
 
-// outcome says what becomes of a key: carried, lost or without meaning, and where to, or why.
+// outcome says what becomes of a key: carried, lost or without meaning, and where to, or why. It is the worst of both values of a boolean.
 func outcome(t *testing.T, chart, key string) (what, where string) {
 	t.Helper()
 	values := map[string]any{}
 	put(values, key, "changed")
 	if text := examples[key]; text != "" {
-		if chart == "gpu-operator" && key == "gfd.enabled" {
-			text = "{gfd: {enabled: false}}"
-		}
 		clear(values)
 		if err := yaml.Unmarshal([]byte(text), &values); err != nil || at(values, key) == nil {
 			t.Fatalf("%s: the example %s, %v", key, text, err)
 		}
-	} else if strings.HasSuffix(key, ".enabled") {
-		usual, _ := theCharts()
-		put(values, key, !slices.Contains(usual[chartKinds[chart]].Keys[key], any(true)))
 	}
-	before, after := translatedFor(t, chart, without(t, key, values)), translatedFor(t, chart, values)
+	tries := []any{at(values, key)}
+	if strings.HasSuffix(key, ".enabled") {
+		tries = []any{false, true}
+	}
+	found := map[string][]string{}
+	for _, value := range tries {
+		put(values, key, value)
+		what, where := outcomeOf(t, chart, key, values)
+		found[what] = append(found[what], where)
+	}
+	for _, what := range []string{"lost", "carried", "without meaning"} {
+		if len(found[what]) > 0 {
+			return what, strings.Join(slices.Compact(found[what]), ", ")
+		}
+	}
+	t.Errorf("%s: %s is not carried, and nothing says that it is lost or without meaning", chart, key)
+	return "", ""
+}
+
+// outcomeOf is outcome for values that a user set. It is empty for what both charts do by default.
+func outcomeOf(t *testing.T, chart, key string, values map[string]any) (what, where string) {
+	t.Helper()
+	before, after := translatedFor(t, chart, without(t, key, values)), translatedFor(t, chart, values, values)
 	added := func(is, was []string) string {
 		for _, line := range is {
 			if !slices.Contains(was, line) {
@@ -111,20 +131,13 @@ func outcome(t *testing.T, chart, key string) (what, where string) {
 				to = append(to, "`"+strings.NewReplacer(".limits.cpu", "", "nodeSelector.a", "nodeSelector", "config.map.a", "config.map").Replace(path)+"`")
 			}
 		}
-		if table, _ := theTable(); !isUnset(at(values, key)) && reflect.DeepEqual(at(table.defaults, key), at(values, key)) {
-			to = append([]string{fmt.Sprintf("`%s`, whose default in Tandem is `%v`", key, at(values, key))}, to...)
-		}
 		return "carried", strings.Join(to, ", ")
 	case lost != "":
 		_, why, _ := strings.Cut(lost, ": ")
 		return "lost", why
-	case key == "webhook.enabled" && unneeded == "" && len(after.Changes) < len(before.Changes):
-		return "carried", "`webhook.enabled`, whose default in Tandem is `true`"
 	case unneeded != "":
 		_, why, _ := strings.Cut(unneeded, ": ")
 		return "without meaning", why
-	default:
-		t.Errorf("%s: %s is not carried, and nothing says that it is lost or without meaning", chart, key)
 	}
 	return "", ""
 }
@@ -229,8 +242,8 @@ func TestKeysPage(t *testing.T) {
 
 What ` + "`kubectl gpu migrate`" + ` makes of the 20 keys that users set most in each of NVIDIA's charts ([Move from NVIDIA's
 drivers](migrate.md)). Carried: the key keeps its name or becomes another one. Lost: Tandem has nothing like it.
-Without meaning: Tandem does not need it. ` + "`migrate`" + ` prints the same for each key in your files. A test writes this
-page.
+Without meaning: Tandem does not need it. ` + "`migrate`" + ` drops NVIDIA's defaults, unless you set them for a release. It
+prints the same for each key in your files. A test writes this page.
 `)
 	for _, chart := range charts {
 		fmt.Fprintf(&page, "\n## %s\n\n| key | | in Tandem's chart, or why |\n|---|---|---|\n", chart)

@@ -194,7 +194,15 @@ func (t *translation) run() error {
 		return err
 	}
 	if t.source.Kind != Operator {
-		values = charts[t.source.Kind].decided(values, "")
+		decided := charts[t.source.Kind].decided(values, "")
+		// What a user set for a release counts: Tandem's default may be another one than NVIDIA's. The affinity that is NVIDIA's default
+		// needs labels that go with the release.
+		t.visit(t.source.Chosen, func(path string, r row, _ any) {
+			if value := at(values, path); value != nil && (r.does == kept || r.does == moved) && !strings.Contains(path, "affinity") {
+				put(decided, path, value)
+			}
+		}, func(string, any) {})
+		values = decided
 	}
 	var moves []func()
 	t.visit(values, func(path string, r row, value any) {
@@ -491,8 +499,8 @@ func (r *Result) compareDefaults(t table, sources []Source) {
 	}
 	if claims {
 		change("deviceClasses.create", "set it to false while NVIDIA's release owns the DeviceClasses gpu.nvidia.com and mig.nvidia.com")
-		if !has(func(s Source) bool { return at(s.Values, "webhook.enabled") == true }) {
-			change("webhook.enabled", "it is not set. NVIDIA's default is false. Tandem has a webhook, which needs no cert-manager; false turns it off")
+		if at(r.Values, "webhook.enabled") == nil && !has(func(s Source) bool { return at(s.Values, "webhook.enabled") == true }) {
+			change("webhook.enabled", "it has NVIDIA's default, false, or is not set. Tandem has a webhook, which needs no cert-manager; false turns it off")
 		}
 		if has(func(s Source) bool {
 			return s.Kind == DRADriver && at(s.Values, "resources.computeDomains.enabled") != false
@@ -509,15 +517,15 @@ func (r *Result) compareDefaults(t table, sources []Source) {
 			put(r.Values, "gfd.noTimestamp", false)
 			change("gfd.noTimestamp", "false writes the label nvidia.com/gfd.timestamp as GPU Feature Discovery does; remove the key to leave the label out")
 		}
-	case plugin(func(any) bool { return true }) && !had(Operator):
+	case at(r.Values, "gfd.enabled") == nil && plugin(func(any) bool { return true }) && !had(Operator):
 		change("gfd.enabled", "it is false in NVIDIA's chart by default. Tandem's agents write the labels of GPU Feature Discovery, unless others own them; false prevents it")
 	}
 	if at(r.Values, "updateStrategy.maxUnavailable") == nil {
 		switch {
 		case had(DevicePlugin, Operator):
-			change("updateStrategy.maxUnavailable", "it is not set. An upgrade restarts Tandem's agents on 10% of the nodes at a time, and NVIDIA's on one node at a time")
+			change("updateStrategy.maxUnavailable", "it has NVIDIA's default, or is not set. An upgrade restarts Tandem's agents on 10% of the nodes at a time, and NVIDIA's on one node at a time")
 		case claims:
-			change("updateStrategy.maxUnavailable", "it is not set. An upgrade restarts Tandem's agents on 10% of the nodes at a time, and NVIDIA's on all nodes at once")
+			change("updateStrategy.maxUnavailable", "it has NVIDIA's default, or is not set. An upgrade restarts Tandem's agents on 10% of the nodes at a time, and NVIDIA's on all nodes at once")
 		}
 	}
 	if had(DevicePlugin, DRADriver, Operator) {
@@ -529,7 +537,7 @@ func (r *Result) compareDefaults(t table, sources []Source) {
 func (r *Result) comparePlacement(change func(path, what string)) {
 	placed, _ := json.Marshal([]any{r.Values["nodeSelector"], at(r.Values, "affinity.nodeAffinity")})
 	if string(placed) == "[null,null]" {
-		change("affinity", "it is not set. By default, NVIDIA's software runs only on nodes with labels of Node Feature Discovery or GPU Operator. Tandem's agents run "+
+		change("affinity", "it has NVIDIA's default, or is not set. By default, NVIDIA's software runs only on nodes with labels of Node Feature Discovery or GPU Operator. Tandem's agents run "+
 			"on every Linux node, and do nothing on one without GPUs")
 	}
 	for _, label := range []struct{ prefix, advice string }{
@@ -541,6 +549,6 @@ func (r *Result) comparePlacement(change func(path, what string)) {
 		}
 	}
 	if r.Values["tolerations"] == nil {
-		change("tolerations", "it is not set. By default, NVIDIA's agents tolerate only the taint nvidia.com/gpu and a few others. Tandem's agents tolerate every taint")
+		change("tolerations", "it has NVIDIA's default, or is not set. By default, NVIDIA's agents tolerate only the taint nvidia.com/gpu and a few others. Tandem's agents tolerate every taint")
 	}
 }

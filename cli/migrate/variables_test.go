@@ -145,8 +145,8 @@ func TestDependentValues(t *testing.T) {
 func TestChartOfValues(t *testing.T) {
 	for text, want := range map[string]Kind{
 		"{devicePlugin: {config: {name: shares, default: four}}, mig: {strategy: single}}": Operator,
-		"{mig: {strategy: single}}": Operator, "{daemonsets: {}}": Operator, "{gfd: {enabled: false}}": Operator, "{devicePlugin: {config: {name: a}}}": Operator,
-		"{gfd: {enabled: true}}": DevicePlugin, "{migStrategy: single}": DevicePlugin, "{config: {name: a}}": DevicePlugin, "{tolerations: []}": DevicePlugin,
+		"{mig: {strategy: single}}": Operator, "{daemonsets: {}}": Operator, "{devicePlugin: {config: {name: a}}}": Operator,
+		"{migStrategy: single}": DevicePlugin, "{config: {name: a}}": DevicePlugin, "{tolerations: []}": DevicePlugin,
 		"{resources: {gpus: {enabled: true}}}": DRADriver, "{kubeletPlugin: {}}": DRADriver, "{featureGates: {}}": DRADriver, "{resources: {limits: {cpu: 1}}}": DevicePlugin,
 		"{webhook: {enabled: true}}": DRADriver, "{logVerbosity: 6}": DRADriver, "{failOnInitError: false, nvidiaDriverRoot: /}": DevicePlugin,
 	} {
@@ -155,7 +155,7 @@ func TestChartOfValues(t *testing.T) {
 			t.Errorf("%s: %v, %v; want %s", text, sources, err, want)
 		}
 	}
-	for _, text := range []string{"{nvidiaDriverRoot: /a}", "{devicePlugin: {enabled: false}}", "{a: b}"} {
+	for _, text := range []string{"{nvidiaDriverRoot: /a}", "{gfd: {enabled: false}}", "{gfd: {enabled: true}}", "{devicePlugin: {enabled: false}}", "{a: b}"} {
 		if _, err := Read("file", []byte(text)); err == nil || !strings.Contains(err.Error(), "name the chart, as in -f ") {
 			t.Errorf("%s: %v", text, err)
 		}
@@ -194,7 +194,7 @@ func TestAffinityWithLabelsOfTheRelease(t *testing.T) {
 		if err != nil || result.Values["affinity"] != nil {
 			t.Errorf("affinity %v, %v", result.Values["affinity"], err)
 		}
-		if text := strings.Join(result.Changes, "\n"); !strings.Contains(text, "affinity: it is not set") || strings.Contains(text, "has version") {
+		if text := strings.Join(result.Changes, "\n"); !strings.Contains(text, "affinity: it has NVIDIA's default, or is not set") || strings.Contains(text, "has version") {
 			t.Errorf("changes:\n%s", text)
 		}
 	}
@@ -246,4 +246,30 @@ func TestReadDaemonSets(t *testing.T) {
 		t.Fatal(err)
 	}
 	wantValues(t, result, "{migStrategy: mixed, driverRoot: /opt/driver}", nil, []string{"deviceListStrategy: it is not set"})
+}
+
+// What a user set for a release counts, although it is NVIDIA's default: Tandem's is another.
+func TestChosenDefaults(t *testing.T) {
+	tolerations := []any{
+		map[string]any{"key": "CriticalAddonsOnly", "operator": "Exists"}, map[string]any{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
+	}
+	for _, test := range []struct {
+		chart, about string
+		chosen       map[string]any
+	}{
+		{"nvidia-device-plugin", "gfd.enabled: ", map[string]any{"gfd": map[string]any{"enabled": false}}},
+		{"nvidia-device-plugin", "tolerations: it has", map[string]any{"tolerations": tolerations}},
+		{"dra-driver-nvidia-gpu", "webhook.enabled: ", map[string]any{"webhook": map[string]any{"enabled": false}}},
+	} {
+		result := translatedFor(t, test.chart, test.chosen, test.chosen)
+		if diff := cmp.Diff(test.chosen, result.Values); diff != "" {
+			t.Errorf("values (-chosen +got):\n%s", diff)
+		}
+		if text := strings.Join(result.Changes, "\n"); strings.Contains(text, test.about) {
+			t.Errorf("changes:\n%s", text)
+		}
+		if left := translatedFor(t, test.chart, test.chosen, map[string]any{}); len(left.Values) > 0 || !strings.Contains(strings.Join(left.Changes, "\n"), test.about) {
+			t.Errorf("defaults become %v\n%s", left.Values, strings.Join(left.Changes, "\n"))
+		}
+	}
 }
