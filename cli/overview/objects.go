@@ -3,11 +3,13 @@
 package overview
 
 import (
+	"cmp"
 	"context"
 	"slices"
 	"sync"
 	"time"
 
+	"golang.org/x/sync/errgroup"
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -23,6 +25,8 @@ const (
 	objectsFor = 30 * time.Second
 	// mostObjects bounds the claims and templates that are read in that time. A Deployment has one template.
 	mostObjects = 64
+	// requestsAtOnce bounds the requests at the same time.
+	requestsAtOnce = 8
 )
 
 // Objects read what the claims of waiting pods request, with a bounded number of requests. They are safe for concurrent use.
@@ -50,7 +54,7 @@ func newRead(classes []resourceapi.DeviceClass, expires time.Time) *read {
 // NewObjects returns the objects of a cluster.
 func NewObjects(c Cluster) *Objects { return &Objects{cluster: c, now: newRead(nil, time.Time{})} }
 
-// Of returns what the claims of the pods request. The first pods come first where there are too many claims. What the viewer may not read
+// Of returns what the claims of the pods request. Namespaces take turns where there are too many claims. What the viewer may not read
 // is missing.
 func (o *Objects) Of(ctx context.Context, pods []*corev1.Pod) explain.Requested {
 	known := newRead(nil, time.Time{}).known
@@ -58,20 +62,32 @@ func (o *Objects) Of(ctx context.Context, pods []*corev1.Pod) explain.Requested 
 	if !slices.ContainsFunc(pods, func(pod *corev1.Pod) bool { return len(pod.Spec.ResourceClaims) > 0 }) {
 		return known
 	}
-	now, api := o.refreshed(ctx), o.cluster.Client.ResourceV1()
+	now := o.refreshed(ctx)
+	var first, claims []object
 	for _, pod := range pods {
 		for i := range pod.Spec.ResourceClaims[:min(explain.MostClaims, len(pod.Spec.ResourceClaims))] {
 			ref := &pod.Spec.ResourceClaims[i]
-			if template := ref.ResourceClaimTemplateName; template != nil &&
-				readOne(ctx, o, now, now.known.Templates, known.Templates, pod.Namespace, *template, api.ResourceClaimTemplates(pod.Namespace).Get) != nil {
-				continue // many pods have the same
-			}
-			// The template of a claim may have been deleted since.
+			var claim object
 			if name, _, err := resourceclaim.Name(pod, ref); err == nil && name != nil {
-				readOne(ctx, o, now, now.known.Claims, known.Claims, pod.Namespace, *name, api.ResourceClaims(pod.Namespace).Get)
+				claim = object{types.NamespacedName{Namespace: pod.Namespace, Name: *name}, true}
+			}
+			if name := ref.ResourceClaimTemplateName; name != nil {
+				template := object{types.NamespacedName{Namespace: pod.Namespace, Name: *name}, false}
+				first, claims = append(first, template), append(claims, claim)
+			} else if claim.claim {
+				first, claims = append(first, claim), append(claims, claim)
 			}
 		}
 	}
+	o.read(ctx, now, first, known)
+	// The template of a claim may have been deleted since. Many pods have the same.
+	var second []object
+	for i, of := range first {
+		if claims[i].claim && !of.claim && known.Templates[of.NamespacedName] == nil {
+			second = append(second, claims[i])
+		}
+	}
+	o.read(ctx, now, second, known)
 	known.Classes = now.known.Classes
 	return known
 }
@@ -100,31 +116,90 @@ func (o *Objects) refreshed(ctx context.Context) *read {
 	return o.now
 }
 
-// readOne returns an object and puts it into a map. It sends a request if the object is not in known. A nil object does not exist. A request that
-// ends with ctx does not count.
-func readOne[T any](ctx context.Context, o *Objects, now *read, known, into map[types.NamespacedName]*T, namespace, name string,
-	get func(context.Context, string, metav1.GetOptions) (*T, error),
-) *T {
-	of := types.NamespacedName{Namespace: namespace, Name: name}
+// object names a claim or a template.
+type object struct {
+	types.NamespacedName
+	claim bool
+}
+
+// read adds objects to what is known and copies them, apart from those for which too many were asked. Namespaces take turns. A nil object does
+// not exist. A request that ends with ctx does not count.
+func (o *Objects) read(ctx context.Context, now *read, objects []object, into explain.Requested) {
+	type request struct {
+		object
+		turn     int
+		claimed  *resourceapi.ResourceClaim
+		template *resourceapi.ResourceClaimTemplate
+		err      error
+	}
+	var requests []*request
+	turns, seen := map[string]int{}, map[object]bool{}
+	o.mu.Lock()
+	for _, of := range objects {
+		if !seen[of] && !now.has(of) {
+			requests = append(requests, &request{object: of, turn: turns[of.Namespace]})
+			turns[of.Namespace]++
+		}
+		seen[of] = true
+	}
+	slices.SortStableFunc(requests, func(a, b *request) int { return cmp.Compare(a.turn, b.turn) })
+	requests = requests[:min(len(requests), now.left)]
+	now.left -= len(requests)
+	o.mu.Unlock()
+
+	api := o.cluster.Client.ResourceV1()
+	var group errgroup.Group
+	group.SetLimit(requestsAtOnce)
+	for _, r := range requests {
+		group.Go(func() error {
+			if r.err = ctx.Err(); r.err != nil {
+				return nil
+			}
+			if r.claim {
+				r.claimed, r.err = api.ResourceClaims(r.Namespace).Get(ctx, r.Name, metav1.GetOptions{})
+			} else {
+				r.template, r.err = api.ResourceClaimTemplates(r.Namespace).Get(ctx, r.Name, metav1.GetOptions{})
+			}
+			return nil
+		})
+	}
+	_ = group.Wait() // each request has its error
+
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	object, ok := known[of]
-	if !ok && now.left > 0 && ctx.Err() == nil {
-		now.left--
-		o.mu.Unlock()
-		found, err := get(ctx, name, metav1.GetOptions{})
-		o.mu.Lock()
-		switch ok = err == nil || apierrors.IsNotFound(err); {
-		case err == nil:
-			object, known[of] = found, found
-		case ok:
-			known[of] = nil
-		case ctx.Err() != nil:
-			now.left++
+	for _, r := range requests {
+		switch missing := apierrors.IsNotFound(r.err); {
+		case r.err != nil && !missing:
+			if ctx.Err() != nil {
+				now.left++
+			}
+		case r.claim && missing:
+			now.known.Claims[r.NamespacedName] = nil
+		case r.claim:
+			now.known.Claims[r.NamespacedName] = r.claimed
+		case missing:
+			now.known.Templates[r.NamespacedName] = nil
+		default:
+			now.known.Templates[r.NamespacedName] = r.template
 		}
 	}
-	if ok {
-		into[of] = object
+	for of := range seen {
+		switch {
+		case !now.has(of):
+		case of.claim:
+			into.Claims[of.NamespacedName] = now.known.Claims[of.NamespacedName]
+		default:
+			into.Templates[of.NamespacedName] = now.known.Templates[of.NamespacedName]
+		}
 	}
-	return object
+}
+
+// has reports whether an object was read.
+func (r *read) has(of object) (ok bool) {
+	if of.claim {
+		_, ok = r.known.Claims[of.NamespacedName]
+	} else {
+		_, ok = r.known.Templates[of.NamespacedName]
+	}
+	return ok
 }

@@ -5,14 +5,21 @@ package overview
 import (
 	"context"
 	"fmt"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/kubernetes/fake"
+	"k8s.io/client-go/rest"
 	clienttesting "k8s.io/client-go/testing"
 	"k8s.io/utils/ptr"
 )
@@ -75,5 +82,49 @@ func TestObjectsOfADeletedTemplate(t *testing.T) {
 	got := NewObjects(Cluster{Client: fake.NewClientset(objects[1:]...)}).Of(t.Context(), pods)
 	if len(got.Claims) != 1 || got.Claims[types.NamespacedName{Namespace: "ml", Name: "claim-of-t0"}] == nil || len(got.Templates) != 2 {
 		t.Errorf("%+v", got)
+	}
+}
+
+// TestObjectsInTurn: a tenant with many claims leaves requests for the others.
+func TestObjectsInTurn(t *testing.T) {
+	pods, objects := waitingPods(2 * mostObjects)
+	late := pods[0].DeepCopy()
+	late.Namespace = "other"
+	client := fake.NewClientset(append(objects, &resourceapi.ResourceClaimTemplate{ObjectMeta: metav1.ObjectMeta{Namespace: "other", Name: late.Name}})...)
+	got := NewObjects(Cluster{Client: client}).Of(t.Context(), append(pods, late))
+	if len(got.Templates) != mostObjects || got.Templates[types.NamespacedName{Namespace: "other", Name: late.Name}] == nil {
+		t.Errorf("%d templates, without that of the other namespace", len(got.Templates))
+	}
+}
+
+// TestObjectsAtTheSameTime: requests do not wait for each other.
+func TestObjectsAtTheSameTime(t *testing.T) {
+	pods, _ := waitingPods(requestsAtOnce)
+	all := make(chan struct{})
+	var mu sync.Mutex
+	asked := 0
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if strings.Contains(r.URL.Path, "resourceclaimtemplates") {
+			mu.Lock()
+			if asked++; asked == requestsAtOnce {
+				close(all)
+			}
+			mu.Unlock()
+			select {
+			case <-all:
+			case <-r.Context().Done():
+			}
+		}
+		http.NotFound(w, r)
+	}))
+	defer server.Close()
+	client, err := kubernetes.NewForConfig(&rest.Config{Host: server.URL, QPS: -1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	if got := NewObjects(Cluster{Client: client}).Of(ctx, pods); len(got.Templates) != requestsAtOnce {
+		t.Errorf("%d of %d requests were answered", len(got.Templates), requestsAtOnce)
 	}
 }
