@@ -4,6 +4,7 @@ package helm_test
 
 import (
 	"bytes"
+	"fmt"
 	"os"
 	"slices"
 	"strings"
@@ -387,6 +388,17 @@ func TestFlowControl(t *testing.T) {
 		text := string(renderWith(t, "-f", valuesFile("default"), "--set", set))
 		if got := strings.Count(text, "flowcontrol.apiserver.k8s.io/v1"); got != want {
 			t.Errorf("%s: %d objects, want %d", set, got, want)
+		}
+	}
+}
+
+// TestRemoveLabelsHasItsRights: without them the Job would fail, and helm uninstall with it.
+func TestRemoveLabelsHasItsRights(t *testing.T) {
+	t.Parallel()
+	for _, create := range []bool{true, false} {
+		text := string(renderWith(t, "-f", valuesFile("default"), "--set", fmt.Sprint("rbac.create=", create)))
+		if got := strings.Contains(text, "[/usr/bin/controller, remove-labels]"); got != create {
+			t.Errorf("rbac.create=%t: the Job exists: %t", create, got)
 		}
 	}
 }
