@@ -228,6 +228,9 @@ func TestOpened(t *testing.T) {
 	}
 	body = ask(p, "GET", p.Path()+"?q="+open, "localhost").Body.String()
 	small(t, "all open", body)
+	if !strings.Contains(body, fmt.Sprintf(`data-opened="%d"`, mostOpened)) {
+		t.Error("the browser does not know how many it may open")
+	}
 	if n := strings.Count(body, " open>"); n != mostOpened {
 		t.Errorf("%d are open", n)
 	}

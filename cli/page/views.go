@@ -80,6 +80,8 @@ type fleetView struct {
 	From, To, Found        int
 	Page, Pages            int
 	PreviousPage, NextPage int
+	// MostOpened is how many rows a viewer may open.
+	MostOpened int
 }
 
 // countsView counts what is of one kind, such as GPUs.
@@ -197,7 +199,7 @@ func (p *Page) showFleet(w http.ResponseWriter, r *http.Request) {
 	opened = opened[:min(len(opened), mostOpened)]
 	number, _ := strconv.Atoi(values.Get("page")) // another text is page 1
 	f, s := filterOf(query), p.fleet.now(r.Context())
-	view := fleetView{frameView: frameView{p.where, s.user}, Query: query, Listed: s.listed, AllWaiting: byState + ":" + isWaiting}
+	view := fleetView{frameView: frameView{p.where, s.user}, Query: query, Listed: s.listed, AllWaiting: byState + ":" + isWaiting, MostOpened: mostOpened}
 	for _, about := range slices.Sorted(maps.Keys(s.notes)) {
 		view.Notes = append(view.Notes, s.notes[about])
 	}

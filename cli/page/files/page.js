@@ -70,7 +70,15 @@
   };
   filter?.addEventListener('input', () => go(new URLSearchParams(filter.value ? {q: filter.value} : {})));
   // The server sends what these details contain only for those that the address names.
-  main.addEventListener('toggle', () => {
+  let opened = [...main.querySelectorAll('details[data-asks][open]')].map((e) => e.id);
+  main.addEventListener('toggle', ({target}) => {
+    // The server sends a few: those that were opened last stay open.
+    opened = opened.filter((id) => id !== target.id);
+    if (target.open && 'asks' in target.dataset) opened.push(target.id);
+    for (const id of opened.splice(0, Math.max(0, opened.length - main.dataset.opened))) {
+      const first = document.getElementById(id);
+      if (first) first.open = false;
+    }
     const parameters = new URLSearchParams(location.search);
     parameters.delete('open');
     for (const e of main.querySelectorAll('details[data-asks][open]')) parameters.append('open', e.id);
