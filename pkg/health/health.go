@@ -255,7 +255,7 @@ func (i *Inventory) follow(ctx context.Context, group *errgroup.Group) error {
 			i.changed.Notify()
 		}
 		ledger := i.config.Ledger.Changed()
-		if now := i.config.Ledger.Unwritable(); (now == nil) != (unwritable == nil) {
+		if now := i.config.Ledger.Unwritable(); fmt.Sprint(now) != fmt.Sprint(unwritable) {
 			unwritable, looks = now, true
 		}
 		if looks {
