@@ -83,6 +83,7 @@ func decodeGPUNode(object runtime.Object) (node v1alpha1.GPUNode, err error) {
 	if err := runtime.DefaultUnstructuredConverter.FromUnstructured(from.Object, &node); err != nil {
 		return node, fmt.Errorf("decode GPUNode %s: %w", from.GetName(), err)
 	}
+	node.ManagedFields = nil // nothing here shows them, and Watch keeps the nodes
 	return availability.AsOf(time.Now(), node), nil
 }
 
