@@ -6,6 +6,10 @@ build() {
 	# The flags are those of gotool.BuildFlags, with which the packages have been compiled.
 	CGO_ENABLED=1 go build -trimpath -buildvcs=false -gcflags=all=-dwarf=false -tags=grpcnotrace -o "$@"
 }
+if [ "$EUID" -ne 0 ]; then
+	echo "demo: needs root, for namespaces, mounts and device nodes: run it as root or with sudo" >&2
+	exit 1
+fi
 case ${1:-} in
 down) ;;
 ui | shell)
@@ -16,10 +20,6 @@ ui | shell)
 	fi
 	;;
 *)
-	if [ "$EUID" -ne 0 ]; then
-		echo "demo: needs root, for namespaces, mounts and device nodes: run it as root or with sudo" >&2
-		exit 1
-	fi
 	echo "demo: this takes half a minute, or about 15 minutes on two cores if nothing has been compiled yet"
 	hack/go.sh
 	build bin/hack/ ./hack/cmd/programs
