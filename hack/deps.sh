@@ -28,7 +28,7 @@ if [ ${#missing[@]} -gt 0 ]; then
 	install "${missing[@]}"
 fi
 # Later steps download what is missing as well, but they try once.
-for module in . hack test hack/tools hack/tools/golangci; do
+for module in . cli hack test hack/tools hack/tools/golangci; do
 	for pause in 5 10 20 0; do
 		GOWORK=off go -C "$module" mod download && break
 		[ "$pause" -gt 0 ] || echo "deps: not all modules of $module could be downloaded; a later step may fail" >&2

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command kubectl-gpu is the kubectl plugin "kubectl gpu": who has which GPU, why a pod waits for one, and a picture of
-// a node. It also takes GPUs out of service.
+// a node. It also takes GPUs out of service, and moves nodes from NVIDIA's software to Tandem.
 package main
 
 import (

@@ -125,7 +125,7 @@ func (p *plugin) command() *cobra.Command {
 		Annotations: map[string]string{cobra.CommandDisplayNameAnnotation: "kubectl gpu"},
 		Short:       "Show the GPUs of a cluster that Tandem serves, and take them out of service",
 		Long: "Show the GPUs and MIG partitions of a cluster that Tandem serves: who has which, and why a pod waits for one. Take GPUs out of\n" +
-			"service for maintenance.",
+			"service for maintenance. Move nodes from NVIDIA's software to Tandem, and back.",
 		Version:       version.String(),
 		SilenceUsage:  true,
 		SilenceErrors: true,

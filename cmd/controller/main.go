@@ -58,7 +58,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) error {
 	if len(args) > 0 {
 		switch args[0] {
 		case "migrate":
-			return errors.New("migrate is a command of the kubectl plugin now: kubectl gpu migrate, with the same flags")
+			return errors.New("migrate is a command of the kubectl plugin now: kubectl gpu migrate, with the same flags and two dashes")
 		case "remove-labels":
 			return removeLabels(ctx, args[1:], stdout, stderr)
 		case "stacks":

@@ -99,8 +99,9 @@ func Modules(info *buildinfo.BuildInfo) []*debug.Module {
 	// The module of a program of another project is its main module.
 	for _, m := range append(info.Deps, &info.Main) {
 		m = cmp.Or(m.Replace, m)
-		// Our own module, or one replaced by a directory, has no published version.
-		if m.Path != ownModule && m.Version != "" && m.Version != "(devel)" {
+		// A module of our own, or one replaced by a directory, has no published version.
+		own := m.Path == ownModule || strings.HasPrefix(m.Path, ownModule+"/")
+		if !own && m.Version != "" && m.Version != "(devel)" {
 			modules = append(modules, m)
 		}
 	}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package agent is Tandem's node Agent: it serves the GPUs of its node to ResourceClaims and to nvidia.com/gpu limits. It starts the components
+// Package agent is Tandem's node agent: it serves the GPUs of its node to ResourceClaims and to nvidia.com/gpu limits. It starts the components
 // that pkg/wiring makes, in the order that keeps the node safe, and follows the node's configuration, mode and driver.
 package agent
 

@@ -136,11 +136,9 @@ func retire(ctx context.Context, book *ledger.Ledger, run func(context.Context) 
 
 // serving is how the APIs serve the agent's configuration.
 func (a *Agent) serving(c components) wiring.Serving {
-	return wiring.Serving{Config: a.config, Registerer: a.metrics, Waiting: func() error {
-		reason := a.status.Ready("mode", "pause")
-		if missing := c.driver.Missing(); missing != nil && a.isDriverless {
-			reason = errors.Join(missing, reason)
-		}
-		return reason
-	}}
+	serving := wiring.Serving{Config: a.config, Registerer: a.metrics, Waiting: func() error { return a.status.Ready("mode", "pause") }}
+	if a.isDriverless {
+		serving.NoDriver = c.driver.Missing
+	}
+	return serving
 }

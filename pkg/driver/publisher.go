@@ -73,7 +73,7 @@ func (d *Driver) NewOffer() Offer {
 	return Offer{NodeName: d.NodeName, ReturnDelay: d.ReturnDelay, Offered: d.OfferedToClaims, Strict: d.Strict, PartitionUUIDs: d.PartitionUUIDs}
 }
 
-// Facts returns what the slices are made from now. kept are the fields that the API server keeps.
+// Facts returns what the slices are made from now, except ClaimsLate. kept are the fields that the API server keeps.
 func (d *Driver) Facts(kept Capabilities, now time.Time) Facts {
 	return Facts{
 		Inventory: d.Inventory.Inventory(), Holds: d.Ledger.Holds(), Claims: d.Allocations.Claims(), Maintenance: d.Allocations.Maintenance(),

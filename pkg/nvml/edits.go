@@ -47,7 +47,7 @@ func (n *Node) ContainerEdits(ctx context.Context) (cdi.Edits, error) {
 	if at.session == nil {
 		return cdi.Edits{}, n.Missing()
 	}
-	if err := n.driverHangs(); err != nil {
+	if err := n.whyNoCall(); err != nil {
 		return cdi.Edits{}, err
 	}
 	if !broadcast.Await(ctx, at.session.idle.Changed, func() bool { return !at.session.suspended.Load() }) {

@@ -189,7 +189,7 @@ func (n *Node) inspectEdits(ctx context.Context, r *Report) {
 func (n *Node) release() {
 	n.scanning.Lock()
 	defer n.scanning.Unlock()
-	if n.session != nil && n.driverHangs() == nil {
+	if n.session != nil && n.whyNoCall() == nil {
 		n.endSessionUse(func(s *session) { s.setHold(false) })
 	}
 }

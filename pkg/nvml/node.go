@@ -156,7 +156,7 @@ func (n *Node) Run(ctx context.Context) error {
 	defer func() {
 		n.scanning.Lock()
 		defer n.scanning.Unlock()
-		if n.session != nil && n.driverHangs() == nil {
+		if n.session != nil && n.whyNoCall() == nil {
 			n.endSessionUse(func(s *session) { s.setHold(false) })
 		}
 	}()

@@ -76,11 +76,11 @@ func (n *Node) whyNoScan() error {
 	if paused := n.paused.Load(); paused != nil {
 		return paused
 	}
-	return n.driverHangs()
+	return n.whyNoCall()
 }
 
-// driverHangs returns errSilent while a call that concerns no single GPU has not returned.
-func (n *Node) driverHangs() error {
+// whyNoCall returns errSilent while a call that concerns no single GPU has not returned.
+func (n *Node) whyNoCall() error {
 	if n.callEnded(wholeDriver) {
 		return nil
 	}

@@ -4,7 +4,6 @@ package podstate
 
 import (
 	"context"
-	"errors"
 	"slices"
 	"strings"
 	"time"
@@ -153,7 +152,7 @@ func (p *Pods) claimState(h ledger.Hold, uids map[types.UID]bool) ledger.PodStat
 	}
 	e := p.evidenceOf(h, uids)
 	podState := ledger.Gone
-	if e.kubelet {
+	if e.prepared || e.unknown {
 		podState = ledger.Orphaned
 	}
 	for _, state := range e.pods {
@@ -165,13 +164,14 @@ func (p *Pods) claimState(h ledger.Hold, uids map[types.UID]bool) ledger.PodStat
 // evidence is what may keep the hold of a claim that drains.
 type evidence struct {
 	pods map[types.UID]ledger.PodState
-	// kubelet is set if kubelet's state has the claim's devices, or could not be read.
-	kubelet bool
+	// prepared is set if kubelet's state has the claim's devices, or could not be read; unknown if not all pods are known.
+	prepared, unknown bool
 }
 
 // evidenceOf looks at the pods with these UIDs, at those that the hold or kubelet's state names, and at those that kubelet may be starting.
 func (p *Pods) evidenceOf(h ledger.Hold, uids map[types.UID]bool) evidence {
 	remembered, added, err := p.AddedPods(h)
+	e := evidence{prepared: remembered || err != nil, pods: map[types.UID]ledger.PodState{}}
 	prepared := map[types.UID]bool{}
 	for _, pod := range slices.Concat(h.Pods, added) {
 		prepared[types.UID(pod.UID)], uids[types.UID(pod.UID)] = true, true
@@ -179,13 +179,12 @@ func (p *Pods) evidenceOf(h ledger.Hold, uids map[types.UID]bool) evidence {
 	// Without pods, kubelet never received an answer to Prepare.
 	recent := isRecent(h.Began) && len(h.Pods) > 0
 	if recent {
-		unseen, unseenErr := p.unreported(func(seenPod) bool { return true })
-		err = errors.Join(err, unseenErr)
+		unseen, err := p.unreported(func(seenPod) bool { return true })
+		e.unknown = err != nil
 		for _, uid := range unseen {
 			uids[types.UID(uid)] = true
 		}
 	}
-	e := evidence{kubelet: remembered || err != nil, pods: map[types.UID]ledger.PodState{}}
 	for uid := range uids {
 		e.pods[uid] = p.claimPodState(h, uid, prepared[uid], recent)
 	}
@@ -242,7 +241,7 @@ func (p *Pods) Keepers(h ledger.Hold) (pods []ledger.Pod, prepared bool) {
 		}
 	}
 	slices.SortFunc(pods, func(a, b ledger.Pod) int { return strings.Compare(a.UID, b.UID) })
-	return pods, e.kubelet
+	return pods, e.prepared
 }
 
 // Users returns the pods recorded with the hold of a claim that may still use it.

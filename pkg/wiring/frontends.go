@@ -22,8 +22,9 @@ type Serving struct {
 	Config config.Config
 	// HeldOnly is why only what is held is served. Nil serves everything.
 	HeldOnly error
-	// Waiting returns why new pods and claims get no GPU, besides what the ledger knows.
-	Waiting func() error
+	// Waiting returns why new pods and claims get no GPU. NoDriver returns that there is no driver. The ledger's reason comes between the two. Nil
+	// functions know no reason.
+	NoDriver, Waiting func() error
 	// Registerer receives the metrics.
 	Registerer prometheus.Registerer
 }
@@ -38,6 +39,13 @@ type APIs struct {
 
 // NewAPIs makes the components that serve the node. It needs Connect, and may be called again with another Registerer.
 func (p *Parts) NewAPIs(s Serving) (apis APIs, err error) {
+	none := func() error { return nil }
+	if s.NoDriver == nil {
+		s.NoDriver = none
+	}
+	if s.Waiting == nil {
+		s.Waiting = none
+	}
 	allocations, acknowledge, daemonTrouble := p.Hooks.Allocations, func(string, []string, bool) {}, p.Hooks.DaemonTrouble
 	if allocations == nil {
 		if apis.GPUNode, err = gpunode.New(p.gpuNodeConfig(s)); err != nil {
@@ -64,7 +72,7 @@ func (p *Parts) gpuNodeConfig(s Serving) gpunode.Config {
 		Claims: func(namespace string) gpunode.Claims { return p.Client.ResourceV1().ResourceClaims(namespace) },
 		Node:   p.Node, Ledger: p.Ledger, Inventory: p.Health, Sharing: p.Sharing, Recorder: p.Recorder, Registerer: s.Registerer,
 		Waiting: func() string {
-			reason := errors.Join(p.Ledger.Withheld(), s.Waiting())
+			reason := errors.Join(s.NoDriver(), p.Ledger.Withheld(), s.Waiting())
 			if reason == nil {
 				return ""
 			}
@@ -111,7 +119,7 @@ func (p *Parts) claimsConfig(s Serving) driver.Config {
 	if wrap := p.Hooks.Sharing; wrap != nil {
 		config.Sharing = wrap(p.Sharing)
 	}
-	if wrap := p.Hooks.Join; wrap != nil {
+	if wrap := p.Hooks.Policy; wrap != nil {
 		config.Policy = wrap(p.Policy)
 	}
 	return config

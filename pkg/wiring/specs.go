@@ -31,7 +31,7 @@ func (p *Parts) newSpecs() *cdi.Specs {
 
 // devicesInUse is cdi.Options.InUse. It returns nil while not all holders are known.
 func (p *Parts) devicesInUse() map[string]bool {
-	if !p.Adopted.Load() || p.Ledger.Withheld() != nil {
+	if !p.adopted.Load() || p.Ledger.Withheld() != nil {
 		return nil
 	}
 	claims, err := podstate.ReadClaimState(p.Config.KubeletDir, p.Config.DriverName)

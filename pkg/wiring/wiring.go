@@ -81,7 +81,7 @@ type Options struct {
 	Config   config.Config
 	BootID   string
 	Hardware Hardware
-	// Client must not throttle. REST is what the client for GPUNodes is made from.
+	// Client must not throttle. REST is what the client for GPUNodes is made from; it is not needed with Hooks.Allocations.
 	Client kubernetes.Interface
 	REST   *rest.Config
 	// Recorder receives events on the node, on claims and on pods. Registerer receives the metrics.
@@ -103,7 +103,7 @@ type Hooks struct {
 	PodStates func(*podstate.Pods) ledger.PodStates
 	Pods      func(*podstate.Pods) driver.Pods
 	Sharing   func(*sharing.Manager) driver.Sharing
-	Join      func(*sharing.Policy) driver.Policy
+	Policy    func(*sharing.Policy) driver.Policy
 	// Holders are those for the sharing policy.
 	Holders func(*ledger.Ledger) sharing.Ledger
 	// CleanupPending is that of the ledger.
@@ -113,7 +113,7 @@ type Hooks struct {
 	Allocations Allocations
 	Kubelet     Kubelet
 	Claims      func(namespace string) reconcile.Claims
-	// DaemonTrouble is driver.Config.DaemonTrouble where Allocations is set.
+	// DaemonTrouble is driver.Config.DaemonTrouble. It is required where Allocations is set.
 	DaemonTrouble func(daemon string) string
 }
 
@@ -121,14 +121,14 @@ type Hooks struct {
 type Parts struct {
 	Options
 
-	Cgroups *podstate.Cgroups
+	cgroups *podstate.Cgroups
 	Pods    *podstate.Pods
 	Node    *podstate.Node
 	// Resources is nil if Hooks.Kubelet is set. The caller closes it.
 	Resources *podstate.PodResources
-	Records   Records
+	records   records
 
-	// Ledger is nil until Open succeeds. Fields below it are nil until Connect.
+	// Ledger is nil until Open succeeds. The fields below are nil until Connect.
 	Ledger     *ledger.Ledger
 	Partitions *partition.Maker
 	// CDI is nil if Hooks.Specs is set.
@@ -139,12 +139,12 @@ type Parts struct {
 	Health     *health.Inventory
 	Reconciler *reconcile.Reconciler
 
-	// Adopted is set while the ledger knows all holders.
-	Adopted *atomic.Bool
+	// adopted is set while the ledger knows all holders.
+	adopted atomic.Bool
 }
 
-// Records are what components keep on disk besides the ledger. They are loaded under the ledger's lock.
-type Records struct {
+// records are what components keep on disk besides the ledger. They are loaded under the ledger's lock.
+type records struct {
 	Partitions *partition.Records
 	Sharing    *sharing.Records
 	Handover   *handover.Records
@@ -156,18 +156,17 @@ func New(o Options) (*Parts, error) {
 	c := o.Config
 	p := &Parts{
 		Options: o,
-		Cgroups: podstate.NewCgroups(c.CgroupRoot, c.PodUID),
+		cgroups: podstate.NewCgroups(c.CgroupRoot, c.PodUID),
 		Node:    podstate.NewNode(o.Client, c.NodeName),
-		Records: Records{
+		records: records{
 			Partitions: partition.NewRecords(filepath.Join(c.RunDir, "partitions"), o.BootID),
 			Sharing:    sharing.NewRecords(filepath.Join(c.RunDir, "sharing"), o.BootID),
 			Handover:   handover.NewRecords(filepath.Join(c.RunDir, "handover"), o.BootID),
 			Health:     health.NewRecords(filepath.Join(c.RunDir, "health"), o.BootID),
 		},
-		Adopted: &atomic.Bool{},
 	}
 	var err error
-	if p.Pods, err = podstate.NewPods(o.Client, c.NodeName, p.Cgroups, c.KubeletDir); err != nil {
+	if p.Pods, err = podstate.NewPods(o.Client, c.NodeName, p.cgroups, c.KubeletDir); err != nil {
 		return nil, err
 	}
 	if o.Hooks.Kubelet == nil {
@@ -192,21 +191,23 @@ func (p *Parts) Open(ctx context.Context) (problems []error, err error) {
 	if turn := p.Hooks.Turn; turn != nil {
 		options.Turn = func(ctx context.Context) { turn(ctx, "tries to reserve") }
 	}
-	if p.Ledger, err = ledger.Open(ctx, options); err != nil {
+	book, err := ledger.Open(ctx, options)
+	if err != nil {
 		return nil, err
 	}
-	if problems, err = p.Records.load(); err != nil {
-		err = errors.Join(err, p.Ledger.Close())
+	if problems, err = p.records.load(); err != nil {
+		return problems, errors.Join(err, book.Close())
 	}
-	return problems, err
+	p.Ledger = book
+	return problems, nil
 }
 
 // cleanupPending reports whether a partition or sharing settings of a hold are recorded. They must be gone before the hold ends.
 func (p *Parts) cleanupPending(h ledger.Hold) bool {
-	return p.Records.Partitions.Made(h.Device) || h.Holder.Kind == ledger.KindClaim && p.Records.Sharing.Applied(h.Holder.ID, h.Device)
+	return p.records.Partitions.Made(h.Device) || h.Holder.Kind == ledger.KindClaim && p.records.Sharing.Applied(h.Holder.ID, h.Device)
 }
 
-func (r Records) load() (problems []error, err error) {
+func (r records) load() (problems []error, err error) {
 	for _, records := range []interface{ Load() ([]error, error) }{r.Partitions, r.Sharing, r.Handover, r.Health} {
 		found, err := records.Load()
 		problems = append(problems, found...)
@@ -217,23 +218,24 @@ func (r Records) load() (problems []error, err error) {
 	return problems, nil
 }
 
-// Connect makes the components that need the ledger, its records and the hardware. c is the configuration of the node, without its mode label.
+// Connect makes the components that need the ledger, its records and the hardware. c is the configuration of the node, without its mode
+// label.
 //
 // Which inventory a component has: the hardware's is that of the driver. Partitions adds what the configuration says of each GPU, and which
-// partitions Tandem has made: reconciler, sharing, hand-over and labels have that. Handover makes a GPU that is not clean unhealthy in it, and Health one
-// that has faults or cannot be given to a container: both APIs and GPUNode have that, and so offer the same.
+// partitions Tandem has made: reconciler, sharing, hand-over and labels have that. Handover makes a GPU that is not clean unhealthy in it, and
+// Health one that has faults or cannot be given to a container: both APIs and GPUNode have that, and so offer the same.
 func (p *Parts) Connect(c config.Config) {
 	p.Config = c
 	policy := GPUPolicy(c)
 	if p.GPUs != nil {
 		policy = *p.GPUs
 	}
-	p.Partitions = partition.NewMaker(p.Records.Partitions, p.Hardware, policy)
+	p.Partitions = partition.NewMaker(p.records.Partitions, p.Hardware, policy)
 	if p.Hooks.Specs == nil {
 		p.CDI = p.newSpecs()
 	}
 	p.Sharing = sharing.NewManager(sharing.Options{
-		Records: p.Records.Sharing, RunDir: c.RunDir, DriverRoot: p.Hardware.DriverRoot(), Hardware: p.Hardware, Specs: p.specs(), Turn: p.Hooks.Turn,
+		Records: p.records.Sharing, RunDir: c.RunDir, DriverRoot: p.Hardware.DriverRoot(), Hardware: p.Hardware, Specs: p.specs(), Turn: p.Hooks.Turn,
 	})
 	var holders sharing.Ledger = p.Ledger
 	if wrap := p.Hooks.Holders; wrap != nil {
@@ -242,9 +244,9 @@ func (p *Parts) Connect(c config.Config) {
 	p.Policy = sharing.NewPolicy(p.Sharing, p.Partitions, holders, p.Pods)
 	p.Handover = p.newCleaner()
 	p.Health = health.New(health.Config{
-		Source: p.Handover, Hardware: p.Hardware, Records: p.Records.Health, CountsXID: c.CountsXID, Action: c.FaultAction,
+		Source: p.Handover, Hardware: p.Hardware, Records: p.records.Health, CountsXID: c.CountsXID, Action: c.FaultAction,
 		ResetIdle: func(ctx context.Context, uuid string) (bool, error) {
-			if err := p.Resettable(uuid); err != nil {
+			if err := p.resettable(uuid); err != nil {
 				return false, err
 			}
 			return p.Handover.ResetIdle(ctx, uuid)
@@ -256,7 +258,7 @@ func (p *Parts) Connect(c config.Config) {
 
 func (p *Parts) reconcilerConfig() reconcile.Config {
 	config := reconcile.Config{
-		Ledger: p.ledger(), Pods: p.Pods, Cgroups: p.Cgroups, Resources: p.kubelet(), Inventory: p.Partitions,
+		Ledger: p.ledger(), Pods: p.Pods, Cgroups: p.cgroups, Resources: p.kubelet(), Inventory: p.Partitions,
 		Partitions: p.Partitions, Settings: p.Sharing, AddPlaceholders: p.specs().AddPlaceholders,
 		Claims:     func(namespace string) reconcile.Claims { return p.Client.ResourceV1().ResourceClaims(namespace) },
 		KubeletDir: p.Config.KubeletDir, ProcRoot: p.Config.ProcRoot, NodeName: p.Config.NodeName, DriverName: p.Config.DriverName,
@@ -268,7 +270,7 @@ func (p *Parts) reconcilerConfig() reconcile.Config {
 	return config
 }
 
-// ledger is the ledger as all components but the sharing policy have it.
+// ledger is the ledger of those that change it: front-ends, health and reconciler. The others read it without a hook.
 func (p *Parts) ledger() Ledger {
 	if wrap := p.Hooks.Ledger; wrap != nil {
 		return wrap(p.Ledger)
@@ -297,12 +299,12 @@ func GPUPolicy(c config.Config) partition.Policy {
 
 // managed reports whether sharing settings of a GPU are applied.
 func (p *Parts) managed(uuid string) bool {
-	return slices.ContainsFunc(p.Records.Sharing.Keys(), func(k sharing.Key) bool { return k.Device.GPU == uuid })
+	return slices.ContainsFunc(p.records.Sharing.Keys(), func(k sharing.Key) bool { return k.Device.GPU == uuid })
 }
 
-// Resettable returns why a GPU may not be reset; nil if it may. A reset would end static partitions, time slices of the node's policy, and
+// resettable returns why a GPU may not be reset; nil if it may. A reset would end static partitions, time slices of the node's policy, and
 // MPS daemons.
-func (p *Parts) Resettable(uuid string) error {
+func (p *Parts) resettable(uuid string) error {
 	switch gpu, known := p.Partitions.Inventory().ByUUID(uuid); {
 	case !known:
 		return fmt.Errorf("GPU %s is not in the inventory", uuid)
@@ -317,8 +319,8 @@ func (p *Parts) Resettable(uuid string) error {
 
 func (p *Parts) newCleaner() *handover.Cleaner {
 	return handover.New(handover.Options{
-		Pods: p.Pods, Hardware: p.Hardware, Inventory: p.Partitions, Ledger: p.Ledger, Records: p.Records.Handover, Managed: p.managed,
-		Reset: func(uuid string) bool { return p.Config.ResetGPUs && p.Resettable(uuid) == nil },
+		Pods: p.Pods, Hardware: p.Hardware, Inventory: p.Partitions, Ledger: p.Ledger, Records: p.records.Handover, Managed: p.managed,
+		Reset: func(uuid string) bool { return p.Config.ResetGPUs && p.resettable(uuid) == nil },
 		Outsiders: func(uuid string, pids []int) (outsiders []handover.Outsider) {
 			users := podstate.Users{Holds: p.Ledger.Holds(), Driver: p.Config.DriverName, Namespaces: monitorNamespaces(p.Config)}
 			for _, o := range p.Pods.Outsiders(p.Config.ProcRoot, uuid, pids, users) {
@@ -354,7 +356,7 @@ var errHoldersUnknown = errors.New("it is not known which pods from before the a
 func (p *Parts) Adopt(ctx context.Context) error {
 	err := p.Reconciler.Adopt(ctx)
 	if ctx.Err() == nil {
-		p.Adopted.Store(err == nil)
+		p.adopted.Store(err == nil)
 		var reason error
 		if err != nil {
 			reason = errHoldersUnknown

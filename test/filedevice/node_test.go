@@ -71,7 +71,7 @@ func startNode(t *testing.T, files map[string]properties) *node {
 		Hooks: wiring.Hooks{
 			PodStates:   func(*podstate.Pods) ledger.PodStates { return podStates{} },
 			Pods:        func(*podstate.Pods) driver.Pods { return pods{} },
-			Allocations: noAllocations{},
+			Allocations: noAllocations{}, DaemonTrouble: func(string) string { return "" },
 		},
 	})
 	check(t, err)
@@ -86,7 +86,7 @@ func startNode(t *testing.T, files map[string]properties) *node {
 	ctx, stop := context.WithCancel(context.Background())
 	group, ctx := errgroup.WithContext(ctx)
 	for _, run := range []func(context.Context) error{
-		n.files.Run, parts.Pods.Run, parts.Node.Run, parts.CDI.Run, parts.Health.Run, apis.Claims.Run, apis.Limits.Run,
+		n.files.Run, parts.Pods.Run, parts.Node.Run, parts.CDI.Run, parts.Handover.Run, parts.Health.Run, apis.Claims.Run, apis.Limits.Run,
 	} {
 		group.Go(func() error { return run(ctx) })
 	}

@@ -227,7 +227,7 @@ func List() []Mutation {
 			What: "the ledger does not know that a hold has a partition",
 			Harm: "the hold ends for another holder, who gets a GPU in MIG mode",
 			Changes: []Change{Edit("pkg/wiring", "Parts", "cleanupPending",
-				"p.Records.Partitions.Made(h.Device) || ", "")},
+				"p.records.Partitions.Made(h.Device) || ", "")},
 		},
 	}
 }

@@ -33,7 +33,7 @@ type fleet struct {
 func (f *fleet) close() error {
 	var errs []error
 	for _, m := range f.machines {
-		errs = append(errs, m.Ledger.Close())
+		errs = append(errs, m.close())
 	}
 	return errors.Join(errs...)
 }

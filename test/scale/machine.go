@@ -28,7 +28,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/wiring"
 )
 
-// machine is one node with the components of an agent, of which the front-ends, the ledger, the GPUNode and the watches run. GPUs and
+// machine is one node with the components of an agent, of which the front-ends, the ledger, the GPUNode and the watches run. Health and hand-over do not: GPUs and
 // kubelet are simulated (kubelet.go), and settle stands in for the reconciler's loops.
 type machine struct {
 	*wiring.Parts
@@ -59,8 +59,8 @@ func newMachine(ctx context.Context, name, dir string, gpus device.Inventory, ap
 	}
 	m := &machine{name: name, owner: map[string]types.UID{}}
 	defer func() {
-		if err != nil && m.Parts != nil && m.Ledger != nil {
-			err = errors.Join(err, m.Ledger.Close())
+		if err != nil && m.Parts != nil {
+			err = errors.Join(err, m.close())
 		}
 	}()
 	own, err := agentAPI(api, name)
@@ -108,9 +108,17 @@ func agentAPI(api *rest.Config, node string) (*rest.Config, error) {
 	return own, nil
 }
 
+// close closes what newMachine has opened.
+func (m *machine) close() (err error) {
+	if m.Ledger != nil {
+		err = m.Ledger.Close()
+	}
+	return errors.Join(err, m.Resources.Close())
+}
+
 // run serves until ctx is done. Like the agent, it starts the two APIs once the pods are known.
 func (m *machine) run(ctx context.Context) (err error) {
-	defer func() { err = errors.Join(err, m.Ledger.Close()) }()
+	defer func() { err = errors.Join(err, m.close()) }()
 	group, ctx := errgroup.WithContext(ctx)
 	group.Go(func() error { return m.Pods.Run(ctx) })
 	group.Go(func() error { return m.Node.Run(ctx) })
@@ -119,7 +127,6 @@ func (m *machine) run(ctx context.Context) (err error) {
 			return nil
 		}
 		group.Go(func() error { return m.GPUNode.Run(ctx) })
-		group.Go(func() error { return m.Health.Run(ctx) })
 		group.Go(func() error { return m.Claims.Run(ctx) })
 		m.settle(ctx)
 		return nil

@@ -73,7 +73,7 @@ type agent struct {
 	loops        []*loop
 }
 
-// startAgent follows cmd/kubelet-plugin: the lock, what is known from before, the pods, and only then the two APIs.
+// startAgent follows pkg/agent: the lock, what is known from before, the pods, and only then the two APIs.
 func (s *simulation) startAgent() {
 	a := &agent{simulation: s, process: newProcess("agent"), specChanged: make(chan struct{}), pace: gpunode.Pace{Interval: time.Second}}
 	s.agent = a
@@ -169,7 +169,7 @@ func (a *agent) hooks() wiring.Hooks {
 		Ledger:    func(book *ledger.Ledger) wiring.Ledger { return parkedLedger{book, a.simulation} },
 		Pods:      func(pods *podstate.Pods) driver.Pods { return parkedPods{pods} },
 		Sharing:   func(shared *sharing.Manager) driver.Sharing { return parkedSettings{shared} },
-		Join:      func(policy *sharing.Policy) driver.Policy { return parkedPolicy{policy, a.simulation} },
+		Policy:    func(policy *sharing.Policy) driver.Policy { return parkedPolicy{policy, a.simulation} },
 		Holders: func(book *ledger.Ledger) sharing.Ledger {
 			if a.faults.noDaemonCheck {
 				return noHolds{book}
@@ -296,7 +296,7 @@ func (a *agent) serve() {
 		return a.publish()
 	})
 	a.loop("reports", 50*time.Millisecond, func() []<-chan struct{} {
-		return []<-chan struct{}{a.book.Changed(), a.specChanged, a.shared.Changed()}
+		return []<-chan struct{}{a.book.Changed(), a.specChanged, a.shared.Changed(), a.parts.Health.Changed()}
 	}, func(c *call) time.Duration {
 		return a.report()
 	})

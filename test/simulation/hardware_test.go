@@ -4,6 +4,8 @@ package simulation
 
 import (
 	"context"
+	"iter"
+	"maps"
 	"slices"
 	"time"
 
@@ -64,23 +66,30 @@ func (hardware) WatchXIDs(ctx context.Context, _ func(device.XIDEvent)) error {
 	return nil
 }
 
-// setUnhealthy makes a GPU unhealthy, or ends that.
-func (h *host) setUnhealthy(gpu string, unhealthy bool) {
-	if h.unhealthy[gpu] != unhealthy {
-		h.unhealthy[gpu] = unhealthy
-		h.faultsChanged.Notify()
-	}
+// setUnhealthy replaces the GPUs that have a fault: the agent reads the old map meanwhile.
+func (h *host) setUnhealthy(gpus map[string]bool) {
+	h.unhealthy = gpus
+	h.faultsChanged.Notify()
+}
+
+// withFault returns the GPUs that have a fault if one begins, or ends.
+func (h *host) withFault(gpu string, begins bool) map[string]bool {
+	gpus := maps.Clone(h.unhealthy)
+	gpus[gpu] = begins
+	return gpus
 }
 
 // gpuFails makes a GPU unhealthy for a while.
 func (s *simulation) gpuFails() {
 	gpu := gpuUUID(s.rand.IntN(s.host.gpus))
 	s.hit(gpuFault)
-	s.host.setUnhealthy(gpu, true)
-	s.after(s.users, s.between(100*time.Millisecond, 30*time.Second), "repairs "+gpu, func() { s.host.setUnhealthy(gpu, false) })
+	s.host.setUnhealthy(s.host.withFault(gpu, true))
+	s.after(s.users, s.between(100*time.Millisecond, 30*time.Second), "repairs "+gpu, func() {
+		s.host.setUnhealthy(s.host.withFault(gpu, false))
+	})
 }
 
-// checkList: no list offers a unhealthy GPU to a pod.
+// checkList: no list offers an unhealthy GPU to a pod.
 func (a *agent) checkList(list *pluginapi.ListAndWatchResponse) {
 	for _, d := range list.GetDevices() {
 		if gpu := device.HardwareUUID(d.GetID()); a.host.unhealthy[gpu] && d.GetHealth() == pluginapi.Healthy {
@@ -89,7 +98,7 @@ func (a *agent) checkList(list *pluginapi.ListAndWatchResponse) {
 	}
 }
 
-// checkOffer: no slice offers a unhealthy GPU to a claim.
+// checkOffer: no slice offers an unhealthy GPU to a claim.
 func (a *agent) checkOffer(devices []resourceapi.Device) {
 	for _, d := range devices {
 		if uuid := d.Attributes["uuid"].StringValue; uuid != nil && a.host.unhealthy[*uuid] && len(d.Taints) == 0 {
@@ -106,16 +115,29 @@ type clock struct {
 
 // checkSettings: a claim that starts with a GPU finds the settings that an administrator made, not those of the holder before.
 func (h *host) checkSettings(uid string, g grant) {
-	for _, p := range g.parts {
-		if !amountOf(p).all || g.daemon != "" {
-			continue
-		}
-		gpu := uuidOf(gpuOf(p))
+	for gpu := range wholeGPUs(g) {
 		if left := h.clocks[gpu]; left.mhz != 0 && left.owner != g.owner && isClaim(g.owner) {
-			h.fail("not handed over: %s in pod %s starts with the clock of %s that %s has set", g.owner, uid, p, left.owner)
+			h.fail("not handed over: %s in pod %s starts with the clock of %s that %s has set", g.owner, uid, gpu, left.owner)
 		}
+	}
+}
+
+// changeClocks sets the clocks of some GPUs of a pod that has started.
+func (h *host) changeClocks(g grant) {
+	for gpu := range wholeGPUs(g) {
 		if h.chance(3) {
 			h.clocks[gpu] = clock{1500, g.owner}
+		}
+	}
+}
+
+// wholeGPUs are those of a holder without an MPS daemon.
+func wholeGPUs(g grant) iter.Seq[string] {
+	return func(yield func(string) bool) {
+		for _, p := range g.parts {
+			if amountOf(p).all && g.daemon == "" && !yield(uuidOf(gpuOf(p))) {
+				return
+			}
 		}
 	}
 }

@@ -116,6 +116,7 @@ func (h *host) start(uid string, grants []grant) {
 		h.checkOwner(uid, g)
 		h.checkDaemon(uid, g)
 		h.checkSettings(uid, g)
+		h.changeClocks(g)
 	}
 }
 

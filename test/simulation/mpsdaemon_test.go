@@ -294,6 +294,8 @@ func (c *clientDevices) daemonFor(devices []string) (daemon string, ok bool) {
 
 func (h hardware) ComputeMode(ctx context.Context, gpu string) (device.ComputeMode, error) {
 	turn(ctx, "reads the compute mode of "+gpu)
+	h.settings.Lock()
+	defer h.settings.Unlock()
 	return h.mode(gpu), nil
 }
 

@@ -218,9 +218,7 @@ func (s *simulation) quiet() {
 		}
 	}
 	s.note("quiet")
-	for i := range s.host.gpus {
-		s.host.setUnhealthy(gpuUUID(i), false)
-	}
+	s.host.setUnhealthy(map[string]bool{})
 	for _, l := range []*process{s.agentProcess(), s.kubelet.process, s.scheduler.process} {
 		l.frozen = time.Time{}
 	}
