@@ -71,8 +71,8 @@ func List() []Mutation {
 			Name: "unreadable-claims", Tier: Test, Package: "./pkg/podstate", By: "TestKubeletStillHasTheDevices",
 			What: "an unreadable claim state of kubelet counts as one without the claim",
 			Harm: "a GPU is given away while kubelet may start a pod with it",
-			Changes: []Change{Edit("pkg/podstate", "Pods", "claimState",
-				"if remembered || err != nil {", "if _ = err; remembered {")},
+			Changes: []Change{Edit("pkg/podstate", "Pods", "evidenceOf",
+				"evidence{prepared: remembered || err != nil,", "evidence{prepared: remembered || err != nil && false,")},
 		},
 		{
 			Name: "same-uuid", Tier: Test, Package: "./pkg/cdi", By: "TestRemadeWithOtherNodes",
@@ -149,7 +149,7 @@ func List() []Mutation {
 			What: "a reset does not report that the GPU's XIDs have ended",
 			Harm: "a GPU stays withdrawn after the reset if its driver has no recovery actions",
 			Changes: []Change{Edit("pkg/nvml", "Node", "reset",
-				"n.end(g, gpu.NoInstance)", "_ = g")},
+				"n.endXIDs(g, gpu.NoInstance)", "_ = g")},
 		},
 		{
 			Name: "first-page", Tier: Test, Package: "./pkg/nodelabels", By: "TestRemoveFromAll",
