@@ -60,6 +60,8 @@ func connectWith(flags *genericclioptions.ConfigFlags) func() (connection, error
 		// Pages of large clusters and the rights of many namespaces are more than the default of 5 requests a second.
 		config.QPS, config.Burst = 50, 100
 		config.UserAgent = "kubectl-gpu/" + version.Version
+		clock := &overview.Clock{}
+		config.Wrap(clock.Watch)
 		client, err := kubernetes.NewForConfig(config)
 		if err != nil {
 			return connection{}, fmt.Errorf("configure API client: %w", err)
@@ -85,7 +87,7 @@ func connectWith(flags *genericclioptions.ConfigFlags) func() (connection, error
 		if err != nil {
 			return connection{}, fmt.Errorf("find the API server: %w", err)
 		}
-		c := connection{cluster: overview.Cluster{Client: client, Dynamic: objects, Scrape: scrape}, namespace: namespace}
+		c := connection{cluster: overview.Cluster{Client: client, Dynamic: objects, Scrape: scrape, Clock: clock}, namespace: namespace}
 		c.given = flags.Namespace != nil && *flags.Namespace != ""
 		c.context, c.server = kubeconfig.CurrentContext, server.Host+strings.TrimSuffix(server.Path, "/")
 		if flags.Context != nil && *flags.Context != "" {

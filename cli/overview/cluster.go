@@ -37,6 +37,8 @@ type Cluster struct {
 	DriverName string
 	// Scrape reads metrics for ReadMetrics. Nothing else needs it.
 	Scrape Scraper
+	// Clock tells which agents are silent. Nil is the machine's.
+	Clock *Clock
 }
 
 // DeniedError says that the viewer may not read or change objects, and which RBAC rule is missing.
@@ -75,7 +77,7 @@ func gpuNodesError(verb string, err error) error {
 }
 
 // decodeGPUNode returns a GPUNode as of now.
-func decodeGPUNode(object runtime.Object) (node v1alpha1.GPUNode, err error) {
+func (c Cluster) decodeGPUNode(object runtime.Object) (node v1alpha1.GPUNode, err error) {
 	from, ok := object.(*unstructured.Unstructured)
 	if !ok {
 		return node, fmt.Errorf("decode GPUNode: unexpected %T", object)
@@ -84,7 +86,7 @@ func decodeGPUNode(object runtime.Object) (node v1alpha1.GPUNode, err error) {
 		return node, fmt.Errorf("decode GPUNode %s: %w", from.GetName(), err)
 	}
 	node.ManagedFields = nil // nothing here shows them, and Watch keeps the nodes
-	return availability.AsOf(time.Now(), node), nil
+	return availability.AsOf(c.Clock.Now(), node), nil
 }
 
 // GPUNode returns the GPUNode of a node.
@@ -106,7 +108,7 @@ func (c Cluster) PatchGPUNode(ctx context.Context, name string, patch []byte) (v
 	case err != nil:
 		return v1alpha1.GPUNode{}, gpuNodesError("patch", err)
 	}
-	return decodeGPUNode(object)
+	return c.decodeGPUNode(object)
 }
 
 // gpuNode returns the GPUNode of a node. An error that it does not exist is the API server's own, for the caller to decide.
@@ -118,7 +120,7 @@ func (c Cluster) gpuNode(ctx context.Context, name string) (v1alpha1.GPUNode, er
 	if err != nil {
 		return v1alpha1.GPUNode{}, gpuNodesError("get", err)
 	}
-	return decodeGPUNode(object)
+	return c.decodeGPUNode(object)
 }
 
 // EachGPUNode calls visit for all GPUNodes, one page after the other. It returns the resource version of the list, for a watch.
@@ -132,7 +134,7 @@ func (c Cluster) EachGPUNode(ctx context.Context, visit func(v1alpha1.GPUNode)) 
 		return list, nil
 	}
 	err = pager.New(page).EachListItem(ctx, metav1.ListOptions{}, func(object runtime.Object) error {
-		node, err := decodeGPUNode(object)
+		node, err := c.decodeGPUNode(object)
 		if err == nil {
 			visit(node)
 		}
@@ -345,9 +347,9 @@ func (c Cluster) watchFrom(ctx context.Context, version string, wanted func(stri
 		select {
 		case event, more = <-watcher.ResultChan():
 		case <-ctx.Done():
-		case now := <-ticker.C:
+		case <-ticker.C:
 			for name, n := range last {
-				if n = availability.AsOf(now, n); n.Status.Waiting != last[name].Status.Waiting {
+				if n = availability.AsOf(c.Clock.Now(), n); n.Status.Waiting != last[name].Status.Waiting {
 					last[name] = n
 					show(Change{GPUNode: n})
 				}
@@ -360,7 +362,7 @@ func (c Cluster) watchFrom(ctx context.Context, version string, wanted func(stri
 		if event.Type == watch.Error {
 			return apierrors.FromObject(event.Object)
 		}
-		node, err := decodeGPUNode(event.Object)
+		node, err := c.decodeGPUNode(event.Object)
 		switch {
 		case err != nil || !wanted(node.Name):
 		case event.Type == watch.Deleted:
