@@ -107,11 +107,20 @@ func ofEach(call func(i, which int) error) []func(int) error {
 	}
 }
 
+// enough is how many measurements are compared with a goal. Fewer of them differ by more than the goal in two runs of one build.
+const enough = 100
+
 // against adds a figure of this build, which the other's is the floor of, that of the other, and the ratio.
 func (r *run) against(ours figure.Figure, theirs float64) {
 	other := figure.Figure{Name: ours.Name + "_against", Value: theirs, Unit: ours.Unit, N: ours.N}
-	ratio := figure.Figure{Name: ours.Name + "_ratio", Value: ours.Value / theirs, Unit: "ratio", N: ours.N}
-	r.figures = append(r.figures, ours.Over(other, figure.Goal{Factor: noWorse}), other, ratio)
+	goal := figure.Goal{}
+	if ours.N >= enough {
+		goal.Factor = noWorse
+	}
+	r.figures = append(r.figures, ours.Over(other, goal), other)
+	if theirs > 0 {
+		r.figures = append(r.figures, figure.Figure{Name: ours.Name + "_ratio", Value: ours.Value / theirs, Unit: "ratio", N: ours.N})
+	}
 }
 
 func (r *run) againstCalls(name string, took pair[figure.Samples], percentiles ...float64) {
