@@ -28,6 +28,8 @@ type hardware struct {
 
 // Inventory has the world's GPUs with their faults. What to do about a fault is not the driver's business.
 func (h hardware) Inventory() device.Inventory {
+	h.driver.Lock()
+	defer h.driver.Unlock()
 	inventory := h.world.inventory
 	inventory.GPUs = slices.Clone(inventory.GPUs)
 	for i := range inventory.GPUs {
@@ -46,14 +48,15 @@ func (hardware) LastRead(string) time.Time                        { return time.
 
 // Settings are those that a holder can change.
 func (h hardware) Settings(_ context.Context, gpu string) (device.Settings, error) {
-	h.settings.Lock()
-	defer h.settings.Unlock()
-	return device.Settings{ComputeMode: h.mode(gpu), GraphicsClock: h.clocks[gpu].mhz}, nil
+	mode := h.mode(gpu)
+	h.driver.Lock()
+	defer h.driver.Unlock()
+	return device.Settings{ComputeMode: mode, GraphicsClock: h.clocks[gpu].mhz}, nil
 }
 
 func (h hardware) RestoreSettings(_ context.Context, gpu string, wanted device.Settings) error {
-	h.settings.Lock()
-	defer h.settings.Unlock()
+	h.driver.Lock()
+	defer h.driver.Unlock()
 	if wanted.ComputeMode != "" {
 		h.modes[gpu] = wanted.ComputeMode
 	}
@@ -66,9 +69,11 @@ func (hardware) WatchXIDs(ctx context.Context, _ func(device.XIDEvent)) error {
 	return nil
 }
 
-// setUnhealthy replaces the GPUs that have a fault: the agent reads the old map meanwhile.
+// setUnhealthy replaces the GPUs that have a fault.
 func (h *host) setUnhealthy(gpus map[string]bool) {
+	h.driver.Lock()
 	h.unhealthy = gpus
+	h.driver.Unlock()
 	h.faultsChanged.Notify()
 }
 
@@ -115,6 +120,8 @@ type clock struct {
 
 // checkSettings: a claim that starts with a GPU finds the settings that an administrator made, not those of the holder before.
 func (h *host) checkSettings(uid string, g grant) {
+	h.driver.Lock()
+	defer h.driver.Unlock()
 	for gpu := range wholeGPUs(g) {
 		if left := h.clocks[gpu]; left.mhz != 0 && left.owner != g.owner && isClaim(g.owner) {
 			h.fail("not handed over: %s in pod %s starts with the clock of %s that %s has set", g.owner, uid, gpu, left.owner)
@@ -124,6 +131,8 @@ func (h *host) checkSettings(uid string, g grant) {
 
 // changeClocks sets the clocks of some GPUs of a pod that has started.
 func (h *host) changeClocks(g grant) {
+	h.driver.Lock()
+	defer h.driver.Unlock()
 	for gpu := range wholeGPUs(g) {
 		if h.chance(3) {
 			h.clocks[gpu] = clock{1500, g.owner}

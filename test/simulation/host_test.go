@@ -53,8 +53,8 @@ type host struct {
 	unhealthy     map[string]bool
 	faultsChanged broadcast.Signal
 	clocks        map[string]clock
-	// settings guards clocks and modes in calls of the driver: GPUs are handed over at the same time.
-	settings sync.Mutex
+	// driver guards what the driver knows, unhealthy, clocks and modes: some loops of the agent run beside the schedule.
+	driver sync.Mutex
 	// modes are the compute modes of GPUs by UUID, where they are not the default.
 	modes       map[string]device.ComputeMode
 	devices     *clientDevices
@@ -232,8 +232,10 @@ func (h *host) reboot() {
 		}
 	}
 	clear(h.supervisors)
+	h.driver.Lock()
 	clear(h.modes)
 	clear(h.clocks)
+	h.driver.Unlock()
 	clear(h.devices.daemons)
 	h.check(os.RemoveAll(h.run()))
 	h.check(os.MkdirAll(h.run(), 0o700))

@@ -294,16 +294,14 @@ func (c *clientDevices) daemonFor(devices []string) (daemon string, ok bool) {
 
 func (h hardware) ComputeMode(ctx context.Context, gpu string) (device.ComputeMode, error) {
 	turn(ctx, "reads the compute mode of "+gpu)
-	h.settings.Lock()
-	defer h.settings.Unlock()
 	return h.mode(gpu), nil
 }
 
 func (h hardware) SetComputeMode(ctx context.Context, gpu string, mode device.ComputeMode) (device.ComputeMode, error) {
 	turn(ctx, "sets the compute mode of "+gpu)
-	h.settings.Lock()
-	defer h.settings.Unlock()
 	before := h.mode(gpu)
+	h.driver.Lock()
+	defer h.driver.Unlock()
 	h.modes[gpu] = mode
 	return before, nil
 }
@@ -314,6 +312,8 @@ func (h hardware) SetTimeSlice(ctx context.Context, gpu string, _ int) error {
 }
 
 func (h *host) mode(gpu string) device.ComputeMode {
+	h.driver.Lock()
+	defer h.driver.Unlock()
 	if mode := h.modes[gpu]; mode != "" {
 		return mode
 	}

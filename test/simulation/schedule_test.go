@@ -210,10 +210,17 @@ func (s *schedule) settle() {
 	for _, p := range parks {
 		s.after(p.process, p.delay, p.name+": "+p.where, func() {
 			s.current.Store(p.call)
-			delete(p.waiting, p)
+			s.forget(p)
 			p.resume <- struct{}{}
 		})
 	}
+}
+
+// forget takes a goroutine out of those that are parked.
+func (s *schedule) forget(p *parked) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(p.waiting, p)
 }
 
 // call is a call into the product, which the schedule lets run from one park to the next.
@@ -244,7 +251,9 @@ func (p *parked) compare(other *parked) int {
 func (s *schedule) spawn(l *process, name string, body func(*call)) *call {
 	s.serial++
 	c := &call{id: s.serial, s: s, process: l, name: name, waiting: map[*parked]bool{}}
+	s.mu.Lock()
 	l.calls[c] = true
+	s.mu.Unlock()
 	s.current.Store(c)
 	go func() {
 		body(c)
@@ -308,11 +317,13 @@ func (s *schedule) kill(l *process) {
 	s.settle()
 	// What waits for time ends when it parks.
 	var waiting []*parked
+	s.mu.Lock()
 	for c := range l.calls {
 		waiting = slices.AppendSeq(waiting, maps.Keys(c.waiting))
 	}
+	s.mu.Unlock()
 	for _, p := range slices.SortedFunc(slices.Values(waiting), (*parked).compare) {
-		delete(p.waiting, p)
+		s.forget(p)
 		p.resume <- struct{}{}
 		s.settle()
 	}
