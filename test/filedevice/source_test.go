@@ -23,7 +23,7 @@ import (
 	"github.com/tandem-gpu/tandem/internal/filewatch"
 	"github.com/tandem-gpu/tandem/pkg/cdi"
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/wiring"
+	"github.com/tandem-gpu/tandem/test/nodriver"
 )
 
 // properties are the content of a device's file. The name of the file is "<ID>.json".
@@ -40,9 +40,9 @@ const suffix = ".json"
 const containerDir = "/run/files"
 
 // source finds the devices in a directory. It is all that the agent needs of another kind of device. Files are put into the directory
-// by a rename. A file is given to one holder as it is, so a call of another method panics.
+// by a rename. A file is given to one holder as it is: nothing asks for partitions, sharing or a reset.
 type source struct {
-	wiring.Hardware
+	nodriver.Hardware
 	dir     string
 	changed broadcast.Signal
 
@@ -146,19 +146,4 @@ func (s *source) ContainerEdits(context.Context) (cdi.Edits, error) {
 // PartitionEdits implements wiring.Hardware.
 func (s *source) PartitionEdits(context.Context, device.Partition) (specs.Device, error) {
 	return specs.Device{}, fmt.Errorf("make container edits of a part of a file: %w", errors.ErrUnsupported)
-}
-
-// Files have no driver, no processes, no settings, and no XIDs.
-
-func (s *source) DriverRoot() string                               { return "/" }
-func (s *source) Processes(context.Context, string) ([]int, error) { return nil, nil }
-func (s *source) Settings(context.Context, string) (device.Settings, error) {
-	return device.Settings{}, nil
-}
-func (s *source) LastRead(string) time.Time                                      { return time.Time{} }
-func (s *source) RestoreSettings(context.Context, string, device.Settings) error { return nil }
-
-func (s *source) WatchXIDs(ctx context.Context, _ func(device.XIDEvent)) error {
-	<-ctx.Done()
-	return nil
 }

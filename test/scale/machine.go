@@ -26,6 +26,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/podstate"
 	"github.com/tandem-gpu/tandem/pkg/wiring"
+	"github.com/tandem-gpu/tandem/test/nodriver"
 )
 
 // machine is one node with the components of an agent, of which the front-ends, the ledger, the GPUNode and the watches run. Health and hand-over do not: GPUs and
@@ -185,26 +186,14 @@ func (m *machine) look() time.Duration {
 	return again
 }
 
-// hardware is GPUs that do not change. A call of any other method panics: no GPU is partitioned, shared or reset.
+// hardware is GPUs that do not change, and that are not partitioned, shared or reset.
 type hardware struct {
-	wiring.Hardware
+	nodriver.Hardware
 	gpus device.Inventory
 }
 
-func (h hardware) Inventory() device.Inventory                    { return h.gpus }
-func (hardware) Changed() <-chan struct{}                         { return nil }
-func (hardware) DriverRoot() string                               { return "/" }
-func (hardware) Processes(context.Context, string) ([]int, error) { return nil, nil }
-func (hardware) Settings(context.Context, string) (device.Settings, error) {
-	return device.Settings{}, nil
-}
-func (hardware) LastRead(string) time.Time                                      { return time.Time{} }
-func (hardware) RestoreSettings(context.Context, string, device.Settings) error { return nil }
-
-func (hardware) WatchXIDs(ctx context.Context, _ func(device.XIDEvent)) error {
-	<-ctx.Done()
-	return nil
-}
+func (h hardware) Inventory() device.Inventory { return h.gpus }
+func (hardware) Changed() <-chan struct{}      { return nil }
 
 // specs has a CDI entry for every device.
 type specs struct{ wiring.Specs }

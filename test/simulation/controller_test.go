@@ -14,6 +14,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/controller"
+	"github.com/tandem-gpu/tandem/test/nodriver"
 )
 
 // gpuNode is the node's GPUNode.
@@ -129,7 +130,7 @@ func (d *controllerModel) runDaemons(object *gpuNode) {
 	node := &v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{Name: nodeName, UID: "gpunode"}, Status: object.status}
 	config := controller.DaemonPods{
 		Template:  &corev1.PodTemplateSpec{Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "mps-daemon"}}}},
-		Namespace: "tandem-system", RunDir: d.host.run(), KubeletDir: d.host.kubeletDir(), DriverRoots: []string{driverRoot},
+		Namespace: "tandem-system", RunDir: d.host.run(), KubeletDir: d.host.kubeletDir(), DriverRoots: []string{nodriver.Root},
 	}
 	plan := controller.PlanDaemons(node, all[*corev1.Pod](d.seen.cache), config, time.Now())
 	for _, pod := range plan.Delete {

@@ -13,20 +13,17 @@ import (
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
-	"github.com/tandem-gpu/tandem/pkg/wiring"
+	"github.com/tandem-gpu/tandem/test/nodriver"
 )
 
-// driverRoot is where the driver of the node is.
-const driverRoot = "/"
-
-// hardware is the driver of the node's GPUs. A call of another method panics: no GPU is partitioned or reset.
+// hardware is the driver of the node's GPUs. None of them is partitioned or reset.
 type hardware struct {
-	wiring.Hardware
+	nodriver.Hardware
 	*host
 	world *simulation
 }
 
-// Inventory has the world's GPUs with their faults. What to do about a fault is not the driver's business.
+// Inventory has the world's GPUs with their faults. The agent decides whether a fault makes a GPU unhealthy.
 func (h hardware) Inventory() device.Inventory {
 	h.driver.Lock()
 	defer h.driver.Unlock()
@@ -41,10 +38,6 @@ func (h hardware) Inventory() device.Inventory {
 }
 
 func (h hardware) Changed() <-chan struct{} { return h.faultsChanged.Changed() }
-
-func (hardware) DriverRoot() string                               { return driverRoot }
-func (hardware) Processes(context.Context, string) ([]int, error) { return nil, nil }
-func (hardware) LastRead(string) time.Time                        { return time.Now() }
 
 // Settings are those that a holder can change.
 func (h hardware) Settings(_ context.Context, gpu string) (device.Settings, error) {
@@ -61,11 +54,6 @@ func (h hardware) RestoreSettings(_ context.Context, gpu string, wanted device.S
 		h.modes[gpu] = wanted.ComputeMode
 	}
 	h.clocks[gpu] = clock{mhz: wanted.GraphicsClock}
-	return nil
-}
-
-func (hardware) WatchXIDs(ctx context.Context, _ func(device.XIDEvent)) error {
-	<-ctx.Done()
 	return nil
 }
 
