@@ -13,6 +13,7 @@ import (
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/driver"
 	"github.com/tandem-gpu/tandem/pkg/gpunode"
+	"github.com/tandem-gpu/tandem/pkg/health"
 	"github.com/tandem-gpu/tandem/pkg/legacy"
 )
 
@@ -22,8 +23,8 @@ type Serving struct {
 	Config config.Config
 	// HeldOnly is why only what is held is served. Nil serves everything.
 	HeldOnly error
-	// Waiting returns why new pods and claims get no GPU. NoDriver returns that there is no driver. The ledger's reason comes between the two. Nil
-	// functions know no reason.
+	// NoDriver and Waiting return why new pods and claims get no GPU. GPUNode's status.waiting names NoDriver's reason first, then the ledger's,
+	// then that of Waiting. Both may be nil.
 	NoDriver, Waiting func() error
 	// Registerer receives the metrics.
 	Registerer prometheus.Registerer
@@ -81,16 +82,17 @@ func (p *Parts) gpuNodeConfig(s Serving) gpunode.Config {
 	}
 	if c.Mode.Limits() {
 		config.Facts.Limits, config.Facts.OfferedToPods = c.Resources(), c.OfferedToPods
-		if !limitsByCDI(c) {
-			config.Inventory = p.Health.WithoutCDI()
-		}
+		config.Inventory = p.limitsInventory(c)
 	}
 	return config
 }
 
-// limitsByCDI reports whether pods with limits get their GPUs by CDI.
-func limitsByCDI(c config.Config) bool {
-	return slices.ContainsFunc(c.DeviceListStrategies, func(s string) bool { return !WithoutCDI(s) })
+// limitsInventory returns the inventory for pods with limits. Where they get their GPUs without CDI, the health of CDI specs does not count.
+func (p *Parts) limitsInventory(c config.Config) health.Source {
+	if slices.ContainsFunc(c.DeviceListStrategies, func(s string) bool { return !WithoutCDI(s) }) {
+		return p.Health
+	}
+	return p.Health.WithoutCDI()
 }
 
 // WithoutCDI reports whether a device list strategy gives containers their GPUs without CDI.
@@ -131,15 +133,12 @@ func (p *Parts) limitsConfig(s Serving) legacy.Config {
 		Resources: c.Resources(), NodeName: c.NodeName, Directory: filepath.Join(c.KubeletDir, "device-plugins"),
 		IndexIDs: c.DeviceIDStrategy == "index", AnnotationPrefix: c.CDIAnnotationPrefix,
 		PassDeviceSpecs: c.PassDeviceSpecs, Packed: c.AllocationPolicy == "packed", FailRequestsGreaterThanOne: c.FailRequestsGreaterThanOne,
-		Inventory: p.Health, Offered: c.OfferedToPods, HeldOnly: s.HeldOnly,
+		Inventory: p.limitsInventory(c), Offered: c.OfferedToPods, HeldOnly: s.HeldOnly,
 		// Under HeldOnly a pod that has a device needs it listed as healthy: a kubelet that restarts refuses the pod's stopped containers otherwise.
 		Retiring: !c.Mode.Limits() && s.HeldOnly == nil,
 		Ledger:   p.ledger(), Specs: p.specs(), Kubelet: p.kubelet(), Sharing: p.Policy, Requesters: p.Pods,
 		Adopt: p.Reconciler.Adopt, Excluded: c.Excluded, Recorder: p.Recorder, Registerer: s.Registerer,
 		DevRoot: p.Hardware.DevRoot, IMEXChannels: c.IMEXChannels, Env: map[string]string{},
-	}
-	if !limitsByCDI(c) {
-		config.Inventory = p.Health.WithoutCDI()
 	}
 	if c.ResetGPUs {
 		config.HandOver = p.Handover.Ensure

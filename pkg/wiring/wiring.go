@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package wiring makes the components of a node and gives each what it needs of the others. It starts none of them. pkg/agent starts them in
-// the order that keeps a node safe. The simulation, the scale test and the node of files start them in their own way. All have this wiring.
+// Package wiring makes the components of a node and gives each the others that it needs. It starts none of them. pkg/agent starts them in the
+// order that keeps a node safe. test/simulation, test/scale and test/filedevice start them in an order of their own.
 package wiring
 
 import (
@@ -92,23 +92,25 @@ type Options struct {
 	Hooks Hooks
 }
 
-// Hooks put something between components, or in the place of one. The agent has none. A nil hook changes nothing.
+// Hooks wrap or replace components in tests. The agent has no hooks. A nil hook changes nothing.
 type Hooks struct {
-	// Now, Step and Turn are those of the ledger. Turn is also that of the reconciler and of the sharing settings.
+	// Now and Step are ledger.Options.Now and Step. Turn is called by ledger, reconciler and sharing.Manager before each attempt.
 	Now  func() time.Time
 	Step func(string)
 	Turn func(ctx context.Context, what string)
 
+	// Each of these returns what the other components get instead of its argument.
 	Ledger    func(*ledger.Ledger) Ledger
 	PodStates func(*podstate.Pods) ledger.PodStates
 	Pods      func(*podstate.Pods) driver.Pods
 	Sharing   func(*sharing.Manager) driver.Sharing
 	Policy    func(*sharing.Policy) driver.Policy
-	// Holders are those for the sharing policy.
+	// Holders returns the ledger that sharing.Policy gets.
 	Holders func(*ledger.Ledger) sharing.Ledger
-	// CleanupPending is that of the ledger.
+	// CleanupPending returns ledger.Options.CleanupPending.
 	CleanupPending func(func(ledger.Hold) bool) func(ledger.Hold) bool
 
+	// These replace cdi.Specs, gpunode.Object, podstate.PodResources and the reconciler's reads of claims.
 	Specs       Specs
 	Allocations Allocations
 	Kubelet     Kubelet
@@ -221,9 +223,9 @@ func (r records) load() (problems []error, err error) {
 // Connect makes the components that need the ledger, its records and the hardware. c is the configuration of the node, without its mode
 // label.
 //
-// Which inventory a component has: the hardware's is that of the driver. Partitions adds what the configuration says of each GPU, and which
-// partitions Tandem has made: reconciler, sharing, hand-over and labels have that. Handover makes a GPU that is not clean unhealthy in it, and
-// Health one that has faults or cannot be given to a container: both APIs and GPUNode have that, and so offer the same.
+// Three components complete the driver's inventory. Partitions adds what the configuration says of each GPU, and which partitions Tandem has
+// made: reconciler, sharing, hand-over and labels read that inventory. Handover marks GPUs that are not clean as unhealthy. Health marks those
+// with faults and those that cannot be given to a container: both APIs and GPUNode read the inventory of Health, and so offer the same GPUs.
 func (p *Parts) Connect(c config.Config) {
 	p.Config = c
 	policy := GPUPolicy(c)

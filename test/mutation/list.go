@@ -206,7 +206,7 @@ func List() []Mutation {
 			What: "the device plugin has the inventory without the decided health",
 			Harm: "a GPU with a fault is listed as healthy, and a pod gets it",
 			Changes: []Change{Edit("pkg/wiring", "Parts", "limitsConfig",
-				"Inventory: p.Health, Offered", "Inventory: p.Partitions, Offered")},
+				"Inventory: p.limitsInventory(c)", "Inventory: p.Partitions")},
 		},
 		{
 			Name: "no-hand-over", Tier: Test, Package: "./pkg/wiring", By: "TestClaimsAreHandedOver",
