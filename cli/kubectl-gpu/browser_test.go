@@ -44,6 +44,21 @@ addEventListener('load', async () => {
   document.documentElement.dataset.found = found.join(', ');
 });`
 
+// opensNine is a script that opens one node more than the server sends: the first one closes.
+const opensNine = until + `
+addEventListener('load', async () => {
+  await until(() => document.body.textContent.includes('newcomer'));
+  const row = (i) => document.getElementById('node-more-' + i);
+  for (let i = 0; i < 9; i++) {
+    row(i).open = true;
+    await until(() => row(i).querySelector('table'));
+  }
+  await until(() => !row(0).querySelector('table'));
+  const found = [];
+  for (let i = 0; i < 9; i++) found.push(row(i).open);
+  document.documentElement.dataset.found = found.join(', ');
+});`
+
 // hand is a script that a test adds to the page: what a user does while the page follows a change.
 const hand = until + `
 addEventListener('load', async () => {
@@ -109,8 +124,12 @@ func TestPageInABrowser(t *testing.T) {
 		script, query, found string
 		more                 int
 	}{
-		"alone":           {"", "", "", 0},
-		"with a user":     {hand, "?q=newcomer", ` data-found="open false, focus summary-node-1, focus q, ?q=newcomer"`, 0},
+		"alone":       {"", "", "", 0},
+		"with a user": {hand, "?q=newcomer", ` data-found="open false, focus summary-node-1, focus q, ?q=newcomer"`, 0},
+		"with nine rows open": {
+			opensNine, "?open=node-more-1&open=node-more-2&open=node-more-3&open=node-more-4&open=node-more-5&open=node-more-6&open=node-more-7&open=node-more-8",
+			` data-found="false, true, true, true, true, true, true, true, true"`, 9,
+		},
 		"with many nodes": {opens, "?open=node-node-1", ` data-found="0, true, true, 2, ?open=node-node-1"`, 2},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -112,6 +112,8 @@ func newInventoryWith(w *world, records *Records) (*Inventory, *record.FakeRecor
 
 var errDisk = errors.New("write /var/run/cdi/x: no space left on device")
 
+var errReadOnly = errors.New("read-only file system")
+
 // Each device has its own entry. What is made for a claim needs room for a new file, and gets its entry with Prepare.
 func TestInventory(t *testing.T) {
 	w := &world{inventory: device.Inventory{GPUs: []device.GPU{
@@ -204,6 +206,12 @@ func TestRun(t *testing.T) {
 	w.mu.Unlock()
 	<-changed
 	event("Warning DeviceNotRecordable", errDisk.Error())
+	// Another error of the ledger is another event.
+	w.mu.Lock()
+	w.unrecorded = errReadOnly
+	w.ledger.Notify()
+	w.mu.Unlock()
+	event("Warning DeviceNotRecordable", errReadOnly.Error())
 	for range 500 { // also when a tick comes at the same time
 		changed = i.Changed()
 		w.change(func() { w.inventory.DriverVersion += "." })
