@@ -8,7 +8,7 @@ export GOFLAGS := $(strip $(filter-out -trimpath,$(or $(GOFLAGS),$(shell PATH="$
 .NOTPARALLEL:
 
 # Not go run: it does not forward signals to the program that it runs.
-run = @hack/go.sh && go build -o bin/hack/ ./hack/cmd/$(1) && exec bin/hack/$(1)
+run = @hack/go.sh && go build -o bin/hack/ ./$(1) && exec bin/hack/$(notdir $(1))
 
 .PHONY: help
 help: ## this list
@@ -37,11 +37,11 @@ long_parts := deps lint mutations programs simulation kubelet-model torture-whol
 
 .PHONY: test
 test: ## what proves a change: verify, unit and contract tests, all stories once (KUBERNETES=v1.36.3, SHARD=1/3 for one of three machines)
-	$(call run,test) -tier test -rest '$(filter-out $(test_parts),$(long_parts)) (make test-long)' -shard '$(SHARD)' $(test_parts)
+	$(call run,hack/cmd/test) -tier test -rest '$(filter-out $(test_parts),$(long_parts)) (make test-long)' -shard '$(SHARD)' $(test_parts)
 
 .PHONY: test-long
 test-long: ## what takes hours: a million simulated steps, torture, a fleet, kubelet's sources, linters, the other Kubernetes versions
-	$(call run,test) -tier test-long -rest '$(filter-out $(long_parts),$(test_parts)) (make test)' $(long_parts)
+	$(call run,hack/cmd/test) -tier test-long -rest '$(filter-out $(long_parts),$(test_parts)) (make test)' $(long_parts)
 
 .PHONY: deps
 deps: ## install the Debian packages that building and testing need
@@ -81,7 +81,7 @@ intruder: ## attacks on an API server with the chart's roles and policies, and w
 
 .PHONY: e2e
 e2e: ## users' stories, on several real clusters at once (KUBERNETES=v1.36.3, RUN=regexp, CLUSTERS=2, SHARD=1/3)
-	$(call run,e2e) $(if $(RUN),-run '$(RUN)') $(if $(CLUSTERS),-clusters $(CLUSTERS)) $(if $(SHARD),-shard $(SHARD))
+	$(call run,hack/cmd/e2e) $(if $(RUN),-run '$(RUN)') $(if $(CLUSTERS),-clusters $(CLUSTERS)) $(if $(SHARD),-shard $(SHARD))
 
 e2e-v%:
 	@$(MAKE) --no-print-directory e2e KUBERNETES=v$*
@@ -92,7 +92,7 @@ torture_flags = $(if $(OPS),-ops $(OPS)) $(if $(SEED),-seed $(SEED)) $(if $(MIG)
 
 .PHONY: torture
 torture: ## random operations and faults on a real cluster (OPS=5000 SEED=7 MIG=1 or SHARING=1 BUDGET=15m KUBERNETES=v1.36.3 RESUME=1)
-	$(call run,torture) $(torture_flags)
+	$(call run,test/cmd/torture) $(torture_flags)
 
 .PHONY: torture-whole torture-mig torture-sharing
 torture-whole torture-mig torture-sharing:
@@ -102,15 +102,15 @@ torture-sharing: kind = SHARING=1
 
 .PHONY: torture-selftest
 torture-selftest: ## with Tandem mutated, the torture's oracle must find faults
-	$(call run,torture) selftest $(torture_flags) $(if $(ONLY),-only $(ONLY))
+	$(call run,test/cmd/torture) selftest $(torture_flags) $(if $(ONLY),-only $(ONLY))
 
 .PHONY: mutations
 mutations: ## mistakes in Tandem, each of which a test must detect (ONLY=name)
-	$(call run,mutations) $(if $(ONLY),-only $(ONLY))
+	$(call run,test/cmd/mutations) $(if $(ONLY),-only $(ONLY))
 
 .PHONY: torture-down
 torture-down: ## remove the cluster that an interrupted torture has left
-	$(call run,torture) down $(if $(DIR),-dir $(DIR))
+	$(call run,test/cmd/torture) down $(if $(DIR),-dir $(DIR))
 
 .PHONY: simulation
 simulation: ## a million steps of a modelled node and cluster, the same again for the same seed (STEPS=50000 SEED=7 LEAST=10)
@@ -129,7 +129,7 @@ export DROPIN_RESULTS := $(CURDIR)/bin/dropin
 .PHONY: dropin
 dropin: dropin-begin ## configurations, labels, published manifests and quota, by NVIDIA's programs and by Tandem (CONFIGURATIONS=60000 SEED=7)
 	go test -count=1 -timeout 25m -v ./test/dropin -configurations $(or $(CONFIGURATIONS),5000) -seed $(or $(SEED),0)
-	$(call run,e2e) -run '^(TestPublished.*|TestQuota|TestValuesOfNVIDIAsCharts)$$'
+	$(call run,hack/cmd/e2e) -run '^(TestPublished.*|TestQuota|TestValuesOfNVIDIAsCharts)$$'
 	@hack/dropin.sh
 
 .PHONY: dropin-begin dropin-end
@@ -141,11 +141,11 @@ dropin-end:
 
 .PHONY: scale
 scale: ## figures of a fleet with simulated nodes, as a table and as JSON (N=1000 nodes, RATE=100 pods a second, CURVES=DIRECTORY for drawings)
-	$(call run,scale) $(if $(N),-nodes $(N)) $(if $(RATE),-rate $(RATE)) $(if $(CURVES),-curves $(CURVES))
+	$(call run,test/cmd/scale) $(if $(N),-nodes $(N)) $(if $(RATE),-rate $(RATE)) $(if $(CURVES),-curves $(CURVES))
 
 .PHONY: bench
 bench: ## what Prepare, Allocate and start-up cost, against a real API server; AGAINST=BUILD compares two builds
-	$(call run,bench) $(if $(AGAINST),-against $(AGAINST))
+	$(call run,test/cmd/bench) $(if $(AGAINST),-against $(AGAINST))
 
 .PHONY: verify
 verify: ## formatting, vet, staticcheck, generated files, tidy modules, chart, shell scripts, commit subjects
@@ -161,11 +161,11 @@ update: ## rewrite what verify compares: formatting, generated files, modules, g
 
 .PHONY: image
 image: ## the image as a tarball in bin/image, without Docker (ARCH=arm64 for the other one, ARCH=all for both)
-	$(call run,image) build $(if $(ARCH),-arch $(ARCH))
+	$(call run,hack/cmd/image) build $(if $(ARCH),-arch $(ARCH))
 
 .PHONY: image-push
 image-push: ## build for amd64 and arm64 and push (IMAGE=registry/repository:tag)
-	$(call run,image) push -image "$(IMAGE)"
+	$(call run,hack/cmd/image) push -image "$(IMAGE)"
 
 # What a release takes from the command line.
 release_flags = -version "$(VERSION)" $(if $(OUT),-out '$(OUT)') $(if $(REGISTRY),-registry '$(REGISTRY)') \
@@ -173,23 +173,23 @@ release_flags = -version "$(VERSION)" $(if $(OUT),-out '$(OUT)') $(if $(REGISTRY
 
 .PHONY: release
 release: ## the files of a release of this commit (VERSION=v0.2.0 OUT=dir REGISTRY=registry.example.com/gpu; ANY_TOOLCHAIN=1 to rehearse)
-	$(call run,release) build $(release_flags)
+	$(call run,hack/cmd/release) build $(release_flags)
 
 .PHONY: release-check
 release-check: ## the same from two checkouts, which must give the same bytes
-	$(call run,release) check $(release_flags)
+	$(call run,hack/cmd/release) check $(release_flags)
 
 .PHONY: hardware
 hardware: ## tests of this machine's GPUs (RUN=Hardware/Cost; STAND_IN=l4x4 without a GPU; RECORDING=file)
-	$(call run,hardware) run $(if $(RUN),-run '$(RUN)') $(if $(STAND_IN),-stand-in $(STAND_IN)) $(if $(RECORDING),-recording '$(RECORDING)')
+	$(call run,hack/cmd/hardware) run $(if $(RUN),-run '$(RUN)') $(if $(STAND_IN),-stand-in $(STAND_IN)) $(if $(RECORDING),-recording '$(RECORDING)')
 
 .PHONY: hardware-bundle
 hardware-bundle: ## the same tests as an archive for a machine with a GPU and without Go
-	$(call run,hardware) bundle
+	$(call run,hack/cmd/hardware) bundle
 
 .PHONY: hardware-root
 hardware-root: ## a root directory for such a machine, in which they also run in a cluster
-	$(call run,hardware) root
+	$(call run,hack/cmd/hardware) root
 
 .PHONY: clean
 clean: ## remove what was built in the checkout

@@ -31,7 +31,7 @@ ui | shell)
 	trap - TERM INT
 	;;
 esac
-build bin/hack/ ./hack/cmd/demo
+build bin/hack/ ./test/cmd/demo
 if [ "${1:-}" != down ]; then
 	build bin/hack/ ./hack/cmd/cluster
 	make --no-print-directory --silent kubectl-gpu

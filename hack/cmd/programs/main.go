@@ -59,7 +59,7 @@ type tandem struct {
 
 // targets are the demo, the plugin of kubectl, and those programs of the demo's image that are built with cgo. hack/image builds the others,
 // without cgo.
-var targets = []string{"./hack/cmd/demo", "./cli/kubectl-gpu", "./cmd/kubelet-plugin", "./cmd/controller"}
+var targets = []string{"./test/cmd/demo", "./cli/kubectl-gpu", "./cmd/kubelet-plugin", "./cmd/controller"}
 
 func (t tandem) command(ctx context.Context, args ...string) *exec.Cmd {
 	cmd := gotool.Command(ctx, t.tmp, []string{"CGO_ENABLED=1"}, append(args, targets...)...)
