@@ -301,7 +301,7 @@ func (a *Agent) serveDevices(ctx context.Context, c components) error {
 				return a.serveAPIs(ctx, c)
 			}
 			c.endChoice()
-			return a.serveConfigured(ctx, c.Node, c.Partitions, func(ctx context.Context, config config.Config) error {
+			return a.serveConfigured(ctx, c.Node, c.Views.Configured, func(ctx context.Context, config config.Config) error {
 				return a.with(config).serveAPIs(ctx, c)
 			})
 		},

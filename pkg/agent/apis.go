@@ -54,7 +54,7 @@ func (a *Agent) serveAPIs(ctx context.Context, c components) error {
 		return group.Wait()
 	}
 	plugin.FindConflicting(ctx) // it lists the devices, which have specs now
-	group.Go(func() error { return a.newLabels(ctx, c, c.Partitions, a.metrics).Run(ctx) })
+	group.Go(func() error { return a.newLabels(ctx, c, c.Views.Configured, a.metrics).Run(ctx) })
 	group.Go(func() error { return c.Health.Run(ctx) })
 	// Claims are served in every mode: those that have devices may still have to be prepared, and must be unprepared.
 	group.Go(func() error { return claims.Run(ctx) })

@@ -15,16 +15,17 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/klog/v2"
 
+	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/nodelabels"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 )
 
 // newLabels returns the writer of the node's labels. They describe devices, the inventory with the sharing policy.
-func (a *Agent) newLabels(ctx context.Context, c components, devices inventory, registerer prometheus.Registerer) *nodelabels.Writer {
+func (a *Agent) newLabels(ctx context.Context, c components, devices device.Source, registerer prometheus.Registerer) *nodelabels.Writer {
 	return nodelabels.NewWriter(a.labelConfig(ctx, c, devices, registerer))
 }
 
-func (a *Agent) labelConfig(ctx context.Context, c components, devices inventory, registerer prometheus.Registerer) nodelabels.Config {
+func (a *Agent) labelConfig(ctx context.Context, c components, devices device.Source, registerer prometheus.Registerer) nodelabels.Config {
 	options := nodelabels.Options{Resources: a.config.Resources(), Machine: a.readMachine(ctx)}
 	if !a.config.NoTimestamp {
 		options.Timestamp = time.Now()

@@ -25,18 +25,12 @@ import (
 // errReconfigured ends an agent whose configuration has changed: main executes the program again, unnoticed by pods.
 var errReconfigured = errors.New("the node's configuration has changed")
 
-// inventory has the node's devices. Changed is taken before Inventory is read.
-type inventory interface {
-	Inventory() device.Inventory
-	Changed() <-chan struct{}
-}
-
 // settings follow the configuration of one node: its files and its labels.
 type settings struct {
 	*Agent
 	self *podstate.Node
 	// devices are those of the node. The rules about devices are checked against them.
-	devices inventory
+	devices device.Source
 	// edited receives a value when the file may have changed; nil without a file.
 	edited <-chan struct{}
 	// rejected is why the newest configuration was rejected, so that each reason is reported once. unused are the settings without effect
@@ -55,7 +49,7 @@ const (
 )
 
 // newSettings returns settings that notice changes until ctx is done and close is called.
-func (a *Agent) newSettings(ctx context.Context, self *podstate.Node, devices inventory) (s *settings, closeAll func()) {
+func (a *Agent) newSettings(ctx context.Context, self *podstate.Node, devices device.Source) (s *settings, closeAll func()) {
 	s = &settings{Agent: a, self: self, devices: devices}
 	dir := a.config.ConfigDir
 	if dir == "" && a.config.ConfigFile != "" {
@@ -96,7 +90,7 @@ func (noDevices) Changed() <-chan struct{}    { return nil }
 // serveConfigured calls serve with the node's configuration, and ends with errReconfigured when a valid one differs from it. With an
 // invalid configuration the node offers no device to new claims and pods, but kubelet can end the pods that have one.
 func (a *Agent) serveConfigured(
-	ctx context.Context, self *podstate.Node, devices inventory, serve func(context.Context, config.Config) error,
+	ctx context.Context, self *podstate.Node, devices device.Source, serve func(context.Context, config.Config) error,
 ) error {
 	s, closeAll := a.newSettings(ctx, self, devices)
 	defer closeAll()

@@ -114,6 +114,13 @@ type Inventory struct {
 	Links [][]Pair
 }
 
+// Source is a view of the node's devices. Both methods answer from memory and are safe for concurrent use.
+type Source interface {
+	Inventory() Inventory
+	// Changed returns a channel that is closed when Inventory may answer differently. It is taken before the call.
+	Changed() <-chan struct{}
+}
+
 // ByUUID finds a GPU by UUID.
 func (inv Inventory) ByUUID(uuid string) (GPU, bool) {
 	if i := slices.IndexFunc(inv.GPUs, func(g GPU) bool { return g.UUID == uuid }); i >= 0 {

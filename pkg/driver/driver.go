@@ -27,6 +27,7 @@ import (
 	"github.com/tandem-gpu/tandem/internal/regarding"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/partition"
 	"github.com/tandem-gpu/tandem/pkg/podstate"
 	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
@@ -52,12 +53,6 @@ type Node interface {
 	Changed() <-chan struct{}
 }
 
-// Inventory is the source of the node's GPUs. Changed is as in Node.
-type Inventory interface {
-	Inventory() device.Inventory
-	Changed() <-chan struct{}
-}
-
 // Specs are the CDI specs of the node's devices.
 type Specs interface {
 	// Ensure writes the specs if they are missing on disk or lack one of the devices. Cheap otherwise.
@@ -78,24 +73,19 @@ type Pods interface {
 	Uses(h ledger.Hold) bool
 }
 
-// Partitions creates the partitions of claims. *partition.Maker implements it. A caller locks the GPU, records the partition,
-// checks its reservation, and creates the partition. All methods are idempotent. The reconciler destroys partitions.
+// Partitions creates the partitions of claims. *partition.Maker implements it. Both methods are idempotent. The reconciler destroys
+// partitions.
 type Partitions interface {
-	Lock(ctx context.Context, gpu string) (unlock func(), err error)
-	Record(ctx context.Context, want device.Partition) error
-	Create(ctx context.Context, want device.Partition) (device.Partition, error)
-	// EnsureWhole switches off MIG mode of a dynamic GPU.
-	EnsureWhole(ctx context.Context, gpu string) error
+	Create(ctx context.Context, request partition.Request) (device.Partition, error)
+	// EnsureWhole switches off MIG mode of a dynamic GPU that is still reserved.
+	EnsureWhole(ctx context.Context, gpu string, reserved func() error) error
 }
 
-// Sharing applies the sharing settings of claims. *sharing.Manager implements it and documents the methods, which a caller
-// calls in this order. It checks its reservation between Plan and Apply, and unlocks before Connect. The reconciler reverts.
+// Sharing applies the sharing settings of claims. *sharing.Manager implements it. The reconciler reverts them.
 type Sharing interface {
-	Await(ctx context.Context, g sharing.Group) error
-	Lock(ctx context.Context, claim string) (unlock func(), err error)
-	Plan(ctx context.Context, g sharing.Group) (sharing.Plan, error)
-	Apply(ctx context.Context, plan sharing.Plan) error
-	Connect(ctx context.Context, plan sharing.Plan) (clientDevices []string, err error)
+	// Apply applies the settings of a group whose devices are still reserved, waits for its daemon if it has one, and returns the client
+	// devices. Idempotent.
+	Apply(ctx context.Context, g sharing.Group, reserved func() error) (clientDevices []string, err error)
 	// Applied reports whether settings of the claim are applied to the device.
 	Applied(claim string, ref device.Ref) bool
 }
@@ -124,7 +114,7 @@ type Config struct {
 	// Node's UID owns the slices. Run needs it.
 	Node       Node
 	Ledger     Ledger
-	Inventory  Inventory
+	Inventory  device.Source
 	Specs      Specs
 	Pods       Pods
 	Partitions Partitions

@@ -263,6 +263,7 @@ func (d *Driver) addImplicitGroups(p *preparation) {
 		if slices.ContainsFunc(p.groups, func(g *sharedGroup) bool { return g.has(ref) }) {
 			continue
 		}
+		// The snapshot of planning does not have the partitions that this call has created.
 		found, ok := d.Inventory.Inventory().ByRef(ref)
 		g := &sharedGroup{devices: []device.Device{found}}
 		switch {

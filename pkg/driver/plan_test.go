@@ -22,24 +22,27 @@ type fakePartitions struct {
 	mu    sync.Mutex
 	err   error
 	calls []string
-	// onRecord is called by Record. Optional.
+	// onRecord is called when a partition was recorded. Optional.
 	onRecord func()
 	// known is what a second call for the same place returns.
 	known map[device.Ref]device.Partition
 }
 
-func (f *fakePartitions) Lock(context.Context, string) (unlock func(), err error) {
-	return func() {}, nil
-}
-
-func (f *fakePartitions) Record(context.Context, device.Partition) error {
+func (f *fakePartitions) Create(ctx context.Context, request partition.Request) (device.Partition, error) {
 	if f.onRecord != nil {
 		f.onRecord()
 	}
-	return nil
+	if err := request.Reserved(); err != nil {
+		return device.Partition{}, err
+	}
+	created, err := f.create(request.Partition)
+	if err != nil {
+		return device.Partition{}, err
+	}
+	return created, request.Publish(ctx, created)
 }
 
-func (f *fakePartitions) Create(_ context.Context, want device.Partition) (device.Partition, error) {
+func (f *fakePartitions) create(want device.Partition) (device.Partition, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.calls = append(f.calls, "create "+want.Name())
@@ -55,7 +58,10 @@ func (f *fakePartitions) Create(_ context.Context, want device.Partition) (devic
 	return created, nil
 }
 
-func (f *fakePartitions) EnsureWhole(_ context.Context, gpu string) error {
+func (f *fakePartitions) EnsureWhole(_ context.Context, gpu string, reserved func() error) error {
+	if err := reserved(); err != nil {
+		return err
+	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.calls = append(f.calls, "whole "+gpu)

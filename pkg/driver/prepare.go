@@ -170,34 +170,17 @@ func (d *Driver) createPartitions(ctx context.Context, p *preparation) error {
 }
 
 func (d *Driver) createPartition(ctx context.Context, p *preparation, o onDemand) error {
-	unlock, err := d.Partitions.Lock(ctx, o.device.GPU.UUID)
-	if err != nil {
-		return err
-	}
-	defer unlock()
+	reserved := func() error { return d.reserved(p) }
 	if o.device.Whole() {
-		if !d.Ledger.Valid(p.reservation) {
-			return errUnprepared
-		}
-		if err := d.Partitions.EnsureWhole(ctx, o.device.GPU.UUID); err != nil {
+		if err := d.Partitions.EnsureWhole(ctx, o.device.GPU.UUID, reserved); err != nil {
 			return err
 		}
 		d.show(p, o.entry, device.Device{GPU: o.device.GPU})
 		return nil
 	}
-	// The record keeps the hold from ending before the partition is destroyed. So it comes before the check.
-	if err := d.Partitions.Record(ctx, o.device.Partition); err != nil {
-		return err
-	}
-	if !d.Ledger.Valid(p.reservation) {
-		return errUnprepared
-	}
-	created, err := d.Partitions.Create(ctx, o.device.Partition)
+	created, err := d.Partitions.Create(ctx, partition.Request{Partition: o.device.Partition, Reserved: reserved, Publish: d.Specs.Add})
 	if err != nil {
 		return err
-	}
-	if err := d.Specs.Add(ctx, created); err != nil {
-		return fmt.Errorf("write its CDI device: %w", err)
 	}
 	d.show(p, o.entry, device.Device{GPU: o.device.GPU, Partition: created})
 	for _, g := range p.groups {
@@ -212,6 +195,14 @@ func (d *Driver) createPartition(ctx context.Context, p *preparation, o onDemand
 
 // errUnprepared means that kubelet unprepared the claim during this call.
 var errUnprepared = errors.New("its claim was unprepared meanwhile")
+
+// reserved returns an error if kubelet has unprepared the claim since its devices were reserved.
+func (d *Driver) reserved(p *preparation) error {
+	if !d.Ledger.Valid(p.reservation) {
+		return errUnprepared
+	}
+	return nil
+}
 
 // Step 6: apply the sharing settings of all claims, in parallel. No lock is held while a daemon starts.
 func (d *Driver) applySharing(ctx context.Context, preparations []*preparation) bool {
@@ -249,31 +240,7 @@ func (d *Driver) applySharing(ctx context.Context, preparations []*preparation) 
 // applyGroup applies the settings that the claim's parameters request.
 func (d *Driver) applyGroup(ctx context.Context, p *preparation, g *sharedGroup) (clientDevices []string, err error) {
 	group := sharing.Group{Claim: p.sharingClaim(), Devices: g.devices, Sharing: g.sharing}
-	if err := d.Sharing.Await(ctx, group); err != nil {
-		return nil, err
-	}
-	plan, err := d.planAndApply(ctx, p, group)
-	if err != nil {
-		return nil, err
-	}
-	return d.Sharing.Connect(ctx, plan)
-}
-
-func (d *Driver) planAndApply(ctx context.Context, p *preparation, group sharing.Group) (sharing.Plan, error) {
-	unlock, err := d.Sharing.Lock(ctx, group.Claim.UID)
-	if err != nil {
-		return sharing.Plan{}, err
-	}
-	defer unlock()
-	// The plan's records keep the holds from ending before the settings are reverted. So they come before the check.
-	plan, err := d.Sharing.Plan(ctx, group)
-	if err != nil {
-		return sharing.Plan{}, err
-	}
-	if !d.Ledger.Valid(p.reservation) {
-		return sharing.Plan{}, errUnprepared
-	}
-	return plan, d.Sharing.Apply(ctx, plan)
+	return d.Sharing.Apply(ctx, group, func() error { return d.reserved(p) })
 }
 
 // joinPolicy makes a claim with a share of a GPU a client of the GPU's daemon, if the node's policy is MPS.
@@ -283,7 +250,7 @@ func (d *Driver) joinPolicy(ctx context.Context, p *preparation, g *sharedGroup)
 	switch {
 	case err != nil:
 		return nil, err
-	case !d.Ledger.Valid(p.reservation):
+	case d.reserved(p) != nil:
 		return nil, errUnprepared
 	}
 	// The policy may have changed since the plan.

@@ -33,58 +33,47 @@ type fakeSharing struct {
 	wait    chan struct{}
 	calls   []string
 	applied map[sharing.Key]bool
-	// onPlan is called by Plan. Optional.
-	onPlan func()
+	// onRecord is called when settings were recorded. Optional.
+	onRecord func()
 }
 
-func (f *fakeSharing) Await(context.Context, sharing.Group) error { return nil }
-
-func (f *fakeSharing) Lock(context.Context, string) (unlock func(), err error) { return func() {}, nil }
-
-func (f *fakeSharing) Plan(_ context.Context, g sharing.Group) (sharing.Plan, error) {
-	if f.onPlan != nil {
-		f.onPlan()
+func (f *fakeSharing) Apply(ctx context.Context, g sharing.Group, reserved func() error) ([]string, error) {
+	if f.onRecord != nil {
+		f.onRecord()
 	}
-	return sharing.Plan{Group: g}, nil
-}
-
-func (f *fakeSharing) Apply(_ context.Context, plan sharing.Plan) error {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	g := plan.Group
-	name := string(g.Sharing.Strategy)
-	for _, d := range g.Devices {
-		name += " " + d.UUID()
-		f.applied[sharing.Key{Claim: g.Claim.UID, Device: d.Ref()}] = g.Sharing.Strategy != ""
+	if err := reserved(); err != nil {
+		return nil, err
 	}
-	f.calls = append(f.calls, g.Claim.UID+": "+name)
+	wait, err := f.apply(g)
 	if g.Sharing.MPS == nil {
-		return f.err
+		return nil, err
 	}
-	return nil
-}
-
-func (f *fakeSharing) Connect(ctx context.Context, plan sharing.Plan) ([]string, error) {
-	if plan.Group.Sharing.MPS == nil {
-		return nil, nil
-	}
-	f.mu.Lock()
-	err, wait := f.err, f.wait
-	f.mu.Unlock()
 	if wait != nil {
 		select {
 		case <-wait:
 		case <-ctx.Done():
-			return nil, fmt.Errorf("share: %w", &sharing.NotReadyError{Daemon: plan.Group.Claim.UID + "-0", State: "has not been started"})
+			return nil, fmt.Errorf("share: %w", &sharing.NotReadyError{Daemon: g.Claim.UID + "-0", State: "has not been started"})
 		}
 	}
-	return []string{"k8s.gpu.nvidia.com/sharing=" + plan.Group.Claim.UID}, err
+	return []string{"k8s.gpu.nvidia.com/sharing=" + g.Claim.UID}, err
+}
+
+func (f *fakeSharing) apply(g sharing.Group) (wait chan struct{}, err error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	name := string(g.Sharing.Strategy)
+	for _, d := range g.Devices {
+		name += " " + d.UUID()
+		f.applied[sharing.Key{Owner: sharing.OwnerOf(g.Claim.UID), Device: d.Ref()}] = g.Sharing.Strategy != ""
+	}
+	f.calls = append(f.calls, g.Claim.UID+": "+name)
+	return f.wait, f.err
 }
 
 func (f *fakeSharing) Applied(claim string, ref device.Ref) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return f.applied[sharing.Key{Claim: claim, Device: ref}]
+	return f.applied[sharing.Key{Owner: sharing.OwnerOf(claim), Device: ref}]
 }
 
 func (f *fakeSharing) set(change func()) {
@@ -558,13 +547,13 @@ func TestClaimStatusOfAnotherClaim(t *testing.T) {
 	}
 }
 
-// A claim that is unprepared after its settings were planned gets no settings.
+// A claim that is unprepared after its settings were recorded gets no settings.
 func TestUnpreparedBeforeApply(t *testing.T) {
 	t.Parallel()
 	r, f := newSharingRig(t, machine(1))
 	k := r.ready()
 	c := r.sharedClaim("a", []string{"gpu-0"}, parameters(claimSource, gpuSliced))
-	f.onPlan = func() {
+	f.onRecord = func() {
 		if errs, err := k.unprepare("v1", c); err != nil || len(errs) > 0 {
 			t.Error(err, errs)
 		}

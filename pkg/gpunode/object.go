@@ -46,12 +46,6 @@ type Ledger interface {
 	Changed() <-chan struct{}
 }
 
-// Inventory returns the node's GPUs.
-type Inventory interface {
-	Inventory() device.Inventory
-	Changed() <-chan struct{}
-}
-
 // Sharing returns the MPS daemons to run. *sharing.Manager implements it.
 type Sharing interface {
 	Daemons() []sharing.Daemon
@@ -75,7 +69,7 @@ type Config struct {
 
 	Node      Node
 	Ledger    Ledger
-	Inventory Inventory
+	Inventory device.Source
 	Sharing   Sharing
 	// Recorder receives events on the node.
 	Recorder   record.EventRecorder

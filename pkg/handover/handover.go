@@ -34,12 +34,6 @@ type Hardware interface {
 	Reset(ctx context.Context, uuid string) error
 }
 
-// Inventory has the node's GPUs. *partition.Maker implements it. Changed is taken before Inventory is read.
-type Inventory interface {
-	Inventory() device.Inventory
-	Changed() <-chan struct{}
-}
-
 // Ledger has the holds. *ledger.Ledger implements it.
 type Ledger interface {
 	Holds() []ledger.Hold
@@ -54,9 +48,10 @@ type Pods interface {
 
 // Options of a Cleaner. All are required.
 type Options struct {
-	Pods      Pods
-	Hardware  Hardware
-	Inventory Inventory
+	Pods     Pods
+	Hardware Hardware
+	// Inventory does not have the health that a Cleaner decides.
+	Inventory device.Source
 	Ledger    Ledger
 	// Records must be loaded.
 	Records *Records
@@ -133,31 +128,19 @@ func New(o Options) *Cleaner {
 	return c
 }
 
-// Inventory returns the inventory, in which a GPU that is not clean is unhealthy. Both APIs and GPUNode show it.
-func (c *Cleaner) Inventory() device.Inventory {
-	inventory := c.options.Inventory.Inventory()
+// Unclean returns why a GPU is not clean, and so gets no new holder; nil if it is.
+func (c *Cleaner) Unclean(uuid string) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if len(c.unclean) == 0 {
-		return inventory
-	}
-	inventory.GPUs = slices.Clone(inventory.GPUs)
-	for i := range inventory.GPUs {
-		g := &inventory.GPUs[i]
-		if err := c.unclean[g.UUID]; err != nil && g.Health.Healthy() {
-			g.Health = device.Health{Reason: device.ReasonNotClean, Message: err.Error()}
-		}
-	}
-	return inventory
+	return c.unclean[uuid]
 }
 
-// Changed returns a channel that is closed when Inventory may answer differently. Run must run.
+// Changed returns a channel that is closed when Unclean answers differently. It is taken before the call.
 func (c *Cleaner) Changed() <-chan struct{} { return c.changed.Changed() }
 
 // Run hands each GPU over once its last hold has ended and the node's pods are known, until ctx is done. Call it once.
 func (c *Cleaner) Run(ctx context.Context) error {
 	var group errgroup.Group
-	group.Go(func() error { c.forward(ctx); return nil })
 	c.options.Pods.AwaitSync(ctx)
 	timer := time.NewTimer(0)
 	defer timer.Stop()
@@ -191,20 +174,6 @@ func (c *Cleaner) attempt(ctx context.Context, uuid string) error {
 		return c.failed(ctx, uuid, errNoAnswer)
 	}
 	return err
-}
-
-// forward announces changes of the inventory as changes of the Cleaner's, and one at the start: the inventory may have changed since
-// Inventory was first read. It takes the next channel before it announces, so that it misses no change.
-func (c *Cleaner) forward(ctx context.Context) {
-	for {
-		changed := c.options.Inventory.Changed()
-		c.changed.Notify()
-		select {
-		case <-ctx.Done():
-			return
-		case <-changed:
-		}
-	}
 }
 
 // wait returns how long Run waits if no hold changes.

@@ -221,10 +221,12 @@ func (f *fixture) settle() {
 	synctest.Wait()
 }
 
-// unclean returns why a GPU is not offered; empty for a healthy one.
+// unclean returns why a GPU is not clean; empty for a clean one.
 func (f *fixture) unclean(uuid string) string {
-	g, _ := f.Inventory().ByUUID(uuid)
-	return strings.TrimSpace(g.Health.Reason + " " + g.Health.Message)
+	if err := f.Unclean(uuid); err != nil {
+		return err.Error()
+	}
+	return ""
 }
 
 func (f *fixture) graphicsClock(uuid string) uint32 {
@@ -374,28 +376,6 @@ func TestProcessesOfRunningPodsMayStay(t *testing.T) {
 		f.settle()
 		if got := f.unclean(gpu); got != "" {
 			t.Error(got)
-		}
-	})
-}
-
-func TestInventoryChanges(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		f := start(t, nil, false)
-		for _, lost := range []bool{true, false, true} {
-			changed := f.Changed()
-			f.hardware.mu.Lock()
-			f.hardware.lost = lost
-			f.hardware.mu.Unlock()
-			f.hardware.changed.Notify()
-			synctest.Wait()
-			select {
-			case <-changed:
-			default:
-				t.Fatal("a change of the inventory was not announced")
-			}
-		}
-		if got := f.unclean(otherGPU); got != device.ReasonLost {
-			t.Errorf("a lost GPU is %q", got)
 		}
 	})
 }

@@ -26,10 +26,10 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// Source is the inventory as the driver reports it. Changed returns a channel that is closed at the next change; it is taken before
-// reading.
-type Source interface {
-	Inventory() device.Inventory
+// Handover hands GPUs over from one holder to the next. *handover.Cleaner implements it. All methods answer from memory.
+type Handover interface {
+	// Unclean returns why a GPU gets no new holder before it is clean; nil if it is.
+	Unclean(uuid string) error
 	Changed() <-chan struct{}
 }
 
@@ -62,8 +62,10 @@ type Hardware interface {
 
 // Config of an Inventory. All fields are required.
 type Config struct {
-	Source
+	// Source has the devices as the driver and the node configuration describe them.
+	device.Source
 	Hardware Hardware
+	Handover Handover
 	// Records must be loaded before the first call of Inventory.
 	Records *Records
 	// CountsXID reports whether an XID makes its device unhealthy. Action returns what to do about a fault of a GPU or its partitions. Both
@@ -121,7 +123,7 @@ func (i *Inventory) Inventory() device.Inventory {
 
 // WithoutCDI is the same inventory for holders that are given devices without CDI: what is wrong with the specs does not count. Run makes
 // its Changed work, too.
-func (i *Inventory) WithoutCDI() Source { return withoutCDI{i} }
+func (i *Inventory) WithoutCDI() device.Source { return withoutCDI{i} }
 
 type withoutCDI struct{ of *Inventory }
 
@@ -144,8 +146,12 @@ func (noSpecs) Changed() <-chan struct{} { return nil }
 func (i *Inventory) complete(gpu *device.GPU) (changed bool) {
 	before := gpu.Health
 	whole, inPartition := i.xids.of(*gpu)
-	if !before.Healthy() || len(gpu.Faults) > 0 || len(whole) > 0 {
-		gpu.Health = i.effective(*gpu, slices.Concat([]device.Health{before}, gpu.Faults, whole))
+	own := before
+	if err := i.config.Handover.Unclean(gpu.UUID); err != nil && own.Healthy() {
+		own = device.Health{Reason: device.ReasonNotClean, Message: err.Error()}
+	}
+	if !own.Healthy() || len(gpu.Faults) > 0 || len(whole) > 0 {
+		gpu.Health = i.effective(*gpu, slices.Concat([]device.Health{own}, gpu.Faults, whole))
 	}
 	if gpu.Health.Healthy() {
 		gpu.Health = i.healthOf(*gpu)
@@ -236,23 +242,21 @@ func (i *Inventory) follow(ctx context.Context, group *errgroup.Group) error {
 	known := map[device.Ref]device.Health{}
 	var found map[device.Health][]string
 	var unwritable error
-	source, specs, xids := i.config.Changed(), i.config.Specs.Changed(), i.xids.Changed()
+	inputs := [...]func() <-chan struct{}{i.config.Changed, i.config.Handover.Changed, i.config.Specs.Changed, i.xids.Changed}
+	var changed [len(inputs)]<-chan struct{}
+	for at, next := range inputs {
+		changed[at] = next()
+	}
 	i.changed.Notify() // they may have changed since Inventory was first read
 	for first := true; ; first = false {
 		// An XID ends at a reading of its GPU, which is no change of the source.
 		looks := first || i.xids.any()
 		// Each change is announced, whatever woke the loop. Readers may have read an XID that the review below ends at once.
-		if broadcast.Happened(source) {
-			source, looks = i.config.Changed(), true
-			i.changed.Notify()
-		}
-		if broadcast.Happened(specs) {
-			specs, looks = i.config.Specs.Changed(), true
-			i.changed.Notify()
-		}
-		if broadcast.Happened(xids) {
-			xids, looks = i.xids.Changed(), true
-			i.changed.Notify()
+		for at, next := range inputs {
+			if broadcast.Happened(changed[at]) {
+				changed[at], looks = next(), true
+				i.changed.Notify()
+			}
 		}
 		ledger := i.config.Ledger.Changed()
 		if now := i.config.Ledger.Unwritable(); fmt.Sprint(now) != fmt.Sprint(unwritable) {
@@ -275,10 +279,11 @@ func (i *Inventory) follow(ctx context.Context, group *errgroup.Group) error {
 		select {
 		case <-ctx.Done():
 			return nil
-		case <-source:
-		case <-specs:
+		case <-changed[0]:
+		case <-changed[1]:
+		case <-changed[2]:
+		case <-changed[3]:
 		case <-ledger:
-		case <-xids:
 		case <-ticker.C:
 			i.config.Ledger.Probe()
 			if seen == before && seen != reported {

@@ -9,6 +9,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -26,11 +27,14 @@ type world struct {
 	mu         sync.Mutex
 	inventory  device.Inventory
 	problems   map[string]error
+	unclean    map[string]error
 	unwritable error
 	unrecorded error
 	probes     int
 	// ledger announces changes of unrecorded only.
 	ledger broadcast.Signal
+	// handover announces changes of unclean only.
+	handover broadcast.Signal
 	// read is when all GPUs were last read. xids are delivered to WatchXIDs.
 	read time.Time
 	xids chan device.XIDEvent
@@ -54,6 +58,12 @@ func (w *world) Inventory() device.Inventory { w.mu.Lock(); defer w.mu.Unlock();
 func (w *world) Problem(uuid string) error { w.mu.Lock(); defer w.mu.Unlock(); return w.problems[uuid] }
 
 func (w *world) Unwritable() error { w.mu.Lock(); defer w.mu.Unlock(); return w.unwritable }
+
+// cleaner hands over the GPUs of a world.
+type cleaner struct{ *world }
+
+func (c cleaner) Changed() <-chan struct{}  { return c.handover.Changed() }
+func (c cleaner) Unclean(uuid string) error { c.mu.Lock(); defer c.mu.Unlock(); return c.unclean[uuid] }
 
 // book is the ledger of a world.
 type book struct{ *world }
@@ -104,7 +114,7 @@ func newInventoryWith(w *world, records *Records) (*Inventory, *record.FakeRecor
 	}
 	events := record.NewFakeRecorder(100)
 	return New(Config{
-		Source: w, Hardware: w, Records: records, CountsXID: config.Config{}.CountsXID,
+		Source: w, Hardware: w, Handover: cleaner{w}, Records: records, CountsXID: config.Config{}.CountsXID,
 		Action: w.action, ResetIdle: w.resetIdle, Specs: w, Ledger: book{w}, NodeName: "node", Recorder: events,
 		Registerer: prometheus.NewRegistry(),
 	}), events
@@ -145,7 +155,7 @@ func TestInventory(t *testing.T) {
 			t.Errorf("unhealthy: %s, want %s", got, want)
 		}
 		wantWithoutCDI := "GPU-5=Lost"
-		if w.unrecorded != nil {
+		if w.unrecorded != nil || w.unclean != nil {
 			wantWithoutCDI = want
 		}
 		if got := unhealthy(i.WithoutCDI().Inventory()); got != wantWithoutCDI {
@@ -160,7 +170,9 @@ func TestInventory(t *testing.T) {
 	want("GPU-3=NotInjectable GPU-4=NotInjectable GPU-5=Lost")
 	w.unwritable, w.unrecorded = nil, errDisk
 	want("GPU-0=NotRecordable GPU-1=NotRecordable GPU-2=NotRecordable GPU-3=NotRecordable GPU-4=NotRecordable GPU-5=Lost")
-	w.unrecorded = nil
+	w.unrecorded, w.unclean = nil, map[string]error{"GPU-1": errDisk, "GPU-5": errDisk}
+	want("GPU-1=NotClean GPU-5=Lost")
+	w.unclean = nil
 	if got := i.Inventory(); !reflect.DeepEqual(got, before) {
 		t.Errorf("the source's inventory was changed: %v", got)
 	}
@@ -231,4 +243,32 @@ func TestRun(t *testing.T) {
 	if w.probes == 0 {
 		t.Error("the ledger was not probed")
 	}
+}
+
+// What the handover finds is announced, and has no event here: the handover reports it.
+func TestUncleanGPU(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := &world{inventory: device.Inventory{GPUs: []device.GPU{{UUID: "GPU-0"}}}}
+		i, events := newInventory(w)
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error, 1)
+		go func() { done <- i.Run(ctx) }()
+		synctest.Wait()
+		for _, unclean := range []error{errDisk, nil} {
+			changed := i.Changed()
+			w.mu.Lock()
+			w.unclean = map[string]error{"GPU-0": unclean}
+			w.handover.Notify()
+			w.mu.Unlock()
+			<-changed
+			if got := i.Inventory().GPUs[0].Health.Reason == device.ReasonNotClean; got != (unclean != nil) {
+				t.Errorf("after %v the GPU is not clean: %t", unclean, got)
+			}
+		}
+		synctest.Wait()
+		cancel()
+		if err := <-done; err != nil || len(events.Events) > 0 {
+			t.Errorf("%v, %d events", err, len(events.Events))
+		}
+	})
 }

@@ -16,13 +16,6 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/sharing"
 )
 
-// Inventory returns the node's GPUs. Both methods answer from memory.
-type Inventory interface {
-	Inventory() device.Inventory
-	// Changed returns a channel that is closed at the next change; take it before reading.
-	Changed() <-chan struct{}
-}
-
 // Ledger decides who holds which device. No method waits for another holder.
 type Ledger interface {
 	// ReservePod reserves all devices or none. A *ledger.ConflictError names other holders.
@@ -138,7 +131,7 @@ type Config struct {
 	Env          map[string]string
 	IMEXChannels []int
 
-	Inventory Inventory
+	Inventory device.Source
 	// Offered reports whether new pods may get a GPU; nil means all. Other GPUs are listed, as unhealthy, only if a pod held them
 	// when Run began. It must always answer the same for a GPU.
 	Offered func(device.GPU) bool

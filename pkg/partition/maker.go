@@ -20,9 +20,7 @@ import (
 
 // Hardware is the NVIDIA driver. Maker makes one call at a time for each GPU. *nvml.Node implements it.
 type Hardware interface {
-	Inventory() device.Inventory
-	// Changed returns a channel that is closed at the next change of the inventory. Take it before you read Inventory.
-	Changed() <-chan struct{}
+	device.Source
 	// EnableMIG and DisableMIG switch MIG mode without a GPU reset. Idempotent.
 	EnableMIG(ctx context.Context, gpu string) error
 	DisableMIG(ctx context.Context, gpu string) error
@@ -47,8 +45,8 @@ func (e *UnmanagedError) Error() string {
 		cmp.Or(e.Unmanaged.UUID, "without a compute instance"))
 }
 
-// Maker creates and destroys partitions, and records them. All methods are safe for concurrent use, except that the methods of which it is
-// documented need the GPU's lock.
+// Maker creates and destroys partitions, and records them. All methods are safe for concurrent use. Those that change a GPU wait until no other
+// caller changes it. Only then do they ask whether they still may: the caller's answer holds until they return.
 type Maker struct {
 	*Records
 	hardware Hardware
@@ -96,10 +94,8 @@ func (m *Maker) Inventory() device.Inventory {
 	return inv
 }
 
-// Lock waits until no other caller works on the GPU, or until ctx is done. The holder of the lock must check in the ledger
-// that the device is still reserved, or still unused, before it calls Create, Destroy or EndIdleMIGMode. The caller calls
-// unlock exactly once.
-func (m *Maker) Lock(ctx context.Context, gpu string) (unlock func(), err error) {
+// lock waits until no other caller changes the GPU, or until ctx is done.
+func (m *Maker) lock(ctx context.Context, gpu string) (unlock func(), err error) {
 	unlock, err = m.locks.Lock(ctx, gpu)
 	if err != nil {
 		return nil, fmt.Errorf("wait for an earlier change of the partitions of GPU %s: %w", gpu, err)
@@ -107,26 +103,51 @@ func (m *Maker) Lock(ctx context.Context, gpu string) (unlock func(), err error)
 	return unlock, nil
 }
 
-// Record records that want is about to be created. From then on the ledger's hold ends only after Destroy. Needs the GPU's
-// lock; the caller then checks that its reservation is valid, and calls Create. Idempotent. An *UnmanagedError needs an
-// administrator; most other errors are worth a retry. TestUnpreparedBeforeCreate fails if it does not come before the check.
-func (m *Maker) Record(ctx context.Context, want device.Partition) error {
-	_, complete, err := m.find(ctx, want)
-	if err == nil && !complete {
-		// The UUID of an earlier partition would not match the next one.
-		want.UUID = ""
-		err = m.put(want)
-	}
-	return wrap(err, "create partition %s", want.Name())
+// Request is a partition that a claim has reserved.
+type Request struct {
+	device.Partition
+	// Reserved returns an error if the claim has no longer reserved the partition. It is called when the partition is recorded: from then on
+	// the ledger's hold ends only after Destroy. TestUnpreparedBeforeCreate fails if it is called before.
+	Reserved func() error
+	// Publish writes what container runtimes need to know of the created partition, before another caller can destroy it.
+	Publish func(context.Context, device.Partition) error
 }
 
-// Create returns the recorded partition want, and creates it if it does not exist. Needs the GPU's lock, Record, and a valid
-// reservation. Idempotent. Destroy removes what a failed attempt left behind. Errors are those of Record.
-func (m *Maker) Create(ctx context.Context, want device.Partition) (_ device.Partition, err error) {
+// Create records the partition, creates it if it does not exist, and publishes it. Idempotent. Destroy removes what a failed attempt left
+// behind. An *UnmanagedError needs an administrator; most other errors are worth a retry.
+func (m *Maker) Create(ctx context.Context, request Request) (_ device.Partition, err error) {
+	want := request.Partition
 	defer func() { err = wrap(err, "create partition %s", want.Name()) }()
-	if !m.Made(want.Ref) {
-		return device.Partition{}, errors.New("it was not recorded")
+	unlock, err := m.lock(ctx, want.Ref.GPU)
+	if err != nil {
+		return device.Partition{}, err
 	}
+	defer unlock()
+	if err := m.record(ctx, want); err != nil {
+		return device.Partition{}, err
+	}
+	if err := request.Reserved(); err != nil {
+		return device.Partition{}, err
+	}
+	created, err := m.create(ctx, want)
+	if err != nil {
+		return device.Partition{}, err
+	}
+	return created, request.Publish(ctx, created)
+}
+
+// record records that want is about to be created. Under the GPU's lock.
+func (m *Maker) record(ctx context.Context, want device.Partition) error {
+	_, complete, err := m.find(ctx, want)
+	if err != nil || complete {
+		return err
+	}
+	want.UUID = "" // that of an earlier partition would not match the next one
+	return m.put(want)
+}
+
+// create returns the recorded partition want, and creates it if it does not exist. Under the GPU's lock.
+func (m *Maker) create(ctx context.Context, want device.Partition) (device.Partition, error) {
 	found, complete, err := m.find(ctx, want)
 	switch {
 	case err != nil:
@@ -200,11 +221,16 @@ func (m *Maker) overlap(requested string, p device.Partition) error {
 	return &UnmanagedError{Device: requested, Unmanaged: p}
 }
 
-// Destroy destroys a recorded partition, complete or not, and removes its record. Needs the GPU's lock, and the caller has
-// checked that no holder uses it. A partition without a record stays. Idempotent; after an error the record remains.
-func (m *Maker) Destroy(ctx context.Context, ref device.Ref) (err error) {
+// Destroy destroys a recorded partition, complete or not, and removes its record, unless a holder uses it. A partition without a record
+// stays. Idempotent; after an error the record remains.
+func (m *Maker) Destroy(ctx context.Context, ref device.Ref, unused func() bool) (err error) {
 	defer func() { err = wrap(err, "destroy partition %s", ref) }()
-	if !m.Made(ref) {
+	unlock, err := m.lock(ctx, ref.GPU)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if !unused() || !m.Made(ref) {
 		return nil
 	}
 	existing, err := m.hardware.Partitions(ctx, ref.GPU)
@@ -241,9 +267,17 @@ func (m *Maker) disableStatic(ctx context.Context, ref device.Ref, others bool) 
 	return m.hardware.DisableMIG(ctx, ref.GPU)
 }
 
-// EnsureWhole switches off MIG mode of a dynamic GPU that the caller has reserved as a whole and locked. Idempotent, and cheap if the
-// mode is off. Errors are those of Record.
-func (m *Maker) EnsureWhole(ctx context.Context, uuid string) error {
+// EnsureWhole switches off MIG mode of a dynamic GPU. reserved returns an error if the caller has no longer reserved it as a whole.
+// Idempotent, and cheap if the mode is off. Errors are those of Create.
+func (m *Maker) EnsureWhole(ctx context.Context, uuid string, reserved func() error) error {
+	unlock, err := m.lock(ctx, uuid)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if err := reserved(); err != nil {
+		return err
+	}
 	gpu, ok := m.Inventory().ByUUID(uuid)
 	if !ok || !gpu.Dynamic || !gpu.MIGEnabled {
 		return nil
@@ -273,10 +307,14 @@ func (m *Maker) recorded(gpu string) bool {
 	return slices.ContainsFunc(m.All(), func(ref device.Ref) bool { return ref.GPU == gpu })
 }
 
-// EndIdleMIGMode switches off MIG mode of a GPU, so that pods can have it. Needs the GPU's lock, and the caller has checked
-// that no holder uses the GPU. Idempotent.
-func (m *Maker) EndIdleMIGMode(ctx context.Context, gpu device.GPU) error {
-	if m.recorded(gpu.UUID) {
+// EndIdleMIGMode switches off MIG mode of a GPU, so that pods can have it, unless a holder uses the GPU. Idempotent.
+func (m *Maker) EndIdleMIGMode(ctx context.Context, gpu device.GPU, unused func() bool) error {
+	unlock, err := m.lock(ctx, gpu.UUID)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if !unused() || m.recorded(gpu.UUID) {
 		return nil
 	}
 	return wrap(m.disableMIG(ctx, gpu), "switch off idle MIG mode of %s", gpu.Name())

@@ -189,44 +189,16 @@ var errUnreserved = errors.New("not reserved any more")
 
 // create calls the Maker as the DRA driver does.
 func create(ctx context.Context, m *Maker, want device.Partition, reserved func() bool) (device.Partition, error) {
-	unlock, err := m.Lock(ctx, want.Ref.GPU)
-	if err != nil {
-		return device.Partition{}, err
-	}
-	defer unlock()
-	if err := m.Record(ctx, want); err != nil {
-		return device.Partition{}, err
-	}
-	if !reserved() {
-		return device.Partition{}, errUnreserved
-	}
-	return m.Create(ctx, want)
-}
-
-// destroy calls the Maker as the reconciler does.
-func destroy(ctx context.Context, m *Maker, ref device.Ref, unused func() bool) error {
-	unlock, err := m.Lock(ctx, ref.GPU)
-	if err != nil {
-		return err
-	}
-	defer unlock()
-	if !unused() {
-		return nil
-	}
-	return m.Destroy(ctx, ref)
-}
-
-// endIdle calls the Maker as the reconciler does.
-func endIdle(ctx context.Context, m *Maker, gpu device.GPU, free func() bool) error {
-	unlock, err := m.Lock(ctx, gpu.UUID)
-	if err != nil {
-		return err
-	}
-	defer unlock()
-	if !free() {
-		return nil
-	}
-	return m.EndIdleMIGMode(ctx, gpu)
+	return m.Create(ctx, Request{
+		Partition: want,
+		Reserved: func() error {
+			if !reserved() {
+				return errUnreserved
+			}
+			return nil
+		},
+		Publish: func(context.Context, device.Partition) error { return nil },
+	})
 }
 
 func TestMakeAndDestroy(t *testing.T) {
@@ -247,11 +219,11 @@ func TestMakeAndDestroy(t *testing.T) {
 	if found, ok := m.Inventory().ByName(first.Name()); !ok || !found.Partition.Made {
 		t.Errorf("the inventory has %+v, want it marked as made", found.Partition)
 	}
-	if err := destroy(t.Context(), m, want.Ref, func() bool { return false }); err != nil || len(h.uuids()) != 1 {
+	if err := m.Destroy(t.Context(), want.Ref, func() bool { return false }); err != nil || len(h.uuids()) != 1 {
 		t.Fatalf("destroyed although it is in use: %v, %v left", err, h.uuids())
 	}
 	for range 2 {
-		if err := destroy(t.Context(), m, want.Ref, always); err != nil {
+		if err := m.Destroy(t.Context(), want.Ref, always); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -262,10 +234,10 @@ func TestMakeAndDestroy(t *testing.T) {
 	if len(idle) != 1 {
 		t.Fatalf("GPUs in idle MIG mode: %v", idle)
 	}
-	if err := endIdle(t.Context(), m, idle[0], func() bool { return false }); err != nil || !h.Inventory().GPUs[0].MIGEnabled {
+	if err := m.EndIdleMIGMode(t.Context(), idle[0], func() bool { return false }); err != nil || !h.Inventory().GPUs[0].MIGEnabled {
 		t.Errorf("MIG mode of a held GPU was switched off: %v", err)
 	}
-	if err := endIdle(t.Context(), m, idle[0], always); err != nil || h.Inventory().GPUs[0].MIGEnabled || len(m.IdleMIGMode()) > 0 {
+	if err := m.EndIdleMIGMode(t.Context(), idle[0], always); err != nil || h.Inventory().GPUs[0].MIGEnabled || len(m.IdleMIGMode()) > 0 {
 		t.Errorf("a free GPU stays in MIG mode: %v", err)
 	}
 }
@@ -283,16 +255,16 @@ func TestUnmanagedPartition(t *testing.T) {
 	if _, err := create(t.Context(), m, wanted("1g.10gb", 19, 5, 1), always); err == nil {
 		t.Fatal("adopted a partition that an administrator made")
 	}
-	if err := destroy(t.Context(), m, theirs.Ref, always); err != nil || !slices.Equal(h.uuids(), []string{theirs.UUID}) {
+	if err := m.Destroy(t.Context(), theirs.Ref, always); err != nil || !slices.Equal(h.uuids(), []string{theirs.UUID}) {
 		t.Fatalf("%v; left %v, want %s", err, h.uuids(), theirs.UUID)
 	}
-	if unmanaged, ok := errors.AsType[*UnmanagedError](m.EnsureWhole(t.Context(), gpuUUID)); !ok || unmanaged.Unmanaged.UUID != theirs.UUID {
+	if unmanaged, ok := errors.AsType[*UnmanagedError](m.EnsureWhole(t.Context(), gpuUUID, func() error { return nil })); !ok || unmanaged.Unmanaged.UUID != theirs.UUID {
 		t.Error("a GPU with an unmanaged partition was made whole")
 	}
 	if idle := m.IdleMIGMode(); len(idle) > 0 {
 		t.Errorf("a GPU with a partition counts as in idle MIG mode")
 	}
-	if err := endIdle(t.Context(), m, h.Inventory().GPUs[0], always); err == nil || !h.Inventory().GPUs[0].MIGEnabled {
+	if err := m.EndIdleMIGMode(t.Context(), h.Inventory().GPUs[0], always); err == nil || !h.Inventory().GPUs[0].MIGEnabled {
 		t.Error("MIG mode was switched off under a partition", err)
 	}
 
@@ -308,7 +280,7 @@ func TestUnmanagedPartition(t *testing.T) {
 	if _, err := create(t.Context(), m, wanted("1g.10gb", 19, 0, 1), always); err == nil {
 		t.Error("adopted a partition of another UUID")
 	}
-	if err := destroy(t.Context(), process(t, dir, h), ours.Ref, always); err != nil || !slices.Contains(h.uuids(), next.UUID) {
+	if err := process(t, dir, h).Destroy(t.Context(), ours.Ref, always); err != nil || !slices.Contains(h.uuids(), next.UUID) {
 		t.Errorf("%v; left %v, want %s among them", err, h.uuids(), next.UUID)
 	}
 }
@@ -333,7 +305,7 @@ func TestReplacedWithTheSameUUID(t *testing.T) {
 	if again, err := create(t.Context(), m, want, always); err != nil || again.UUID != ours.UUID {
 		t.Errorf("%v, %v", again, err)
 	}
-	if err := destroy(t.Context(), m, ours.Ref, always); err != nil || len(h.uuids()) > 0 || m.Made(ours.Ref) {
+	if err := m.Destroy(t.Context(), ours.Ref, always); err != nil || len(h.uuids()) > 0 || m.Made(ours.Ref) {
 		t.Errorf("%v; left %v", err, h.uuids())
 	}
 }
@@ -364,7 +336,7 @@ func TestLastPartitionOfAStaticGPU(t *testing.T) {
 				if !h.gpu.MIGEnabled {
 					t.Fatalf("MIG mode is off before %s is gone", want.Name())
 				}
-				if err := destroy(t.Context(), m, want.Ref, always); err != nil {
+				if err := m.Destroy(t.Context(), want.Ref, always); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -385,14 +357,14 @@ func TestBusyPartition(t *testing.T) {
 		t.Fatal(err)
 	}
 	h.held[want.Ref.Placement] = true
-	if err := destroy(t.Context(), m, want.Ref, always); err == nil || !m.Made(want.Ref) {
+	if err := m.Destroy(t.Context(), want.Ref, always); err == nil || !m.Made(want.Ref) {
 		t.Fatalf("got %v, recorded %v", err, m.Made(want.Ref))
 	}
 	if _, err := create(t.Context(), m, wanted("1g.10gb", 19, 3, 1), always); err != nil {
 		t.Errorf("a busy partition blocks another placement: %v", err)
 	}
 	delete(h.held, want.Ref.Placement)
-	if err := destroy(t.Context(), process(t, dir, h), want.Ref, always); err != nil || len(h.uuids()) != 1 {
+	if err := process(t, dir, h).Destroy(t.Context(), want.Ref, always); err != nil || len(h.uuids()) != 1 {
 		t.Errorf("%v; left %v", err, h.uuids())
 	}
 }
@@ -419,7 +391,7 @@ func TestFaultAtEveryStep(t *testing.T) {
 				want := wanted("3g.40gb", 9, 0, 4)
 				alone(func() {
 					if _, err := create(t.Context(), m, want, always); err == nil {
-						_ = destroy(t.Context(), m, want.Ref, always)
+						_ = m.Destroy(t.Context(), want.Ref, always)
 					}
 				})
 				reached := h.calls >= step
@@ -432,7 +404,7 @@ func TestFaultAtEveryStep(t *testing.T) {
 					}
 				}
 				for _, ref := range m.All() {
-					if err := destroy(t.Context(), m, ref, always); err != nil {
+					if err := m.Destroy(t.Context(), ref, always); err != nil {
 						t.Fatal(err)
 					}
 				}
@@ -473,7 +445,7 @@ func TestCycles(t *testing.T) {
 		for _, ref := range m.All() {
 			if ref.Overlaps(want.Ref) && ref != want.Ref {
 				// The ledger reserves a placement only after the partition there is gone.
-				if err := destroy(t.Context(), m, ref, always); err != nil {
+				if err := m.Destroy(t.Context(), ref, always); err != nil {
 					t.Fatal(err)
 				}
 			}
@@ -492,7 +464,7 @@ func TestCycles(t *testing.T) {
 		alone(func() {
 			if _, err := create(t.Context(), m, want, always); err == nil {
 				finished++
-				_ = destroy(t.Context(), m, want.Ref, func() bool { return random.IntN(3) > 0 })
+				_ = m.Destroy(t.Context(), want.Ref, func() bool { return random.IntN(3) > 0 })
 			}
 		})
 		h.step = func(string) error { return nil }
@@ -504,7 +476,7 @@ func TestCycles(t *testing.T) {
 		}
 	}
 	for _, ref := range m.All() {
-		if err := destroy(t.Context(), m, ref, always); err != nil {
+		if err := m.Destroy(t.Context(), ref, always); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -599,7 +571,7 @@ func TestOwnPartitionOverlaps(t *testing.T) {
 	if _, unmanaged := errors.AsType[*UnmanagedError](err); err == nil || unmanaged {
 		t.Errorf("got %v, want another try", err)
 	}
-	if _, unmanaged := errors.AsType[*UnmanagedError](m.EnsureWhole(t.Context(), gpuUUID)); unmanaged {
+	if _, unmanaged := errors.AsType[*UnmanagedError](m.EnsureWhole(t.Context(), gpuUUID, func() error { return nil })); unmanaged {
 		t.Error("Tandem's own partition counts as unmanaged")
 	}
 }
@@ -640,7 +612,7 @@ func TestAnotherProfileAtThePlacement(t *testing.T) {
 			if there, _ := h.Partitions(t.Context(), gpuUUID); len(there) != 1 || !m.created(there[0]) {
 				t.Fatalf("%v is not Tandem's any more", there)
 			}
-			if err := destroy(t.Context(), m, before.Ref, always); err != nil || len(h.uuids()) > 0 || m.Made(before.Ref) {
+			if err := m.Destroy(t.Context(), before.Ref, always); err != nil || len(h.uuids()) > 0 || m.Made(before.Ref) {
 				t.Fatalf("%v; left %v", err, h.uuids())
 			}
 			if p, err := create(t.Context(), m, next, always); err != nil || p.ProfileID != 20 {
@@ -655,7 +627,7 @@ func TestAnotherProfileAfterAnIntent(t *testing.T) {
 	h := newHardware()
 	h.gpu.Profiles = append(h.gpu.Profiles, device.Profile{ID: 20, Name: "1g.10gb+me", Placements: h.gpu.Profiles[1].Placements})
 	m := process(t, t.TempDir(), h)
-	if err := m.Record(t.Context(), wanted("1g.10gb", 19, 2, 1)); err != nil {
+	if err := m.record(t.Context(), wanted("1g.10gb", 19, 2, 1)); err != nil {
 		t.Fatal(err)
 	}
 	if p, err := create(t.Context(), m, wanted("1g.10gb+me", 20, 2, 1), always); err != nil || !m.created(p) {

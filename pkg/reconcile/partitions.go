@@ -33,13 +33,12 @@ type Partitions interface {
 	Made(ref device.Ref) bool
 	Complete(ref device.Ref) bool
 	All() []device.Ref
-	// Lock waits until no other caller works on the GPU. Destroy and EndIdleMIGMode need it, and a check that the device is unused
-	// between Lock and the call. Both are idempotent.
-	Lock(ctx context.Context, gpu string) (unlock func(), err error)
-	Destroy(ctx context.Context, ref device.Ref) error
+	// Destroy and EndIdleMIGMode wait until no other caller changes the GPU, and do nothing if the device is not unused then. Both are
+	// idempotent.
+	Destroy(ctx context.Context, ref device.Ref, unused func() bool) error
 	// IdleMIGMode returns the GPUs in idle MIG mode, which EndIdleMIGMode switches off.
 	IdleMIGMode() []device.GPU
-	EndIdleMIGMode(ctx context.Context, gpu device.GPU) error
+	EndIdleMIGMode(ctx context.Context, gpu device.GPU, unused func() bool) error
 	// Repair writes records again that another process removed.
 	Repair() error
 }
@@ -57,11 +56,9 @@ type Settings interface {
 	All() []sharing.Key
 	// Changed returns a channel that is closed when they next change.
 	Changed() <-chan struct{}
-	// Lock waits until no other caller changes settings of the claim. Revert needs it, and a check that the hold has ended between
-	// Lock and Revert. Revert is idempotent. Devices with one daemon are reverted with the last of them: until then the error is a
-	// sharing.ErrStillShared, and Applied stays true.
-	Lock(ctx context.Context, claim string) (unlock func(), err error)
-	Revert(ctx context.Context, key sharing.Key) error
+	// Revert waits until no other caller changes settings of the claim, and does nothing if the device is not unused then. It is idempotent.
+	// Devices with one daemon are reverted with the last of them: until then the error is a sharing.ErrStillShared, and Applied stays true.
+	Revert(ctx context.Context, key sharing.Key, unused func() bool) error
 	// Repair writes records, directories and client devices again that another process removed.
 	Repair() error
 }
@@ -210,7 +207,7 @@ func (c *clearing) partitionTasks(holds []ledger.Hold) []task {
 		settings := slices.ContainsFunc(c.Settings.All(), func(key sharing.Key) bool { return key.Device == ref })
 		if !slices.ContainsFunc(holds, at) && !settings {
 			tasks = append(tasks, task{subject: subject{ref: ref}, lane: ref.GPU, do: func(ctx context.Context) error {
-				return c.destroy(ctx, ref, func() bool { return !slices.ContainsFunc(c.Ledger.Holds(), at) })
+				return c.Partitions.Destroy(ctx, ref, func() bool { return !slices.ContainsFunc(c.Ledger.Holds(), at) })
 			}})
 		}
 	}
@@ -221,13 +218,13 @@ func (c *clearing) settingTasks(holds []ledger.Hold) []task {
 	var tasks []task
 	for _, key := range c.Settings.All() {
 		of := func(h ledger.Hold) bool {
-			return h.Holder == ledger.Holder{Kind: ledger.KindClaim, ID: key.Claim} && h.Device == key.Device
+			return h.Holder == ledger.Holder{Kind: ledger.KindClaim, ID: key.Owner.Claim()} && h.Device == key.Device
 		}
-		t := task{subject: subject{key.Device, key.Claim}, lane: "claim " + key.Claim}
+		t := task{subject: subject{key.Device, key.Owner.Claim()}, lane: "claim " + key.Owner.Claim()}
 		switch i := slices.IndexFunc(holds, of); {
 		case i < 0:
 			t.do = func(ctx context.Context) error {
-				return c.revert(ctx, key, func() bool { return !slices.ContainsFunc(c.Ledger.Holds(), of) })
+				return c.Settings.Revert(ctx, key, func() bool { return !slices.ContainsFunc(c.Ledger.Holds(), of) })
 			}
 		case c.ended(holds[i]):
 			t.do = func(ctx context.Context) error { return c.end(ctx, holds[i]) }
@@ -259,8 +256,7 @@ func (c *clearing) idleTasks() []task {
 }
 
 func (c *clearing) endIdle(ctx context.Context, gpu device.GPU) error {
-	unused := func() bool { return !c.held(gpu.Ref()) }
-	return withLock(ctx, c.Partitions.Lock, gpu.UUID, unused, func() error { return c.Partitions.EndIdleMIGMode(ctx, gpu) })
+	return c.Partitions.EndIdleMIGMode(ctx, gpu, func() bool { return !c.held(gpu.Ref()) })
 }
 
 // ended reports whether only a partition or settings keep the hold.
@@ -276,8 +272,8 @@ func (r *Reconciler) held(ref device.Ref) bool {
 // call it only where kubelet does not wait.
 func (r *Reconciler) end(ctx context.Context, h ledger.Hold) error {
 	if r.applied(h) {
-		key := sharing.Key{Claim: h.Holder.ID, Device: h.Device}
-		if err := r.revert(ctx, key, func() bool { return r.isSame(h) }); err != nil {
+		key := sharing.Key{Owner: sharing.OwnerOf(h.Holder.ID), Device: h.Device}
+		if err := r.Settings.Revert(ctx, key, func() bool { return r.isSame(h) }); err != nil {
 			return fmt.Errorf("end the hold of %s: %w", h, err)
 		}
 		if r.applied(h) {
@@ -285,34 +281,11 @@ func (r *Reconciler) end(ctx context.Context, h ledger.Hold) error {
 		}
 	}
 	if r.Partitions.Made(h.Device) {
-		if err := r.destroy(ctx, h.Device, func() bool { return r.isLast(h) }); err != nil {
+		if err := r.Partitions.Destroy(ctx, h.Device, func() bool { return r.isLast(h) }); err != nil {
 			return fmt.Errorf("end the hold of %s: %w", h, err)
 		}
 	}
 	return r.release(h)
-}
-
-// revert reverts settings, if they are still unused once the lock is held.
-func (r *Reconciler) revert(ctx context.Context, key sharing.Key, unused func() bool) error {
-	return withLock(ctx, r.Settings.Lock, key.Claim, unused, func() error { return r.Settings.Revert(ctx, key) })
-}
-
-// destroy destroys a partition, if it is still unused once the lock is held.
-func (r *Reconciler) destroy(ctx context.Context, ref device.Ref, unused func() bool) error {
-	return withLock(ctx, r.Partitions.Lock, ref.GPU, unused, func() error { return r.Partitions.Destroy(ctx, ref) })
-}
-
-// withLock calls do if the lock's subject is still unused once the lock is held.
-func withLock(ctx context.Context, lock func(context.Context, string) (func(), error), key string, unused func() bool, do func() error) error {
-	unlock, err := lock(ctx, key)
-	if err != nil {
-		return err
-	}
-	defer unlock()
-	if !unused() {
-		return nil
-	}
-	return do()
 }
 
 // isLast reports whether the hold is unchanged and its device has no other holder: what was restored after a restart may have

@@ -61,17 +61,21 @@ func (f *fakePartitions) All() []device.Ref {
 	return slices.Collect(maps.Keys(f.made))
 }
 
-func (f *fakePartitions) Lock(_ context.Context, gpu string) (unlock func(), err error) {
+// await waits until no other caller changes the GPU.
+func (f *fakePartitions) await(gpu string) {
 	f.mu.Lock()
 	slow := f.slow[gpu]
 	f.mu.Unlock()
 	if slow != nil {
 		<-slow
 	}
-	return func() {}, nil
 }
 
-func (f *fakePartitions) Destroy(_ context.Context, ref device.Ref) error {
+func (f *fakePartitions) Destroy(_ context.Context, ref device.Ref, unused func() bool) error {
+	f.await(ref.GPU)
+	if !unused() {
+		return nil
+	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if err := f.made[ref]; err != nil {
@@ -87,7 +91,11 @@ func (f *fakePartitions) IdleMIGMode() []device.GPU {
 	return slices.Clone(f.idle)
 }
 
-func (f *fakePartitions) EndIdleMIGMode(_ context.Context, gpu device.GPU) error {
+func (f *fakePartitions) EndIdleMIGMode(_ context.Context, gpu device.GPU, unused func() bool) error {
+	f.await(gpu.UUID)
+	if !unused() {
+		return nil
+	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.switched, f.idle = append(f.switched, gpu.UUID), nil

@@ -39,12 +39,6 @@ type KubeletResources interface {
 	List(ctx context.Context, counts func(resource string) bool, driver string) ([]podstate.UsedDevice, []podstate.KubeletClaim, error)
 }
 
-// Inventory resolves the names of published devices. Changed is taken before Inventory is read.
-type Inventory interface {
-	Inventory() device.Inventory
-	Changed() <-chan struct{}
-}
-
 // Ledger keeps the holds. *ledger.Ledger implements it.
 type Ledger interface {
 	Holds() []ledger.Hold
@@ -72,7 +66,7 @@ type Config struct {
 	Resources KubeletResources
 	// Claims of a namespace.
 	Claims     func(namespace string) Claims
-	Inventory  Inventory
+	Inventory  device.Source
 	KubeletDir string
 	// ProcRoot is the host's proc.
 	ProcRoot   string

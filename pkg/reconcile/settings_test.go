@@ -28,8 +28,8 @@ type fakeSettings struct {
 	// slow claims are locked until their channel is closed.
 	slow    map[string]chan struct{}
 	changed chan struct{}
-	// locks counts the calls of Lock.
-	locks int
+	// reverts counts the calls of Revert.
+	reverts int
 }
 
 func newSettings(keys ...sharing.Key) *fakeSettings {
@@ -43,7 +43,7 @@ func newSettings(keys ...sharing.Key) *fakeSettings {
 func (f *fakeSettings) Applied(claim string, ref device.Ref) bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	_, ok := f.applied[sharing.Key{Claim: claim, Device: ref}]
+	_, ok := f.applied[sharing.Key{Owner: sharing.OwnerOf(claim), Device: ref}]
 	return ok
 }
 
@@ -61,31 +61,30 @@ func (f *fakeSettings) Changed() <-chan struct{} {
 
 func (f *fakeSettings) Repair() error { return nil }
 
-func (f *fakeSettings) Lock(_ context.Context, claim string) (unlock func(), err error) {
+func (f *fakeSettings) Revert(_ context.Context, key sharing.Key, unused func() bool) error {
 	f.mu.Lock()
-	f.locks++
-	slow := f.slow[claim]
+	f.reverts++
+	slow := f.slow[key.Owner.Claim()]
 	f.mu.Unlock()
 	if slow != nil {
 		<-slow
 	}
-	return func() {}, nil
-}
-
-func (f *fakeSettings) Revert(_ context.Context, key sharing.Key) error {
+	if !unused() {
+		return nil
+	}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.unused[key] = true
 	for other, err := range f.applied {
 		switch {
-		case other.Claim != key.Claim:
+		case other.Owner != key.Owner:
 		case err != nil:
 			return err
 		case !f.unused[other]:
 			return fmt.Errorf("revert: %w", sharing.ErrStillShared)
 		}
 	}
-	maps.DeleteFunc(f.applied, func(other sharing.Key, _ error) bool { return other.Claim == key.Claim })
+	maps.DeleteFunc(f.applied, func(other sharing.Key, _ error) bool { return other.Owner == key.Owner })
 	return nil
 }
 
@@ -102,7 +101,7 @@ func (f *fakeSettings) tell() {
 }
 
 func onGPU(claim, gpu string) sharing.Key {
-	return sharing.Key{Claim: claim, Device: device.Ref{GPU: gpu}}
+	return sharing.Key{Owner: sharing.OwnerOf(claim), Device: device.Ref{GPU: gpu}}
 }
 
 // newSettingsRig is a node where this was set, and these partitions were made.
@@ -160,7 +159,7 @@ func TestSettingWaitsForTheRestOfItsGroup(t *testing.T) {
 	g.run()
 	time.Sleep(500 * time.Millisecond)
 	f.mu.Lock()
-	undos := f.locks
+	undos := f.reverts
 	// As a Prepare of the claim does.
 	f.tell()
 	f.mu.Unlock()

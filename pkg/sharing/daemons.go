@@ -84,19 +84,7 @@ func (m *Manager) cancelRequest(name string) {
 // errCancelled means that the claim was unprepared while a caller waited for its daemon.
 var errCancelled = errors.New("its claim was unprepared meanwhile")
 
-// Connect waits for the daemon of a plan, and returns the client devices of the claim's containers. The caller holds no lock.
-// A *NotReadyError says that ctx ended before the daemon was ready.
-func (m *Manager) Connect(ctx context.Context, plan Plan) (clientDevices []string, err error) {
-	if plan.Daemon == "" {
-		return nil, nil
-	}
-	client, err := m.connect(ctx, plan.Group.Claim, plan.Daemon, limit{})
-	if err != nil {
-		return nil, wrapGroup(err, plan.Group)
-	}
-	return []string{client}, nil
-}
-
+// connect waits for a daemon, and returns a client device of it. The caller holds no lock.
 func (m *Manager) connect(ctx context.Context, claim Claim, name string, l limit) (clientDevice string, err error) {
 	m.mu.Lock()
 	d, ok := m.daemons[name]
@@ -298,7 +286,7 @@ func (m *Manager) UnknownDaemons() []string {
 // staleDaemons returns the daemons of no claim, and the unknown ones.
 func (m *Manager) staleDaemons() (stale, unknown []string) {
 	for _, name := range m.unrecordedDaemons() {
-		unreadable := m.Records.where(func(key Key, s setting) bool { return s.Unknown && key.Claim == claimOf(name) })
+		unreadable := m.Records.where(func(key Key, s setting) bool { return s.Unknown && key.Owner == ownerOfDaemon(name) })
 		if len(unreadable) > 0 {
 			unknown = append(unknown, name)
 		} else {
@@ -319,7 +307,7 @@ func (m *Manager) endStaleDaemons(ctx context.Context) error {
 }
 
 func (m *Manager) endStaleDaemon(ctx context.Context, name string) error {
-	unlock, err := m.Lock(ctx, claimOf(name))
+	unlock, err := m.lock(ctx, ownerOfDaemon(name))
 	if err != nil {
 		return err
 	}

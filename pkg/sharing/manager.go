@@ -59,13 +59,10 @@ type Options struct {
 
 // Manager applies and reverts sharing settings. All methods are safe for concurrent use. Slow work for one claim delays no
 // other claim.
-//
-// To apply settings a caller calls Await, Lock, and Plan, checks in the ledger that its reservation is valid, and calls Apply
-// and Connect. To revert them it calls Lock, checks that the hold has ended, and calls Revert.
 type Manager struct {
 	Options
 	changed broadcast.Signal
-	locks   keylock.Locks[string]
+	locks   keylock.Locks[Owner]
 
 	mu sync.Mutex
 	// daemons are those that are requested, by name.
@@ -95,17 +92,55 @@ func (m *Manager) Applied(claim string, ref device.Ref) bool { return m.Records.
 
 // All returns the devices of claims for which Applied is true, sorted.
 func (m *Manager) All() []Key {
-	return m.Records.where(func(key Key, _ setting) bool { return !key.byPolicy() })
+	return m.Records.where(func(key Key, _ setting) bool { return !key.Owner.isPolicy() })
 }
 
-// Await waits until all settings of earlier claims on these devices are reverted, and reverts those of the sharing policy. An
-// earlier process may have left settings without a hold. The caller has reserved the devices.
-func (m *Manager) Await(ctx context.Context, g Group) error {
+// Apply applies the settings of a group and returns the client devices of its containers; none if the group needs no daemon. It waits until
+// earlier settings of the devices are reverted, and until the daemon is ready. reserved returns an error if the claim has no longer reserved
+// the devices. It is called when the settings are recorded: from then on the ledger's hold ends only after Revert
+// (TestUnpreparedBeforeApply). Idempotent. The next attempt completes what a failed one left behind, or Revert reverts it. A *NotReadyError
+// says that ctx ended before the daemon was ready.
+func (m *Manager) Apply(ctx context.Context, g Group, reserved func() error) (clientDevices []string, err error) {
+	defer func() { err = wrapGroup(err, g) }()
+	if err := m.await(ctx, g); err != nil {
+		return nil, err
+	}
+	daemon, err := m.recordAndSet(ctx, g, reserved)
+	if err != nil || daemon == "" {
+		return nil, err
+	}
+	// No lock is held while a daemon starts.
+	client, err := m.connect(ctx, g.Claim, daemon, limit{})
+	if err != nil {
+		return nil, err
+	}
+	return []string{client}, nil
+}
+
+func (m *Manager) recordAndSet(ctx context.Context, g Group, reserved func() error) (daemon string, err error) {
+	unlock, err := m.lock(ctx, g.owner())
+	if err != nil {
+		return "", err
+	}
+	defer unlock()
+	next, err := m.recordGroup(ctx, g)
+	if err != nil {
+		return "", err
+	}
+	if err := reserved(); err != nil {
+		return "", err
+	}
+	return m.setGroup(ctx, g, next)
+}
+
+// await waits until all settings of earlier claims on these devices are reverted, and reverts those of the sharing policy. An
+// earlier process may have left settings without a hold.
+func (m *Manager) await(ctx context.Context, g Group) error {
 	for {
 		m.turn(ctx, "waits for earlier settings on", g.Devices[0].Name())
 		changed := m.Changed()
 		if err := m.revertPolicy(ctx, g); err != nil {
-			return wrapGroup(err, g)
+			return err
 		}
 		others := m.others(g)
 		if len(others) == 0 {
@@ -119,18 +154,18 @@ func (m *Manager) Await(ctx context.Context, g Group) error {
 			if of, _ := m.Records.Get(others[0]); of.Namespace == g.Claim.Namespace {
 				name = "claim " + of.Namespace + "/" + of.Name
 			}
-			return wrapGroup(fmt.Errorf("wait until the settings of %s on %s are reverted: %w", name, others[0].Device, context.Cause(ctx)), g)
+			return fmt.Errorf("wait until the settings of %s on %s are reverted: %w", name, others[0].Device, context.Cause(ctx))
 		}
 	}
 }
 
-// Lock waits until no other caller changes settings of the claim, or until ctx is done. The caller calls unlock exactly once.
-func (m *Manager) Lock(ctx context.Context, claim string) (unlock func(), err error) {
-	unlock, err = m.locks.Lock(ctx, claim)
+// lock waits until no other caller changes settings of the owner, or until ctx is done. The caller calls unlock exactly once.
+func (m *Manager) lock(ctx context.Context, owner Owner) (unlock func(), err error) {
+	unlock, err = m.locks.Lock(ctx, owner)
 	if err != nil {
-		return nil, fmt.Errorf("wait for an earlier change of the settings of claim %s: %w", claim, err)
+		return nil, fmt.Errorf("wait for an earlier change of the settings of %s: %w", owner, err)
 	}
-	m.turn(ctx, "changes the settings of", claim)
+	m.turn(ctx, "changes the settings of", string(owner))
 	return unlock, nil
 }
 
@@ -140,41 +175,32 @@ func (m *Manager) turn(ctx context.Context, what, of string) {
 	}
 }
 
-// Plan is what Apply will set. The zero Daemon means that the group needs no MPS daemon.
-type Plan struct {
-	Group    Group
-	Daemon   string
-	settings *mps.Settings
-}
-
-// Plan records what is about to be set, and reverts other settings that the claim had on the devices. From then on the
-// ledger's hold ends only after Revert. Needs the claim's lock. Idempotent. TestUnpreparedBeforeApply fails if it does not
-// come before the check of the reservation.
-func (m *Manager) Plan(ctx context.Context, g Group) (_ Plan, err error) {
-	defer func() { err = wrapGroup(err, g) }()
+// recordGroup records what is about to be set, and returns it; nil if nothing is to be set. It reverts other settings that the claim had on
+// the devices. Needs the claim's lock.
+func (m *Manager) recordGroup(ctx context.Context, g Group) (*setting, error) {
 	next, err := m.settingsOf(g)
 	if err != nil {
-		return Plan{}, err
+		return nil, err
 	}
-	own := m.Records.where(func(key Key, _ setting) bool { return key.Claim == g.Claim.UID && g.overlaps(key.Device) })
+	own := m.Records.where(func(key Key, _ setting) bool { return key.Owner == g.owner() && g.overlaps(key.Device) })
 	for _, key := range own {
 		before, ok := m.Records.Get(key)
 		// Gone if it was reverted with another device of its daemon.
 		if ok && !(slices.Contains(g.keys(), key) && before.sameAs(next)) {
 			if err := m.revert(ctx, m.sameDaemon(key)); err != nil {
-				return Plan{}, err
+				return nil, err
 			}
 		}
 	}
 	if next == nil {
-		return Plan{Group: g}, nil
+		return nil, nil
 	}
 	for _, key := range g.keys() {
 		if err := m.record(ctx, key, *next); err != nil {
-			return Plan{}, err
+			return nil, err
 		}
 	}
-	return Plan{g, next.Daemon, next.Settings}, nil
+	return next, nil
 }
 
 // settingsOf returns the one setting for all devices of the group, without Before; nil if nothing is to be set. Needs the lock.
@@ -237,14 +263,11 @@ func (m *Manager) record(ctx context.Context, key Key, s setting) error {
 	return m.Records.Put(key, s)
 }
 
-// Apply sets what was planned and requests the daemon. It does not wait for the daemon. Needs the claim's lock and a valid
-// reservation. Idempotent. The next attempt completes what a failed one left behind, or Revert reverts it.
-func (m *Manager) Apply(ctx context.Context, plan Plan) (err error) {
-	g := plan.Group
-	defer func() { err = wrapGroup(err, g) }()
-	// Settings of the policy may have come back since Await. Both sides record before they check, so that one finds the other.
+// setGroup sets what was recorded and requests the daemon. It does not wait for the daemon. Needs the claim's lock.
+func (m *Manager) setGroup(ctx context.Context, g Group, next *setting) (daemon string, err error) {
+	// Settings of the policy may have come back since await. Both sides record before they check, so that one finds the other.
 	if err := m.revertPolicy(ctx, g); err != nil {
-		return err
+		return "", err
 	}
 	m.mu.Lock()
 	for _, key := range g.keys() {
@@ -254,20 +277,20 @@ func (m *Manager) Apply(ctx context.Context, plan Plan) (err error) {
 	for _, key := range g.keys() {
 		if s, planned := m.Records.Get(key); planned {
 			if err := m.set(ctx, key, s); err != nil {
-				return err
+				return "", err
 			}
 		}
 	}
-	if plan.Daemon == "" {
-		return nil
+	if next == nil || next.Daemon == "" {
+		return "", nil
 	}
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if err := mps.Make(m.dir(plan.Daemon)); err != nil {
-		return err
+	if err := mps.Make(m.dir(next.Daemon)); err != nil {
+		return "", err
 	}
-	m.request(plan.Daemon, *plan.settings)
-	return nil
+	m.request(next.Daemon, *next.Settings)
+	return next.Daemon, nil
 }
 
 // set sets what is recorded. Needs the claim's lock.
@@ -348,11 +371,16 @@ func restored(err error) error {
 	return supported(err)
 }
 
-// Revert restores what the device had before the claim, and removes the record. Needs the claim's lock, and the caller has
-// checked that the claim's hold has ended. A daemon of several devices ends with the last of them: until then Applied stays
-// true for all, and the error is an ErrStillShared (TestMPS). Idempotent; after an error Applied stays true.
-func (m *Manager) Revert(ctx context.Context, key Key) error {
-	if !m.Records.Applied(key.Claim, key.Device) {
+// Revert restores what the device had before the claim, and removes the record, unless the claim's hold has not ended. It asks once no other
+// caller changes settings of the claim. A daemon of several devices ends with the last of them: until then Applied stays true for all, and the
+// error is an ErrStillShared (TestMPS). Idempotent; after an error Applied stays true.
+func (m *Manager) Revert(ctx context.Context, key Key, unused func() bool) error {
+	unlock, err := m.lock(ctx, key.Owner)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if !unused() || !m.Records.has(key) {
 		return nil
 	}
 	group := m.sameDaemon(key)
@@ -360,7 +388,7 @@ func (m *Manager) Revert(ctx context.Context, key Key) error {
 	m.unused[key] = true
 	used := slices.ContainsFunc(group, func(member Key) bool { return !m.unused[member] })
 	m.mu.Unlock()
-	err := error(ErrStillShared)
+	err = ErrStillShared
 	if !used {
 		err = m.revert(ctx, group)
 	}
@@ -374,7 +402,7 @@ func (m *Manager) Revert(ctx context.Context, key Key) error {
 func (m *Manager) sameDaemon(key Key) []Key {
 	of, _ := m.Records.Get(key)
 	return m.Records.where(func(other Key, s setting) bool {
-		return other == key || other.Claim == key.Claim && (of.Unknown || s.Unknown || of.Daemon != "" && s.Daemon == of.Daemon)
+		return other == key || other.Owner == key.Owner && (of.Unknown || s.Unknown || of.Daemon != "" && s.Daemon == of.Daemon)
 	})
 }
 
@@ -410,7 +438,7 @@ func (m *Manager) endDaemons(ctx context.Context, group []Key) error {
 	}
 	if unknown {
 		for _, name := range m.unrecordedDaemons() {
-			if claimOf(name) == group[0].Claim {
+			if ownerOfDaemon(name) == group[0].Owner {
 				daemons[name] = true
 			}
 		}
@@ -429,7 +457,7 @@ func (m *Manager) endDaemons(ctx context.Context, group []Key) error {
 // the policy's settings before it sets its own.
 func (m *Manager) policyInForce(key Key) bool {
 	policy, recorded := m.Records.Get(policyKey(key.Device.GPU))
-	return recorded && !policy.Unknown && !key.byPolicy()
+	return recorded && !policy.Unknown && !key.Owner.isPolicy()
 }
 
 // restore restores a GPU and removes the record.
@@ -439,8 +467,8 @@ func (m *Manager) restore(ctx context.Context, key Key) error {
 		return nil
 	}
 	whole := key.Device.Whole()
-	if whole && !key.byPolicy() {
-		unlock, err := m.Lock(ctx, policyClaim(key.Device.GPU).UID)
+	if whole && !key.Owner.isPolicy() {
+		unlock, err := m.lock(ctx, policyOwner(key.Device.GPU))
 		if err != nil {
 			return err
 		}
@@ -472,10 +500,10 @@ func (m *Manager) restore(ctx context.Context, key Key) error {
 // revertPolicy reverts what the sharing policy set on the devices of a claim that has them as a whole.
 func (m *Manager) revertPolicy(ctx context.Context, g Group) error {
 	for _, key := range m.others(g) {
-		if !key.byPolicy() {
+		if !key.Owner.isPolicy() {
 			continue
 		}
-		unlock, err := m.Lock(ctx, key.Claim)
+		unlock, err := m.lock(ctx, key.Owner)
 		if err == nil {
 			err = m.revert(ctx, m.sameDaemon(key))
 			unlock()
@@ -489,7 +517,7 @@ func (m *Manager) revertPolicy(ctx context.Context, g Group) error {
 
 // others returns the settings of other claims on the devices of a group.
 func (m *Manager) others(g Group) []Key {
-	return m.Records.where(func(key Key, _ setting) bool { return key.Claim != g.Claim.UID && g.overlaps(key.Device) })
+	return m.Records.where(func(key Key, _ setting) bool { return key.Owner != g.owner() && g.overlaps(key.Device) })
 }
 
 func wrapGroup(err error, g Group) error {
@@ -499,6 +527,9 @@ func wrapGroup(err error, g Group) error {
 	var names []string
 	for _, d := range g.Devices {
 		names = append(names, d.Name())
+	}
+	if g.policy {
+		return fmt.Errorf("share %s by the node's policy: %w", strings.Join(names, ", "), err)
 	}
 	return fmt.Errorf("share %s among the containers of claim %s/%s: %w", strings.Join(names, ", "), g.Claim.Namespace, g.Claim.Name, err)
 }
@@ -559,7 +590,7 @@ func (m *Manager) resume(ctx context.Context, keys []Key) error {
 }
 
 func (m *Manager) resumeOne(ctx context.Context, key Key) error {
-	unlock, err := m.Lock(ctx, key.Claim)
+	unlock, err := m.lock(ctx, key.Owner)
 	if err != nil {
 		return err
 	}

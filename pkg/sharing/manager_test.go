@@ -300,43 +300,12 @@ func never() bool { return false }
 
 // apply calls the Manager as the DRA driver does.
 func apply(ctx context.Context, m *Manager, g Group, held func() bool) ([]string, error) {
-	if err := m.Await(ctx, g); err != nil {
-		return nil, err
-	}
-	plan, err := applyLocked(ctx, m, g, held)
-	if err != nil {
-		return nil, err
-	}
-	return m.Connect(ctx, plan)
-}
-
-func applyLocked(ctx context.Context, m *Manager, g Group, held func() bool) (Plan, error) {
-	unlock, err := m.Lock(ctx, g.Claim.UID)
-	if err != nil {
-		return Plan{}, err
-	}
-	defer unlock()
-	plan, err := m.Plan(ctx, g)
-	if err != nil {
-		return Plan{}, err
-	}
-	if !held() {
-		return Plan{}, errCancelled
-	}
-	return plan, m.Apply(ctx, plan)
-}
-
-// revert calls the Manager as the reconciler does.
-func revert(ctx context.Context, m *Manager, key Key, unused func() bool) error {
-	unlock, err := m.Lock(ctx, key.Claim)
-	if err != nil {
-		return err
-	}
-	defer unlock()
-	if !unused() {
+	return m.Apply(ctx, g, func() error {
+		if !held() {
+			return errCancelled
+		}
 		return nil
-	}
-	return m.Revert(ctx, key)
+	})
 }
 
 func check(t *testing.T, err error) {
@@ -349,7 +318,7 @@ func check(t *testing.T, err error) {
 func (k *Manager) revertAll(t *testing.T) {
 	t.Helper()
 	for _, key := range k.All() {
-		if err := revert(t.Context(), k, key, always); !errors.Is(err, ErrStillShared) {
+		if err := k.Revert(t.Context(), key, always); !errors.Is(err, ErrStillShared) {
 			check(t, err)
 		}
 	}
@@ -376,12 +345,12 @@ func TestTimeSlicing(t *testing.T) {
 		t.Errorf("set %s, want %s", w.state(), want)
 	}
 	first := Key{"uid-a", device.Ref{GPU: "GPU-0"}}
-	check(t, revert(t.Context(), k, first, never))
-	if !k.Applied(first.Claim, first.Device) {
+	check(t, k.Revert(t.Context(), first, never))
+	if !k.Applied(first.Owner.Claim(), first.Device) {
 		t.Error("undone while it is used")
 	}
 	// One device needs not the other.
-	check(t, revert(t.Context(), k, first, always))
+	check(t, k.Revert(t.Context(), first, always))
 	if want := "GPU-1 slice 3, sharing uid-a~GPU-1"; w.state() != want {
 		t.Errorf("set %s, want %s", w.state(), want)
 	}
@@ -389,7 +358,7 @@ func TestTimeSlicing(t *testing.T) {
 	if want := "GPU-1 Prohibited"; w.state() != want {
 		t.Errorf("left %s, want %s", w.state(), want)
 	}
-	check(t, revert(t.Context(), k, first, always))
+	check(t, k.Revert(t.Context(), first, always))
 
 	// Partitions take turns anyway.
 	part := group("uid-a", sliced(""), partitionOf("GPU-0", "MIG-1", 0))
@@ -433,7 +402,7 @@ func TestMPS(t *testing.T) {
 	}
 
 	// The daemon is for both GPUs, and stays until both are left.
-	if err := revert(t.Context(), k, Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always); !errors.Is(err, ErrStillShared) {
+	if err := k.Revert(t.Context(), Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always); !errors.Is(err, ErrStillShared) {
 		t.Errorf("got %v", err)
 	}
 	if w.state() != all {
@@ -442,7 +411,7 @@ func TestMPS(t *testing.T) {
 	// Another holder came back.
 	_, err := apply(t.Context(), k, g, always)
 	check(t, err)
-	if err := revert(t.Context(), k, Key{"uid-a", device.Ref{GPU: "GPU-1"}}, always); !errors.Is(err, ErrStillShared) {
+	if err := k.Revert(t.Context(), Key{"uid-a", device.Ref{GPU: "GPU-1"}}, always); !errors.Is(err, ErrStillShared) {
 		t.Errorf("got %v", err)
 	}
 	if w.state() != all {
@@ -487,7 +456,7 @@ func TestTwoGroups(t *testing.T) {
 	if err != nil || one[0] == two[0] || len(k.Daemons()) != 2 {
 		t.Errorf("%v, %v, %v, %v", err, one, two, k.Daemons())
 	}
-	check(t, revert(t.Context(), k, Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always))
+	check(t, k.Revert(t.Context(), Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always))
 	if len(k.Daemons()) != 1 || w.modes["GPU-0"] != device.ComputeModeDefault || w.modes["GPU-1"] != device.ComputeModeExclusiveProcess {
 		t.Errorf("left %s", w.state())
 	}
@@ -533,7 +502,7 @@ func TestAnotherClaimsSetting(t *testing.T) {
 	}
 	done := make(chan error, 1)
 	go func() { _, err := apply(t.Context(), k, next, always); done <- err }()
-	check(t, revert(t.Context(), k, Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always))
+	check(t, k.Revert(t.Context(), Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always))
 	if err := <-done; err != nil || w.slices["GPU-0"] != 3 {
 		t.Errorf("%v, %s", err, w.state())
 	}
@@ -581,7 +550,7 @@ func TestSlowDaemon(t *testing.T) {
 	other := group("uid-b", sliced(parametersv1beta1.IntervalShort), gpuNamed("GPU-1"))
 	_, err = apply(t.Context(), k, other, always)
 	check(t, err)
-	check(t, revert(t.Context(), k, Key{"uid-b", device.Ref{GPU: "GPU-1"}}, always))
+	check(t, k.Revert(t.Context(), Key{"uid-b", device.Ref{GPU: "GPU-1"}}, always))
 
 	// A supervisor that has not got its daemon up.
 	h, err := mps.Hold(t.Context(), mps.Dir(w.dir, late.Daemon))
@@ -609,7 +578,7 @@ func TestSlowDaemon(t *testing.T) {
 		waiting <- err
 	}()
 	<-begun
-	check(t, revert(t.Context(), k, Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always))
+	check(t, k.Revert(t.Context(), Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always))
 	if err := <-waiting; !errors.Is(err, errCancelled) || w.state() != "" {
 		t.Errorf("%v, left %s", err, w.state())
 	}
@@ -633,7 +602,7 @@ func TestDaemonThatDoesNotEnd(t *testing.T) {
 	key := Key{"uid-a", device.Ref{GPU: "GPU-0"}}
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
-	if err := revert(ctx, k, key, always); err == nil || !k.Applied(key.Claim, key.Device) || w.modes["GPU-0"] != device.ComputeModeExclusiveProcess {
+	if err := k.Revert(ctx, key, always); err == nil || !k.Applied(key.Owner.Claim(), key.Device) || w.modes["GPU-0"] != device.ComputeModeExclusiveProcess {
 		t.Errorf("%v, %s", err, w.state())
 	}
 	if len(k.Daemons()) > 0 {
@@ -703,7 +672,7 @@ func faultAt(t *testing.T, g Group, step int, dies, finishes bool) bool {
 			return
 		}
 		for _, key := range k.All() {
-			_ = revert(ctx, k, key, always)
+			_ = k.Revert(ctx, key, always)
 		}
 	})
 	w.mu.Lock()
@@ -771,7 +740,7 @@ func TestCycles(t *testing.T) {
 			}
 			finished++
 			for _, key := range k.All() {
-				_ = revert(ctx, k, key, func() bool { return random.IntN(3) > 0 })
+				_ = k.Revert(ctx, key, func() bool { return random.IntN(3) > 0 })
 			}
 		})
 		cancel()

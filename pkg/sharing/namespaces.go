@@ -12,7 +12,7 @@ import (
 // The error reaches the claim's namespace, which must not learn the names of others.
 func (p *Policy) admit(claim Claim, ref device.Ref) error {
 	now, exists := p.inventory.Inventory().ByRef(ref)
-	if !exists || now.Sharing().Admits(claim.Namespace) || p.runs(Key{claim.UID, ref}) {
+	if !exists || now.Sharing().Admits(claim.Namespace) || p.runs(Key{OwnerOf(claim.UID), ref}) {
 		return nil
 	}
 	return fmt.Errorf("the node's sharing policy does not admit clients of namespace %s: ask for another GPU, "+

@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"strings"
 	"sync"
 	"time"
 
@@ -20,12 +19,6 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/mps"
 )
-
-// Inventory returns the node's GPUs with their sharing policy. Take Changed before you read Inventory.
-type Inventory interface {
-	Inventory() device.Inventory
-	Changed() <-chan struct{}
-}
 
 // Ledger returns the holds. Take Changed before you read Holds. *ledger.Ledger implements it.
 type Ledger interface {
@@ -46,7 +39,7 @@ type PodStates interface {
 // then reads the ledger. So one of the two sees the other (TestPolicyEndsAlone).
 type Policy struct {
 	manager   *Manager
-	inventory Inventory
+	inventory device.Source
 	ledger    Ledger
 	podStates PodStates
 
@@ -70,27 +63,18 @@ type refusal struct {
 }
 
 // NewPolicy has no visible effect.
-func NewPolicy(m *Manager, inventory Inventory, ledger Ledger, podStates PodStates) *Policy {
+func NewPolicy(m *Manager, inventory device.Source, ledger Ledger, podStates PodStates) *Policy {
 	return &Policy{
 		manager: m, inventory: inventory, ledger: ledger, podStates: podStates, recovering: map[string]bool{},
 		refused: map[string]refusal{}, changing: map[string]bool{}, joining: map[Key]int{}, ready: map[string]bool{},
 	}
 }
 
-// policyPrefix begins the names that stand for a claim's UID in records of the policy. A claim's UID is a UUID.
-const policyPrefix = "gpu-"
+func policyKey(gpu string) Key { return Key{policyOwner(gpu), device.Ref{GPU: gpu}} }
 
-func policyClaim(gpu string) Claim {
-	return Claim{UID: policyPrefix + strings.TrimPrefix(strings.ToLower(gpu), policyPrefix), Name: "the node's policy"}
-}
-
-func policyKey(gpu string) Key { return Key{policyClaim(gpu).UID, device.Ref{GPU: gpu}} }
-
-func (k Key) byPolicy() bool { return strings.HasPrefix(k.Claim, policyPrefix) }
-
-// policyGroup is the policy of a whole GPU in the form of a claim. It has no strategy where nothing is to be set.
+// policyGroup is the policy of a whole GPU. It has no strategy where nothing is to be set.
 func policyGroup(d device.Device) Group {
-	g := Group{Claim: policyClaim(d.GPU.UUID), Devices: []device.Device{d}}
+	g := Group{policy: true, Devices: []device.Device{d}}
 	switch policy := d.Sharing(); {
 	case d.GPU.MIGEnabled: // the driver has no time slice for a partition
 	case policy.Strategy == device.TimeSlicing && policy.Interval != "":
@@ -137,7 +121,7 @@ func (p *Policy) Run(ctx context.Context) error {
 		}
 	}
 	for _, key := range p.manager.Records.Keys() {
-		if key.byPolicy() {
+		if key.Owner.isPolicy() {
 			follow(key.Device.GPU)
 		}
 	}
@@ -220,7 +204,7 @@ func (p *Policy) checkDaemons() <-chan time.Time {
 	ready := map[string]bool{}
 	for _, key := range p.manager.Records.Keys() {
 		s, ok := p.manager.Records.Get(key)
-		if !ok || !key.byPolicy() || s.Settings == nil || s.Reverting || p.changing[key.Device.GPU] {
+		if !ok || !key.Owner.isPolicy() || s.Settings == nil || s.Reverting || p.changing[key.Device.GPU] {
 			continue
 		}
 		r, alive, err := mps.Alive(p.manager.dir(s.Daemon))
@@ -267,12 +251,12 @@ func (p *Policy) apply(ctx context.Context, uuid string) error {
 // end reverts the policy on a GPU that is gone, once no holder uses it: its daemon has no GPU any more (TestGPUThatIsGone).
 func (p *Policy) end(ctx context.Context, gpu device.Ref) error {
 	m, key := p.manager, policyKey(gpu.GPU)
-	unlock, err := m.Lock(ctx, key.Claim)
+	unlock, err := m.lock(ctx, key.Owner)
 	if err != nil {
 		return err
 	}
 	defer unlock()
-	if !m.Records.Applied(key.Claim, gpu) {
+	if !m.Records.has(key) {
 		return nil
 	}
 	end, err := p.beginChange(gpu)
@@ -287,7 +271,7 @@ func (p *Policy) end(ctx context.Context, gpu device.Ref) error {
 // restores the settings of before, when the pause has ended.
 func (p *Policy) rest(ctx context.Context, gpu device.Ref) error {
 	m, key := p.manager, policyKey(gpu.GPU)
-	unlock, err := m.Lock(ctx, key.Claim)
+	unlock, err := m.lock(ctx, key.Owner)
 	if err != nil {
 		return err
 	}
@@ -333,10 +317,10 @@ func (p *Policy) applyGroup(ctx context.Context, g Group) error {
 	return err
 }
 
-// change plans and applies the policy of a GPU, unless settings of a claim are applied to it.
+// change applies the policy of a GPU, unless settings of a claim are applied to it.
 func (p *Policy) change(ctx context.Context, g Group) error {
 	m, key := p.manager, policyKey(g.Devices[0].GPU.UUID)
-	unlock, err := m.Lock(ctx, key.Claim)
+	unlock, err := m.lock(ctx, key.Owner)
 	if err != nil {
 		return err
 	}
@@ -362,21 +346,20 @@ func (p *Policy) change(ctx context.Context, g Group) error {
 		}
 		defer end()
 	}
-	plan, err := m.Plan(ctx, g)
-	if err != nil || next == nil {
-		return err
+	if _, err := m.recordGroup(ctx, g); err != nil || next == nil {
+		return wrapGroup(err, g)
 	}
 	// A claim may have come since. Both record before they check, so that one finds the other (TestPolicyBesideAClaim).
 	if len(m.others(g)) > 0 {
 		return m.Records.Drop(key)
 	}
-	err = m.Apply(ctx, plan)
+	_, err = m.setGroup(ctx, g, next)
 	if errors.Is(err, device.ErrUnsupported) {
 		if err := m.revert(ctx, m.sameDaemon(key)); err != nil {
 			return err
 		}
 	}
-	return err
+	return wrapGroup(err, g)
 }
 
 // settingsName identifies the settings of a group: its daemon, or its time slice.
@@ -421,7 +404,7 @@ func (m *Manager) policyDaemon(gpu string) (name string, settled bool) {
 		return s.Daemon, !s.Reverting
 	}
 	for _, name := range m.unrecordedDaemons() {
-		if claimOf(name) == key.Claim {
+		if ownerOfDaemon(name) == key.Owner {
 			return name, false
 		}
 	}
@@ -488,7 +471,7 @@ func (p *Policy) inUse(gpu device.Ref) error {
 			continue
 		}
 		p.mu.Lock()
-		joining := p.joining[Key{h.Holder.ID, h.Device}] > 0
+		joining := p.joining[Key{OwnerOf(h.Holder.ID), h.Device}] > 0
 		p.mu.Unlock()
 		if h.Unreadable || !joining && h.State != ledger.StateRestored || p.podStates.Busy(h) {
 			return fmt.Errorf("the sharing policy of device %s changes after its last holder has ended: it is %w by %s", gpu, errInUse, h)
@@ -594,7 +577,7 @@ func (p *Policy) Join(ctx context.Context, claim Claim, d device.Device, share d
 }
 
 func (p *Policy) awaitPolicy(ctx context.Context, claim Claim, d device.Device) (daemon string, err error) {
-	key := Key{claim.UID, d.Ref()}
+	key := Key{OwnerOf(claim.UID), d.Ref()}
 	waits := false
 	leave := func() {
 		if waits {
@@ -637,7 +620,7 @@ func (p *Policy) awaitPolicy(ctx context.Context, claim Claim, d device.Device) 
 // runs reports whether pods of the claim have processes.
 func (p *Policy) runs(key Key) bool {
 	for _, h := range p.ledger.Holds() {
-		if h.Device == key.Device && h.Holder == (ledger.Holder{Kind: ledger.KindClaim, ID: key.Claim}) {
+		if h.Device == key.Device && h.Holder == (ledger.Holder{Kind: ledger.KindClaim, ID: key.Owner.Claim()}) {
 			return p.podStates.Busy(h)
 		}
 	}

@@ -212,16 +212,16 @@ func TestClaimCancelledBesideAPolicy(t *testing.T) {
 			}
 			// Like a claim's UID, this comes before the policy's key.
 			claim := group("0a", sliced(parametersv1beta1.IntervalLong), w.device())
-			unlock, err := w.manager.Lock(t.Context(), "0a")
+			unlock, err := w.manager.lock(t.Context(), "0a")
 			check(t, err)
-			_, err = w.manager.Plan(t.Context(), claim)
+			_, err = w.manager.recordGroup(t.Context(), claim)
 			unlock()
 			check(t, err)
 			if restart {
 				w.manager = w.process()
 				check(t, w.manager.resume(t.Context(), w.manager.Records.Keys()))
 			}
-			check(t, revert(t.Context(), w.manager, Key{"0a", device.Ref{GPU: "GPU-0"}}, always))
+			check(t, w.manager.Revert(t.Context(), Key{"0a", device.Ref{GPU: "GPU-0"}}, always))
 			if w.state() != want || w.modes["GPU-0"] != device.ComputeModeExclusiveProcess || w.slices["GPU-0"] != 0 {
 				t.Errorf("the claim left %s, mode %q and time slice %d, not %s", w.state(), w.modes["GPU-0"], w.slices["GPU-0"], want)
 			}

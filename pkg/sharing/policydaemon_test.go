@@ -360,7 +360,7 @@ func TestPolicyAndAnExclusiveClaim(t *testing.T) {
 	if _, err := w.policy.Client(w.device(), shareOf(4)); err == nil {
 		t.Error("a client of a daemon that does not exist")
 	}
-	check(t, revert(t.Context(), w.manager, Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always))
+	check(t, w.manager.Revert(t.Context(), Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always))
 	w.book.set()
 	w.awaitClient(shareOf(4))
 	w.awaitState(daemon)
@@ -641,7 +641,7 @@ func TestPolicyForgetsReadiness(t *testing.T) {
 	_, err = apply(t.Context(), w.manager, Group{Claim: Claim{"uid-a", "team-a", "a"}, Devices: []device.Device{w.device()}, Sharing: parametersv1beta1.Sharing{Strategy: Exclusive}}, always)
 	check(t, err)
 	<-ended
-	check(t, revert(t.Context(), w.manager, Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always))
+	check(t, w.manager.Revert(t.Context(), Key{"uid-a", device.Ref{GPU: "GPU-0"}}, always))
 	check(t, settleAll(t, w.policy))
 	if c, err := w.policy.Client(w.device(), shareOf(4)); err == nil {
 		t.Errorf("a daemon that does not run has client %v", c)

@@ -54,7 +54,11 @@ func NewRecords(dir, bootID string) *Records {
 
 // Applied reports whether settings of that claim were applied to the device, or are about to be.
 func (r *Records) Applied(claim string, ref device.Ref) bool {
-	_, ok := r.Get(Key{claim, ref})
+	return r.has(Key{OwnerOf(claim), ref})
+}
+
+func (r *Records) has(key Key) bool {
+	_, ok := r.Get(key)
 	return ok
 }
 
@@ -72,12 +76,12 @@ func (r *Records) where(match func(Key, setting) bool) []Key {
 const separator = "~"
 
 func fileName(k Key) string {
-	return url.PathEscape(k.Claim) + separator + url.PathEscape(k.Device.String())
+	return url.PathEscape(string(k.Owner)) + separator + url.PathEscape(k.Device.String())
 }
 
 func parseName(name string) (Key, error) {
-	claim, ref, _ := strings.Cut(name, separator)
-	claim, err := url.PathUnescape(claim)
+	owner, ref, _ := strings.Cut(name, separator)
+	owner, err := url.PathUnescape(owner)
 	if err == nil {
 		ref, err = url.PathUnescape(ref)
 	}
@@ -86,7 +90,7 @@ func parseName(name string) (Key, error) {
 		parsed, err = device.ParseRef(ref)
 	}
 	if err != nil {
-		return Key{}, fmt.Errorf("parse claim and device from the name of the record: %w", err)
+		return Key{}, fmt.Errorf("parse owner and device from the name of the record: %w", err)
 	}
-	return Key{claim, parsed}, nil
+	return Key{Owner(owner), parsed}, nil
 }

@@ -38,6 +38,16 @@ type Group struct {
 	Devices []device.Device
 	// Sharing without a strategy means that the devices are no longer shared.
 	Sharing parametersv1beta1.Sharing
+
+	// policy is set for a GPU that the node's policy shares. There is no claim then.
+	policy bool
+}
+
+func (g Group) owner() Owner {
+	if g.policy {
+		return policyOwner(g.Devices[0].GPU.UUID)
+	}
+	return OwnerOf(g.Claim.UID)
 }
 
 func (g Group) overlaps(ref device.Ref) bool {
@@ -46,15 +56,37 @@ func (g Group) overlaps(ref device.Ref) bool {
 
 func (g Group) keys() (keys []Key) {
 	for _, d := range g.Devices {
-		keys = append(keys, Key{g.Claim.UID, d.Ref()})
+		keys = append(keys, Key{g.owner(), d.Ref()})
 	}
 	return keys
 }
 
-// Key is one device of one claim.
+// Owner is what settings are for: a claim, or the node's policy for one GPU. It is a part of the names of records, daemons and locks.
+type Owner string
+
+// policyPrefix begins the owners that are no claims. The API server gives claims UUIDs, which have no such prefix.
+const policyPrefix = "gpu-"
+
+// OwnerOf returns the owner for a claim, by UID.
+func OwnerOf(claim string) Owner { return Owner(claim) }
+
+func policyOwner(gpu string) Owner {
+	return Owner(policyPrefix + strings.TrimPrefix(strings.ToLower(gpu), policyPrefix))
+}
+
+func (o Owner) isPolicy() bool { return strings.HasPrefix(string(o), policyPrefix) }
+
+// Claim returns the UID of the claim; empty for the node's policy.
+func (o Owner) Claim() string {
+	if o.isPolicy() {
+		return ""
+	}
+	return string(o)
+}
+
+// Key is one device of one owner.
 type Key struct {
-	// Claim by UID.
-	Claim  string
+	Owner  Owner
 	Device device.Ref
 }
 
@@ -142,8 +174,9 @@ var nameable = regexp.MustCompile(`^[a-z0-9][-a-z0-9]{0,42}$`)
 // daemonName depends on the claim, the refs and the parameters. It does not depend on UUIDs of partitions, which change with a
 // reboot while kubelet remembers the CDI device of that name (TestMPSOfPartition).
 func daemonName(g Group) (string, error) {
-	if !nameable.MatchString(g.Claim.UID) {
-		return "", fmt.Errorf("claim UID %q cannot be part of a daemon's name", g.Claim.UID)
+	owner := string(g.owner())
+	if !nameable.MatchString(owner) {
+		return "", fmt.Errorf("claim UID %q cannot be part of a daemon's name", owner)
 	}
 	var refs []string
 	for _, d := range g.Devices {
@@ -155,12 +188,12 @@ func daemonName(g Group) (string, error) {
 		return "", fmt.Errorf("name the daemon: %w", err)
 	}
 	sum := sha256.Sum256(text)
-	return g.Claim.UID + "-" + hex.EncodeToString(sum[:4]), nil
+	return owner + "-" + hex.EncodeToString(sum[:4]), nil
 }
 
-// claimOf returns the UID in a daemon's name.
-func claimOf(name string) string {
-	return name[:max(0, strings.LastIndexByte(name, '-'))]
+// ownerOfDaemon returns the owner in a daemon's name.
+func ownerOfDaemon(name string) Owner {
+	return Owner(name[:max(0, strings.LastIndexByte(name, '-'))])
 }
 
 // timeSlice returns the interval's number for nvidia-smi compute-policy --set-timeslice.

@@ -91,7 +91,7 @@ func TestDaemonNames(t *testing.T) {
 		t.Helper()
 		name, err := daemonName(g)
 		check(t, err)
-		if len(name) > 52 || claimOf(name) != g.Claim.UID {
+		if len(name) > 52 || ownerOfDaemon(name) != g.owner() {
 			t.Errorf("%q is too long (%d), or not about claim %s", name, len(name), g.Claim.UID)
 		}
 		return name

@@ -11,9 +11,9 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/driver"
 	"github.com/tandem-gpu/tandem/pkg/gpunode"
-	"github.com/tandem-gpu/tandem/pkg/health"
 	"github.com/tandem-gpu/tandem/pkg/legacy"
 )
 
@@ -71,7 +71,7 @@ func (p *Parts) gpuNodeConfig(s Serving) gpunode.Config {
 		REST: p.REST, DriverName: c.DriverName, NodeName: c.NodeName,
 		Facts:  gpunode.Facts{Mode: string(c.Mode), Excluded: c.Excluded, BootID: p.BootID},
 		Claims: func(namespace string) gpunode.Claims { return p.Client.ResourceV1().ResourceClaims(namespace) },
-		Node:   p.Node, Ledger: p.Ledger, Inventory: p.Health, Sharing: p.Sharing, Recorder: p.Recorder, Registerer: s.Registerer,
+		Node:   p.Node, Ledger: p.Ledger, Inventory: p.Views.Offered, Sharing: p.Sharing, Recorder: p.Recorder, Registerer: s.Registerer,
 		Waiting: func() string {
 			reason := errors.Join(s.NoDriver(), p.Ledger.Withheld(), s.Waiting())
 			if reason == nil {
@@ -82,17 +82,17 @@ func (p *Parts) gpuNodeConfig(s Serving) gpunode.Config {
 	}
 	if c.Mode.Limits() {
 		config.Facts.Limits, config.Facts.OfferedToPods = c.Resources(), c.OfferedToPods
-		config.Inventory = p.limitsInventory(c)
+		config.Inventory = p.offeredToLimits(c)
 	}
 	return config
 }
 
-// limitsInventory returns the inventory for pods with limits. Where they get their GPUs without CDI, the health of CDI specs does not count.
-func (p *Parts) limitsInventory(c config.Config) health.Source {
+// offeredToLimits returns the view for pods with limits. Where they get their GPUs without CDI, the health of CDI specs does not count.
+func (p *Parts) offeredToLimits(c config.Config) device.Source {
 	if slices.ContainsFunc(c.DeviceListStrategies, func(s string) bool { return !WithoutCDI(s) }) {
-		return p.Health
+		return p.Views.Offered
 	}
-	return p.Health.WithoutCDI()
+	return p.Views.OfferedWithoutCDI
 }
 
 // WithoutCDI reports whether a device list strategy gives containers their GPUs without CDI.
@@ -106,7 +106,7 @@ func (p *Parts) claimsConfig(s Serving) driver.Config {
 	c := s.Config
 	config := driver.Config{
 		DriverName: c.DriverName, NodeName: c.NodeName, KubeClient: p.Client, KubeletDir: c.KubeletDir,
-		Node: p.Node, Ledger: p.ledger(), Inventory: p.Health, Partitions: p.Partitions, HandOver: p.Handover.Ensure, Specs: p.specs(), Pods: p.Pods,
+		Node: p.Node, Ledger: p.ledger(), Inventory: p.Views.Offered, Partitions: p.Partitions, HandOver: p.Handover.Ensure, Specs: p.specs(), Pods: p.Pods,
 		Sharing: p.Sharing, Policy: p.Policy, Adopt: p.Reconciler.AdoptClaims,
 		Recorder: p.Recorder, Registerer: s.Registerer,
 		OfferedToClaims: c.OfferedToClaims, OfferedToPods: c.OfferedToPods, Limits: c.Resources(),
@@ -133,7 +133,7 @@ func (p *Parts) limitsConfig(s Serving) legacy.Config {
 		Resources: c.Resources(), NodeName: c.NodeName, Directory: filepath.Join(c.KubeletDir, "device-plugins"),
 		IndexIDs: c.DeviceIDStrategy == "index", AnnotationPrefix: c.CDIAnnotationPrefix,
 		PassDeviceSpecs: c.PassDeviceSpecs, Packed: c.AllocationPolicy == "packed", FailRequestsGreaterThanOne: c.FailRequestsGreaterThanOne,
-		Inventory: p.limitsInventory(c), Offered: c.OfferedToPods, HeldOnly: s.HeldOnly,
+		Inventory: p.offeredToLimits(c), Offered: c.OfferedToPods, HeldOnly: s.HeldOnly,
 		// Under HeldOnly a pod that has a device needs it listed as healthy: a kubelet that restarts refuses the pod's stopped containers otherwise.
 		Retiring: !c.Mode.Limits() && s.HeldOnly == nil,
 		Ledger:   p.ledger(), Specs: p.specs(), Kubelet: p.kubelet(), Sharing: p.Policy, Requesters: p.Pods,

@@ -38,7 +38,7 @@ func (p *Parts) devicesInUse() map[string]bool {
 	if err != nil {
 		return nil
 	}
-	return inUse(claims, p.Ledger.Holds(), p.Partitions.Inventory())
+	return inUse(claims, p.Ledger.Holds(), p.Views.Configured.Inventory())
 }
 
 // inUse returns the UUIDs of the devices that are held, and the CDI names that kubelet keeps: a claim with admin access holds nothing. It returns

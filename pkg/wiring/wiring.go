@@ -23,6 +23,7 @@ import (
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/internal/regarding"
 	"github.com/tandem-gpu/tandem/pkg/cdi"
+	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/driver"
 	"github.com/tandem-gpu/tandem/pkg/handover"
 	"github.com/tandem-gpu/tandem/pkg/health"
@@ -140,9 +141,21 @@ type Parts struct {
 	Handover   *handover.Cleaner
 	Health     *health.Inventory
 	Reconciler *reconcile.Reconciler
+	Views      Views
 
 	// adopted is set while the ledger knows all holders.
 	adopted atomic.Bool
+}
+
+// Views are the node's devices as its components see them. Each view completes the one before, when it is read. The first one is Hardware.
+type Views struct {
+	// Configured adds what the configuration says of each GPU, and which partitions Tandem has made.
+	Configured device.Source
+	// Offered adds the health that keeps new holders away: a fault, a GPU that is not clean, a device that no container can be given, holders
+	// that cannot be recorded.
+	Offered device.Source
+	// OfferedWithoutCDI is Offered for pods that get their GPUs without CDI. The CDI specs do not count.
+	OfferedWithoutCDI device.Source
 }
 
 // records are what components keep on disk besides the ledger. They are loaded under the ledger's lock.
@@ -223,9 +236,7 @@ func (r records) load() (problems []error, err error) {
 // Connect makes the components that need the ledger, its records and the hardware. c is the configuration of the node, without its mode
 // label.
 //
-// Three components complete the driver's inventory. Partitions adds what the configuration says of each GPU, and which partitions Tandem has
-// made: reconciler, sharing, hand-over and labels read that inventory. Handover marks GPUs that are not clean as unhealthy. Health marks those
-// with faults and those that cannot be given to a container: both APIs and GPUNode read the inventory of Health, and so offer the same GPUs.
+// Both APIs and GPUNode see the view Offered, and so offer the same GPUs. Components that work on a device whatever its health see Configured.
 func (p *Parts) Connect(c config.Config) {
 	p.Config = c
 	policy := GPUPolicy(c)
@@ -233,6 +244,7 @@ func (p *Parts) Connect(c config.Config) {
 		policy = *p.GPUs
 	}
 	p.Partitions = partition.NewMaker(p.records.Partitions, p.Hardware, policy)
+	p.Views.Configured = p.Partitions
 	if p.Hooks.Specs == nil {
 		p.CDI = p.newSpecs()
 	}
@@ -243,10 +255,11 @@ func (p *Parts) Connect(c config.Config) {
 	if wrap := p.Hooks.Holders; wrap != nil {
 		holders = wrap(p.Ledger)
 	}
-	p.Policy = sharing.NewPolicy(p.Sharing, p.Partitions, holders, p.Pods)
+	p.Policy = sharing.NewPolicy(p.Sharing, p.Views.Configured, holders, p.Pods)
 	p.Handover = p.newCleaner()
 	p.Health = health.New(health.Config{
-		Source: p.Handover, Hardware: p.Hardware, Records: p.records.Health, CountsXID: c.CountsXID, Action: c.FaultAction,
+		Source: p.Views.Configured, Hardware: p.Hardware, Handover: p.Handover, Records: p.records.Health,
+		CountsXID: c.CountsXID, Action: c.FaultAction,
 		ResetIdle: func(ctx context.Context, uuid string) (bool, error) {
 			if err := p.resettable(uuid); err != nil {
 				return false, err
@@ -255,12 +268,13 @@ func (p *Parts) Connect(c config.Config) {
 		},
 		Specs: p.specs(), Ledger: p.ledger(), NodeName: c.NodeName, Recorder: p.Recorder, Registerer: p.Registerer,
 	})
+	p.Views.Offered, p.Views.OfferedWithoutCDI = p.Health, p.Health.WithoutCDI()
 	p.Reconciler = reconcile.New(p.reconcilerConfig())
 }
 
 func (p *Parts) reconcilerConfig() reconcile.Config {
 	config := reconcile.Config{
-		Ledger: p.ledger(), Pods: p.Pods, Cgroups: p.cgroups, Resources: p.kubelet(), Inventory: p.Partitions,
+		Ledger: p.ledger(), Pods: p.Pods, Cgroups: p.cgroups, Resources: p.kubelet(), Inventory: p.Views.Configured,
 		Partitions: p.Partitions, Settings: p.Sharing, AddPlaceholders: p.specs().AddPlaceholders,
 		Claims:     func(namespace string) reconcile.Claims { return p.Client.ResourceV1().ResourceClaims(namespace) },
 		KubeletDir: p.Config.KubeletDir, ProcRoot: p.Config.ProcRoot, NodeName: p.Config.NodeName, DriverName: p.Config.DriverName,
@@ -307,7 +321,7 @@ func (p *Parts) managed(uuid string) bool {
 // resettable returns why a GPU may not be reset; nil if it may. A reset would end static partitions, time slices of the node's policy, and
 // MPS daemons.
 func (p *Parts) resettable(uuid string) error {
-	switch gpu, known := p.Partitions.Inventory().ByUUID(uuid); {
+	switch gpu, known := p.Views.Configured.Inventory().ByUUID(uuid); {
 	case !known:
 		return fmt.Errorf("GPU %s is not in the inventory", uuid)
 	case gpu.MIGEnabled && !gpu.Dynamic:
@@ -321,7 +335,7 @@ func (p *Parts) resettable(uuid string) error {
 
 func (p *Parts) newCleaner() *handover.Cleaner {
 	return handover.New(handover.Options{
-		Pods: p.Pods, Hardware: p.Hardware, Inventory: p.Partitions, Ledger: p.Ledger, Records: p.records.Handover, Managed: p.managed,
+		Pods: p.Pods, Hardware: p.Hardware, Inventory: p.Views.Configured, Ledger: p.Ledger, Records: p.records.Handover, Managed: p.managed,
 		Reset: func(uuid string) bool { return p.Config.ResetGPUs && p.resettable(uuid) == nil },
 		Outsiders: func(uuid string, pids []int) (outsiders []handover.Outsider) {
 			users := podstate.Users{Holds: p.Ledger.Holds(), Driver: p.Config.DriverName, Namespaces: monitorNamespaces(p.Config)}

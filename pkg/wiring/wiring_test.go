@@ -5,6 +5,7 @@ package wiring
 import (
 	"context"
 	"errors"
+	"fmt"
 	"path/filepath"
 	"slices"
 	"testing"
@@ -16,19 +17,18 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/legacy"
+	"github.com/tandem-gpu/tandem/pkg/partition"
 )
 
-// hardware has one GPU without partitions, and counts the readings of its settings.
+// hardware counts the readings of settings.
 type hardware struct {
 	Hardware
+	gpus []device.GPU
 	read *int
 }
 
-func (hardware) DriverRoot() string { return "/" }
-func (hardware) Inventory() device.Inventory {
-	profile := device.Profile{ID: 19, Name: "1g.10gb", Placements: []device.Placement{{Size: 1}}, Instances: 7}
-	return device.Inventory{GPUs: []device.GPU{{UUID: "GPU-a", MIGCapable: true, Profiles: []device.Profile{profile}}}}
-}
+func (hardware) DriverRoot() string                                             { return "/" }
+func (h hardware) Inventory() device.Inventory                                  { return device.Inventory{GPUs: h.gpus} }
 func (hardware) Changed() <-chan struct{}                                       { return nil }
 func (hardware) Partitions(context.Context, string) ([]device.Partition, error) { return nil, nil }
 func (h hardware) Settings(context.Context, string) (device.Settings, error) {
@@ -36,12 +36,16 @@ func (h hardware) Settings(context.Context, string) (device.Settings, error) {
 	return device.Settings{GraphicsClock: 1000}, nil
 }
 
-// connected are the parts of a node with that hardware.
-func connected(t *testing.T, c config.Config) (p *Parts, settingsRead *int) {
+// connected are the parts of a node with these GPUs, by default one without partitions.
+func connected(t testing.TB, c config.Config, gpus ...device.GPU) (p *Parts, settingsRead *int) {
 	t.Helper()
+	if gpus == nil {
+		profile := device.Profile{ID: 19, Name: "1g.10gb", Placements: []device.Placement{{Size: 1}}, Instances: 7}
+		gpus = []device.GPU{{UUID: "GPU-a", MIGCapable: true, Profiles: []device.Profile{profile}}}
+	}
 	c.KubeletDir, c.RunDir, c.CgroupRoot = t.TempDir(), t.TempDir(), t.TempDir()
 	settingsRead = new(int)
-	p, err := New(Options{Config: c, BootID: "boot", Hardware: hardware{read: settingsRead}, Registerer: prometheus.NewRegistry(), Recorder: &record.FakeRecorder{}})
+	p, err := New(Options{Config: c, BootID: "boot", Hardware: hardware{gpus: gpus, read: settingsRead}, Registerer: prometheus.NewRegistry(), Recorder: &record.FakeRecorder{}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -61,7 +65,9 @@ func connected(t *testing.T, c config.Config) (p *Parts, settingsRead *int) {
 func TestPartitionsEndBeforeTheirHolds(t *testing.T) {
 	p, _ := connected(t, config.Defaults())
 	made := device.Ref{GPU: "GPU-a", Placement: device.Placement{Size: 1}}
-	if err := p.Partitions.Record(t.Context(), device.Partition{Ref: made, ProfileID: 19}); err != nil {
+	unprepared := errors.New("unprepared after the record")
+	request := partition.Request{Partition: device.Partition{Ref: made, ProfileID: 19}, Reserved: func() error { return unprepared }}
+	if _, err := p.Partitions.Create(t.Context(), request); !errors.Is(err, unprepared) {
 		t.Fatal(err)
 	}
 	for ref, want := range map[device.Ref]bool{made: true, {GPU: "GPU-a"}: false} {
@@ -119,5 +125,22 @@ func TestMonitorNamespaces(t *testing.T) {
 	c.PodUID, c.Namespace = "own", "tandem-system"
 	if got, want := monitorNamespaces(c), []string{"kube-system", "gpu-operator", "monitoring", "tandem-system"}; !slices.Equal(got, want) {
 		t.Errorf("in a pod: %q, want %q", got, want)
+	}
+}
+
+// BenchmarkInventory computes the last view of eight GPUs with seven static partitions each.
+func BenchmarkInventory(b *testing.B) {
+	var gpus []device.GPU
+	for i := range 8 {
+		gpu := device.GPU{UUID: fmt.Sprintf("GPU-%d", i), Minor: i, MIGCapable: true, MIGEnabled: true}
+		for at := range 7 {
+			ref := device.Ref{GPU: gpu.UUID, Placement: device.Placement{Start: at, Size: 1}}
+			gpu.Partitions = append(gpu.Partitions, device.Partition{Ref: ref, UUID: fmt.Sprintf("MIG-%d-%d", i, at), ProfileID: 19})
+		}
+		gpus = append(gpus, gpu)
+	}
+	p, _ := connected(b, config.Config{}, gpus...)
+	for b.Loop() {
+		p.Views.Offered.Inventory()
 	}
 }

@@ -85,7 +85,7 @@ func List() []Mutation {
 			Name: "used-again", Tier: Test, Package: "./pkg/sharing", By: "TestMPS",
 			What: "a device whose settings were to be reverted stays unused after it is prepared again",
 			Harm: "the MPS daemon of a running claim ends with the claim's other device",
-			Changes: []Change{Edit("pkg/sharing", "Manager", "Apply",
+			Changes: []Change{Edit("pkg/sharing", "Manager", "setGroup",
 				"delete(m.unused, key)", "_ = key")},
 		},
 		{
@@ -199,14 +199,14 @@ func List() []Mutation {
 			What: "the DRA front-end has the inventory without the decided health",
 			Harm: "a GPU with a fault is published, and a claim gets it",
 			Changes: []Change{Edit("pkg/wiring", "Parts", "claimsConfig",
-				"Inventory: p.Health", "Inventory: p.Partitions")},
+				"Inventory: p.Views.Offered", "Inventory: p.Views.Configured")},
 		},
 		{
 			Name: "limits-without-health", Tier: Test, Package: "./test/simulation", By: "TestSimulation",
 			What: "the device plugin has the inventory without the decided health",
 			Harm: "a GPU with a fault is listed as healthy, and a pod gets it",
 			Changes: []Change{Edit("pkg/wiring", "Parts", "limitsConfig",
-				"Inventory: p.limitsInventory(c)", "Inventory: p.Partitions")},
+				"Inventory: p.offeredToLimits(c)", "Inventory: p.Views.Configured")},
 		},
 		{
 			Name: "no-hand-over", Tier: Test, Package: "./pkg/wiring", By: "TestClaimsAreHandedOver",

@@ -73,19 +73,8 @@ func newNode(t *testing.T, host string) *node {
 
 // prepare makes a partition and its CDI device, as Prepare does.
 func (n *node) prepare(ctx context.Context, want device.Partition) error {
-	unlock, err := n.maker.Lock(ctx, want.Ref.GPU)
-	if err != nil {
-		return err
-	}
-	defer unlock()
-	if err := n.maker.Record(ctx, want); err != nil {
-		return err
-	}
-	made, err := n.maker.Create(ctx, want)
-	if err != nil {
-		return err
-	}
-	return n.specs.Add(ctx, made)
+	_, err := n.maker.Create(ctx, partition.Request{Partition: want, Reserved: func() error { return nil }, Publish: n.specs.Add})
+	return err
 }
 
 // cycle makes a partition of a GPU and destroys it, each until it succeeds. measured: how long it took to make is recorded.

@@ -95,25 +95,14 @@ func live(ctx context.Context, host string, orders io.Reader, answers io.Writer)
 }
 
 func create(ctx context.Context, maker *partition.Maker, want device.Partition) error {
-	unlock, err := maker.Lock(ctx, want.Ref.GPU)
-	if err != nil {
-		return err
-	}
-	defer unlock()
-	if err := maker.Record(ctx, want); err != nil {
-		return err
-	}
-	_, err = maker.Create(ctx, want)
+	_, err := maker.Create(ctx, partition.Request{
+		Partition: want, Reserved: func() error { return nil }, Publish: func(context.Context, device.Partition) error { return nil },
+	})
 	return err
 }
 
 func destroy(ctx context.Context, maker *partition.Maker, ref device.Ref) error {
-	unlock, err := maker.Lock(ctx, ref.GPU)
-	if err != nil {
-		return err
-	}
-	defer unlock()
-	return maker.Destroy(ctx, ref)
+	return maker.Destroy(ctx, ref, func() bool { return true })
 }
 
 // process is one life, as seen from outside.

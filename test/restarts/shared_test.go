@@ -126,37 +126,12 @@ func (s *sharedNode) revertAll() {
 
 // apply calls the Manager as the DRA driver does.
 func (s *sharedNode) apply(g sharing.Group) ([]string, error) {
-	if err := s.manager.Await(s.Context(), g); err != nil {
-		return nil, err
-	}
-	plan, err := s.planAndApply(g)
-	if err != nil {
-		return nil, err
-	}
-	return s.manager.Connect(s.Context(), plan)
-}
-
-func (s *sharedNode) planAndApply(g sharing.Group) (sharing.Plan, error) {
-	unlock, err := s.manager.Lock(s.Context(), g.Claim.UID)
-	if err != nil {
-		return sharing.Plan{}, err
-	}
-	defer unlock()
-	plan, err := s.manager.Plan(s.Context(), g)
-	if err != nil {
-		return sharing.Plan{}, err
-	}
-	return plan, s.manager.Apply(s.Context(), plan)
+	return s.manager.Apply(s.Context(), g, func() error { return nil })
 }
 
 // revert calls the Manager as the reconciler does.
 func (s *sharedNode) revert(key sharing.Key) error {
-	unlock, err := s.manager.Lock(s.Context(), key.Claim)
-	if err != nil {
-		return err
-	}
-	defer unlock()
-	return s.manager.Revert(s.Context(), key)
+	return s.manager.Revert(s.Context(), key, func() bool { return true })
 }
 
 // The manager, the driver's own programs, the supervisor of a daemon and a container runtime's reader agree.

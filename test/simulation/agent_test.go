@@ -190,9 +190,9 @@ func (a *agent) hooks() wiring.Hooks {
 // parkedSettings and parkedPolicy let something else happen after a wait for a daemon.
 type parkedSettings struct{ *sharing.Manager }
 
-func (p parkedSettings) Connect(ctx context.Context, plan sharing.Plan) ([]string, error) {
-	devices, err := p.Manager.Connect(ctx, plan)
-	turn(ctx, "has waited for daemon "+plan.Daemon)
+func (p parkedSettings) Apply(ctx context.Context, g sharing.Group, reserved func() error) ([]string, error) {
+	devices, err := p.Manager.Apply(ctx, g, reserved)
+	turn(ctx, "has applied settings for "+g.Claim.Name)
 	return devices, err
 }
 
@@ -286,17 +286,17 @@ func (a *agent) serve() {
 	})
 	a.loop("lists devices for limits", 0, func() []<-chan struct{} {
 		_, lacking := a.book.Outstanding()
-		return []<-chan struct{}{a.book.Changed(), a.specChanged, lacking, a.policy.Changed(), a.parts.Health.Changed()}
+		return []<-chan struct{}{a.book.Changed(), a.specChanged, lacking, a.policy.Changed(), a.parts.Views.Offered.Changed()}
 	}, func(c *call) time.Duration {
 		return a.look()
 	})
 	a.loop("builds slices", 0, func() []<-chan struct{} {
-		return []<-chan struct{}{a.book.Changed(), a.specChanged, a.parts.Health.Changed()}
+		return []<-chan struct{}{a.book.Changed(), a.specChanged, a.parts.Views.Offered.Changed()}
 	}, func(c *call) time.Duration {
 		return a.publish()
 	})
 	a.loop("reports", 50*time.Millisecond, func() []<-chan struct{} {
-		return []<-chan struct{}{a.book.Changed(), a.specChanged, a.shared.Changed(), a.parts.Health.Changed()}
+		return []<-chan struct{}{a.book.Changed(), a.specChanged, a.shared.Changed(), a.parts.Views.Offered.Changed()}
 	}, func(c *call) time.Duration {
 		return a.report()
 	})
@@ -437,7 +437,7 @@ func (a *agent) Allocated() []ledger.Hold {
 
 // report writes the status of the GPUNode, at the product's pace and only what is new.
 func (a *agent) report() time.Duration {
-	facts := gpunode.Facts{Mode: "Dual", Limits: limits, Inventory: a.parts.Health.Inventory(), Holds: a.book.Holds(), Conflicts: a.book.Conflicts()}
+	facts := gpunode.Facts{Mode: "Dual", Limits: limits, Inventory: a.parts.Views.Offered.Inventory(), Holds: a.book.Holds(), Conflicts: a.book.Conflicts()}
 	facts.Daemons, facts.UnknownDaemons = a.shared.Daemons(), a.shared.UnknownDaemons()
 	if a.acknowledged != nil {
 		facts.Allocatable = map[string][]string{resourceName: a.acknowledged}
