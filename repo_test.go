@@ -352,3 +352,29 @@ func sources(t *testing.T) []source {
 	}
 	return found
 }
+
+// hack/unit.sh leaves tests out by name and plays them again in some packages. A test of the same name in another package would be lost.
+func TestComputingTests(t *testing.T) {
+	script, err := os.ReadFile("hack/unit.sh")
+	if err != nil {
+		t.Fatal(err)
+	}
+	names := regexp.MustCompile(`computing='\^\(([A-Za-z|]+)\)\$'`).FindSubmatch(script)
+	packages := regexp.MustCompile(`of=\(([a-z./ ]+)\)`).FindSubmatch(script)
+	if names == nil || packages == nil {
+		t.Fatal("hack/unit.sh does not list them")
+	}
+	places := map[string][]string{}
+	for _, f := range sources(t) {
+		for _, declared := range f.file.Decls {
+			if function, ok := declared.(*ast.FuncDecl); ok && f.test && function.Recv == nil && f.pkg != "test/e2e" {
+				places[function.Name.Name] = append(places[function.Name.Name], "./"+f.pkg)
+			}
+		}
+	}
+	for _, name := range strings.Split(string(names[1]), "|") {
+		if at := places[name]; len(at) != 1 || !slices.Contains(strings.Fields(string(packages[1])), at[0]) {
+			t.Errorf("%s is in %v, and hack/unit.sh plays it in %s", name, at, packages[1])
+		}
+	}
+}

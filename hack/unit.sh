@@ -13,8 +13,34 @@ if [ $# -eq 0 ] && [ "$(id -u)" -eq 0 ]; then
 	run=(-exec "unshare --mount --propagation private sh -c 'mount -t tmpfs -o mode=1777 unit $tmp && TMPDIR=$tmp exec \"\$0\" \"\$@\"'")
 fi
 GOWORK=off go -C hack/tools build -o ../../bin/tools/ gotest.tools/gotestsum
+# play EVENTS ARGUMENT... runs go test.
+play() {
+	local events=$1
+	shift
+	exec bin/tools/gotestsum --format pkgname ${events:+--jsonfile "$events"} -- "${run[@]}" -vet=off -count=1 -timeout 1h "$@"
+}
+if [ $# -gt 0 ]; then
+	play "${TEST_RESULTS:-}" -race -parallel 16 "$@"
+fi
+
+# These tests mostly compute, compress or compile, and the race detector makes them two to forty times slower. Other tests of the packages run
+# the same code with it. TestComputingTests of repo_test.go reads both lines.
+readonly computing='^(TestSelfTest|TestFailedAdmissions|TestOptimum|TestOurOrderPacksBetter|TestEachFunctionMayBeMissing|TestProfileOfARecording|TestBuild|TestEqualInputsGiveEqualImages|TestRelease)$'
+readonly of=(./test/simulation ./test/packing ./pkg/nvml ./hack/image ./hack/release)
 # go test begins packages in this order. The slowest come first: the last would run alone, on one core.
-packages=${*:-$(go list ./test/simulation ./pkg/webhook ./pkg/nvml ./test/... ./hack/... ./cli/... ./... | grep -v -E '/test/(e2e|contract|facts|intruder)$|/deployments/helm')}
-# shellcheck disable=SC2086
-exec bin/tools/gotestsum --format pkgname ${TEST_RESULTS:+--jsonfile "$TEST_RESULTS"} -- \
-	"${run[@]}" -race -vet=off -count=1 -parallel 16 -timeout 1h $packages
+mapfile -t packages < <(go list ./test/simulation ./pkg/webhook ./pkg/nvml ./test/... ./hack/... ./cli/... ./... |
+	grep -v -E '/test/(e2e|contract|facts|intruder|packing)$|/deployments/helm')
+play "${TEST_RESULTS:+$TEST_RESULTS.computing}" -run "$computing" "${of[@]}" &
+readonly computes=$!
+play "${TEST_RESULTS:-}" -race -parallel 16 -skip "$computing" "${packages[@]}" &
+readonly races=$!
+# A shell does not forward signals.
+trap 'kill -TERM $computes $races; wait' TERM INT
+failed=0
+wait "$computes" || failed=1
+wait "$races" || failed=1
+if [ -n "${TEST_RESULTS:-}" ]; then
+	cat "$TEST_RESULTS.computing" >>"$TEST_RESULTS"
+	rm "$TEST_RESULTS.computing"
+fi
+exit $failed
