@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// The attributes and capacities of a published device.
+
 package driver
 
 import (

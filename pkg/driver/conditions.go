@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Conditions that a claim carries: what the scheduler waits for before it binds pods, and why a device was refused.
+
 package driver
 
 import (

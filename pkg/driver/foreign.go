@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// DRA drivers of another name that publish GPUs of this node, and the withdrawal of those GPUs.
+
 package driver
 
 import (

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// The pool of one dynamic GPU: counters, and devices for each partition that fits.
+
 package driver
 
 import (

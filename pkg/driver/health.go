@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// The health of devices for kubelet (KEP-4680).
+
 package driver
 
 import (

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Metrics of Prepare and of slices.
+
 package driver
 
 import (

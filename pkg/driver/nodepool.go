@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// The pool of the node: its other devices in slices that each fit into one object.
+
 package driver
 
 import (

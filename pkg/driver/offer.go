@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Which devices are published, with which taints: a pure function of inventory, holds and allocations.
+
 package driver
 
 import (

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Step 1 of Prepare: what a claim was allocated, and what the answer is.
+
 package driver
 
 import (

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Prepare and Unprepare, from top to bottom.
+
 package driver
 
 import (

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// When slices are written, and what is done if the API server drops a field.
+
 package driver
 
 import (

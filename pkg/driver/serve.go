@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// The sockets on which kubelet finds the driver, and the sessions of its servers.
+
 package driver
 
 import (

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// The slices of a node that does not exist yet, for autoscalers.
+
 package driver
 
 import (

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Claims that were allocated devices which this node cannot give, so that the scheduler allocates others.
+
 package driver
 
 import (

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Other processes and drivers that give the same GPUs away: while there is one, no device is given to new holders.
+
 package driver
 
 import (

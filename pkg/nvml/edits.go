@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// What a container needs to use a device, as CDI edits.
+
 package nvml
 
 import (

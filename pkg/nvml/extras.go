@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Devices of other drivers (GDS, GDRCopy, MOFED) that containers with a GPU are given.
+
 package nvml
 
 import (

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Reads one GPU: identity, attributes, modes.
+
 package nvml
 
 import (

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// What the handover asks of the driver: processes, clocks and limits, reset.
+
 package nvml
 
 import (

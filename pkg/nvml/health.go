@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// What of the hardware is a fault.
+
 package nvml
 
 import (

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// GPUs that are plugged in while a session is open.
+
 package nvml
 
 import (

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Reads what kubelet-plugin inspect reports of a machine.
+
 package nvml
 
 import (

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Reads XIDs from the lines of the kernel's log.
+
 package nvml
 
 import (

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Where the driver's root and library are on the host.
+
 package nvml
 
 import (

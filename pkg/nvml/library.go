@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Loads libnvidia-ml, and keeps calls away from functions that it lacks.
+
 package nvml
 
 import (

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// The driver's device nodes in /dev.
+
 package nvml
 
 import (

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Calls that change a GPU: each has its own use of the session and locks the GPU.
+
 package nvml
 
 import (

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Creates, destroys and lists MIG partitions.
+
 package nvml
 
 import (

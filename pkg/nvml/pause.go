@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// A node that lets go of the driver, so that it can be replaced.
+
 package nvml
 
 import (

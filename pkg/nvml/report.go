@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Prints what inspect has read.
+
 package nvml
 
 import (

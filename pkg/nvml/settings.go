@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Compute modes and time slices.
+
 package nvml
 
 import (

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// One scan of all GPUs: each is read within its own time limit.
+
 package nvml
 
 import (

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// How the GPUs of a node are connected.
+
 package nvml
 
 import (

@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
+// Follows XIDs: from the kernel's log, or from NVML's events.
+
 package nvml
 
 import (
