@@ -346,7 +346,7 @@ func (p *Policy) change(ctx context.Context, g Group) error {
 		}
 		defer end()
 	}
-	if _, err := m.recordGroup(ctx, g); err != nil || next == nil {
+	if next, err = m.recordGroup(ctx, g); err != nil || next == nil {
 		return wrapGroup(err, g)
 	}
 	// A claim may have come since. Both record before they check, so that one finds the other (TestPolicyBesideAClaim).
