@@ -272,7 +272,10 @@ func (d *Driver) Ready() error {
 }
 
 // set sets one of the errors of Ready.
-func (d *Driver) set(problem *error, now error) (before error) {
+func (d *Driver) set(problem *error, now error) { _ = d.swap(problem, now) }
+
+// swap sets a problem and returns the one before.
+func (d *Driver) swap(problem *error, now error) (before error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	before, *problem = *problem, now
@@ -281,7 +284,7 @@ func (d *Driver) set(problem *error, now error) (before error) {
 
 // setWaiting records an error of Ready and reports it once: in the log, and in an event on the node if there is a reason for one.
 func (d *Driver) setWaiting(ctx context.Context, reason string, err error) {
-	switch before := d.set(&d.waiting, err); {
+	switch before := d.swap(&d.waiting, err); {
 	case err == nil && before != nil:
 		klog.FromContext(ctx).Info("Claims can be served", "before", before.Error())
 	case err != nil && (before == nil || before.Error() != err.Error()):

@@ -116,7 +116,7 @@ const sourceConflicting = "conflicting device plugin"
 // before it serves either API. It takes up to a second for each socket that does not answer.
 func (p *Plugin) FindConflicting(ctx context.Context) {
 	p.Refresh(time.Now())
-	p.withhold(ctx)
+	_, _ = p.withhold(ctx) // WatchConflicting looks again, and reports
 }
 
 // WatchConflicting withholds devices while there is a conflicting device plugin, until ctx is done. The agent calls it once in a mode

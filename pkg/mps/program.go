@@ -64,7 +64,7 @@ func (d Daemon) findProgram() (program, error) {
 // interpreter returns the loader that a program needs: empty for a static program, and for a file that is not ELF.
 func interpreter(path string) (string, error) {
 	file, err := elf.Open(path)
-	if _, isFormat := err.(*elf.FormatError); isFormat || errors.Is(err, io.EOF) {
+	if _, isFormat := errors.AsType[*elf.FormatError](err); isFormat || errors.Is(err, io.EOF) {
 		return "", nil
 	}
 	if err != nil {

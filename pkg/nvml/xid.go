@@ -151,7 +151,7 @@ func (n *Node) followEvents(ctx context.Context, handle func(gpu.XIDEvent)) {
 	for _, w := range all {
 		if w.retry.IsZero() {
 			select {
-			case <-w.ended:
+			case _ = <-w.ended:
 			case <-limit:
 				return
 			}

@@ -54,7 +54,7 @@ func At(dir string, args []string, out io.Writer) error {
 	if ret := library.Init(); ret != nvml.SUCCESS {
 		return fmt.Errorf("initialize: %w", ret)
 	}
-	defer library.Shutdown()
+	defer func() { _ = library.Shutdown() }()
 	return errors.Join(Run(library, args, out), reported)
 }
 
