@@ -99,6 +99,7 @@ func (d *Driver) plan(ctx context.Context, claim *resourceapi.ResourceClaim, inv
 	return p
 }
 
+// planResult plans one device that the scheduler allocated: what containers see of it, and, without admin access, what the claim has of it.
 func (d *Driver) planResult(ctx context.Context, p *preparation, result resourceapi.DeviceRequestAllocationResult, inv device.Inventory) error {
 	admin := ptr.Deref(result.AdminAccess, false)
 	found, demanded, err := d.resolve(result, inv, admin)
@@ -113,48 +114,70 @@ func (d *Driver) planResult(ctx context.Context, p *preparation, result resource
 	p.answer = append(p.answer, kubeletplugin.Device{
 		Requests: []string{result.Request}, PoolName: result.Pool, DeviceName: result.Device, ShareID: result.ShareID,
 	})
+	if admin {
+		d.planMonitored(ctx, p, entry, result, found)
+		return nil
+	}
+	if err := d.checkUsable(p, result, found); err != nil {
+		return err
+	}
+	if demanded {
+		p.onDemand = append(p.onDemand, onDemand{entry, found})
+	} else {
+		d.show(p, entry, found)
+	}
+	return d.planShare(p, result, found, parameters)
+}
+
+// planMonitored shows a device to a claim with admin access, which reserves nothing. One unhealthy GPU, which cannot be injected, must not keep
+// a monitor from seeing the healthy ones.
+func (d *Driver) planMonitored(ctx context.Context, p *preparation, entry int, result resourceapi.DeviceRequestAllocationResult, found device.Device) {
+	switch health := found.Health(); {
+	case !health.Healthy():
+		ref := found.Ref()
+		d.Recorder.Eventf(p.claim, corev1.EventTypeWarning, reasonDeviceUnhealthy, "device %s (%s) is not visible to the claim: it is unhealthy (%s: %s)", result.Device, ref, health.Reason, health.Message)
+		klog.FromContext(ctx).Info("Excluding an unhealthy device from a claim with admin access", "claim", klog.KObj(p.claim), "device", ref.String(), "reason", health.Reason)
+	case found.UUID() == "": // a partition that does not exist
+	default:
+		d.show(p, entry, found)
+	}
+}
+
+// checkUsable refuses a device that this node cannot give to the claim now.
+func (d *Driver) checkUsable(p *preparation, result resourceapi.DeviceRequestAllocationResult, found device.Device) error {
 	ref, health := found.Ref(), found.Health()
-	if !health.Healthy() && !admin && d.has(p.claim, ref) {
+	if !health.Healthy() && d.has(p.claim, ref) {
 		// Otherwise the claim's containers cannot start again after kubelet did. ensureSpecs finds out whether they can be given the device.
 		health = found.HealthForHolder()
 	}
 	switch {
-	case !health.Healthy() && admin:
-		// One unhealthy GPU, which cannot be injected, must not keep a monitor from seeing the healthy ones.
-		d.Recorder.Eventf(p.claim, corev1.EventTypeWarning, reasonDeviceUnhealthy, "device %s (%s) is not visible to the claim: it is unhealthy (%s: %s)", result.Device, ref, health.Reason, health.Message)
-		klog.FromContext(ctx).Info("Excluding an unhealthy device from a claim with admin access", "claim", klog.KObj(p.claim), "device", ref.String(), "reason", health.Reason)
 	case !health.Healthy():
-		return refuseUnusable(reasonDeviceUnhealthy, result.Device, ref, admin, "device %s (%s) for request %s is unhealthy (%s: %s)", result.Device, ref, result.Request, health.Reason, health.Message)
-	case found.Whole() && found.GPU.MIGEnabled && !found.GPU.Dynamic && !admin:
-		return refuseUnusable(reasonUnknownDevice, result.Device, ref, admin, "device %s (%s) for request %s is in MIG mode now and cannot be used as a whole", result.Device, ref, result.Request)
-	case demanded && !admin:
-		p.onDemand = append(p.onDemand, onDemand{entry, found})
-	case found.UUID() == "":
-		// Admin access to a partition that does not exist.
-	default:
-		d.show(p, entry, found)
+		return refuseUnusable(reasonDeviceUnhealthy, result.Device, ref, false, "device %s (%s) for request %s is unhealthy (%s: %s)", result.Device, ref, result.Request, health.Reason, health.Message)
+	case found.Whole() && found.GPU.MIGEnabled && !found.GPU.Dynamic:
+		return refuseUnusable(reasonUnknownDevice, result.Device, ref, false, "device %s (%s) for request %s is in MIG mode now and cannot be used as a whole", result.Device, ref, result.Request)
 	}
-	if admin {
-		return nil // it shows devices and reserves nothing
-	}
+	return nil
+}
+
+// planShare adds the device to the claim's request, whole or in part, and to the group with its sharing settings.
+func (d *Driver) planShare(p *preparation, result resourceapi.DeviceRequestAllocationResult, found device.Device, parameters parametersv1beta1.Effective) error {
 	consumed, shared := capacity.Consumed(p.claim, result)
 	share := device.Share{}
 	if shared {
 		share = found.Share(consumed)
 	}
 	p.addDevice(found, result.Device, consumed, shared)
+	asked, policy := parameters.Sharing, found.Sharing()
 	switch {
+	case share.Whole() && asked == nil:
+	case share.Whole():
+		p.addToGroup(sharedGroup{key: fmt.Sprint(parameters.Entry), path: parameters.Path, request: result.Request, sharing: *asked}, found)
 	// A claim that has its share keeps it if the policy changes: otherwise its containers cannot start again after kubelet did.
-	case parameters.Sharing != nil && !share.Whole() && !d.has(p.claim, ref) && !agrees(*parameters.Sharing, found.Sharing()):
+	case asked != nil && !d.has(p.claim, found.Ref()) && !agrees(*asked, policy):
 		return refuseParameters(result.Request, fmt.Errorf("%s: the claim has a share of device %s (%s) and requests other settings than "+
 			"the node's policy (%s). All holders of a shared device have the settings of the policy: leave out sharing, or request these settings",
-			parameters.Path.Child("sharing"), found.Name(), share, describeSettings(found.Sharing())))
-	case parameters.Sharing != nil && share.Whole():
-		p.addToGroup(sharedGroup{
-			key: fmt.Sprint(parameters.Entry), path: parameters.Path, request: result.Request, sharing: *parameters.Sharing,
-		}, found)
-	case !share.Whole():
-		policy := found.Sharing()
+			parameters.Path.Child("sharing"), found.Name(), share, describeSettings(policy)))
+	default:
 		p.addToGroup(sharedGroup{
 			key: found.Name(), request: result.Request, share: true, sharing: parametersv1beta1.Sharing{
 				Strategy: parametersv1beta1.Strategy(policy.Strategy), Interval: parametersv1beta1.Interval(policy.Interval),

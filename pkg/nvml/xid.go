@@ -97,6 +97,26 @@ type watched struct {
 	problem string
 }
 
+// due reports whether an attempt to watch the GPU begins now. It takes the result of one that has ended.
+func (w *watched) due(ctx context.Context, g gpu.GPU, s *session) bool {
+	if w.retry.IsZero() {
+		select {
+		case err := <-w.ended:
+			w.recordEnd(ctx, g, err)
+		default:
+			return false
+		}
+	}
+	switch {
+	case s == nil, g.PCIBusID == "", !readable(g):
+		return false
+	case w.never && w.session == s:
+		return false
+	default:
+		return !time.Now().Before(w.retry)
+	}
+}
+
 // followEvents calls handle for each XID of the GPUs in the inventory, until ctx is done. It does not wait for calls that hang.
 func (n *Node) followEvents(ctx context.Context, handle func(gpu.XIDEvent)) {
 	all := map[string]*watched{}
@@ -120,15 +140,8 @@ func (n *Node) followEvents(ctx context.Context, handle func(gpu.XIDEvent)) {
 			if w == nil {
 				w = &watched{ended: make(chan error, 1), retry: time.Now()}
 				all[g.UUID] = w
-			} else if w.retry.IsZero() {
-				select {
-				case err := <-w.ended:
-					w.recordEnd(ctx, g, err)
-				default:
-					continue
-				}
 			}
-			if session == nil || g.PCIBusID == "" || !readable(g) || w.never && w.session == session || time.Now().Before(w.retry) {
+			if !w.due(ctx, g, session) {
 				continue
 			}
 			w.retry, w.never, w.session = time.Time{}, false, session

@@ -202,15 +202,20 @@ func (p *Pods) claimPodState(h ledger.Hold, uid types.UID, prepared, recent bool
 	p.mu.Unlock()
 	started := known && len(pod.Status.ContainerStatuses) > 0
 	ended := known && podstatus.Ended(pod.Pod)
-	if known && !pod.deleted && pod.DeletionTimestamp == nil && !ended && (prepared || started) {
+	alive := known && !pod.deleted && pod.DeletionTimestamp == nil && !ended
+	if alive && (prepared || started) {
 		return ledger.Running
 	}
-	mayStart := recent && !leftover && (!known || !prepared && !started && !ended)
+	mayStart := !known || !prepared && !started && !ended
 	cgroup, err := p.cgroups.Pod(string(uid))
-	if err != nil || cgroup == CgroupBusy || cgroup == CgroupEmpty && mayStart {
+	switch {
+	case err != nil, cgroup == CgroupBusy:
 		return ledger.Orphaned
+	case cgroup == CgroupEmpty && mayStart && recent && !leftover:
+		return ledger.Orphaned
+	default:
+		return ledger.Gone
 	}
-	return ledger.Gone
 }
 
 // AddedPods reports whether kubelet's state contains devices of the claim, and returns the pods that it names for the claim and that
