@@ -57,10 +57,10 @@ func StandIn(ctx context.Context, dir, profile, simulatedDriver string, rec *rec
 
 // MachineOptions are those with which package nvml finds the simulated machine in a directory.
 func MachineOptions(dir string) nvml.Options {
-	return simnode.Options(nvml.Options{
+	return simnode.Options(nvml.Options{Host: nvml.Host{
 		Library:    simnode.Library + filepath.Join(dir, simulated.ProfileFile),
 		DriverRoot: filepath.Join(dir, simulated.DriverDir), SysfsRoot: filepath.Join(dir, simulated.SysfsDir),
-	}, "")
+	}}, "")
 }
 
 // RecordMachine records what the driver of the simulated machine in a directory answers.

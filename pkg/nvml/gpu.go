@@ -71,8 +71,8 @@ func (r *reader) readAll(g *gpu.GPU, d gonvml.Device) (complete bool) {
 }
 
 // nodeMemory returns the node's memory in bytes; zero if it cannot be read.
-func (o Options) nodeMemory() uint64 {
-	for line := range strings.Lines(contents(o.ProcRoot, "meminfo")) {
+func (h Host) nodeMemory() uint64 {
+	for line := range strings.Lines(contents(h.ProcRoot, "meminfo")) {
 		if fields := strings.Fields(line); len(fields) > 1 && fields[0] == "MemTotal:" {
 			kibibytes, err := strconv.ParseUint(fields[1], 10, 53)
 			if err == nil {

@@ -39,7 +39,7 @@ func TestHardwareIsToldFromADriver(t *testing.T) {
 					}
 				}
 			}
-			_, err := Open(t.Context(), Options{HostRoot: t.TempDir(), SysfsRoot: sysfs})
+			_, err := Open(t.Context(), Options{Host: Host{HostRoot: t.TempDir(), SysfsRoot: sysfs}})
 			missing, ok := errors.AsType[*NoDriverError](err)
 			if !ok {
 				t.Fatal(err)

@@ -77,8 +77,8 @@ func (n *Node) listed(bound map[string]uint64) bool {
 
 // boundGPUs returns the PCI devices of the kernel's driver. The number changes when the driver lets one go and takes it again: each link in sysfs
 // has an inode number of its own (moduleLoad).
-func (o Options) boundGPUs() (map[string]uint64, error) {
-	entries, err := os.ReadDir(filepath.Join(o.SysfsRoot, "bus/pci/drivers/nvidia"))
+func (h Host) boundGPUs() (map[string]uint64, error) {
+	entries, err := os.ReadDir(filepath.Join(h.SysfsRoot, "bus/pci/drivers/nvidia"))
 	if err != nil {
 		return nil, err
 	}

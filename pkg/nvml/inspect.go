@@ -224,21 +224,21 @@ func (n *Node) inspectLayout() Layout {
 }
 
 // host returns the host's path of a path of the agent.
-func (o Options) host(path string) string {
-	if below, err := filepath.Rel(o.HostRoot, path); err == nil && !strings.HasPrefix(below, "..") {
+func (h Host) host(path string) string {
+	if below, err := filepath.Rel(h.HostRoot, path); err == nil && !strings.HasPrefix(below, "..") {
 		return filepath.Join("/", below)
 	}
 	return path
 }
 
-func (o Options) machine() Machine {
-	m := Machine{Module: o.moduleVersion(), UID: os.Geteuid(), Majors: o.majors(), PCI: o.pci()}
+func (h Host) machine() Machine {
+	m := Machine{Module: h.moduleVersion(), UID: os.Geteuid(), Majors: h.majors(), PCI: h.pci()}
 	var name unix.Utsname
 	if unix.Uname(&name) == nil {
 		m.Kernel = unix.ByteSliceToString(name.Release[:])
 	}
 	m.SysAdmin = hasSysAdmin()
-	if caps, err := readCapabilities(o.ProcRoot); err == nil {
+	if caps, err := readCapabilities(h.ProcRoot); err == nil {
 		m.MIGCapabilities = len(caps)
 	}
 	return m
@@ -252,13 +252,13 @@ func hasSysAdmin() bool {
 }
 
 // pci lists NVIDIA's functions on the PCI bus, by address.
-func (o Options) pci() []PCIFunction {
-	bus := filepath.Join(o.SysfsRoot, "bus/pci/devices")
+func (h Host) pci() []PCIFunction {
+	bus := filepath.Join(h.SysfsRoot, "bus/pci/devices")
 	entries, err := os.ReadDir(bus)
 	if err != nil {
 		return nil
 	}
-	devices, err := filepath.EvalSymlinks(filepath.Join(o.SysfsRoot, "devices"))
+	devices, err := filepath.EvalSymlinks(filepath.Join(h.SysfsRoot, "devices"))
 	if err != nil {
 		return nil
 	}
@@ -286,12 +286,12 @@ func (o Options) pci() []PCIFunction {
 }
 
 // nodes lists the driver's device nodes below the host's root and below another root.
-func (o Options) nodes(root string) []DeviceNode {
+func (h Host) nodes(root string) []DeviceNode {
 	var all []DeviceNode
 	seen := map[string]bool{}
 	for _, below := range []string{"/", root} {
 		for _, pattern := range []string{"dev/nvidia*", "dev/nvidia-caps/*", "dev/nvidia-caps-imex-channels/*"} {
-			matches, _ := filepath.Glob(filepath.Join(o.onHost(below), pattern)) //nolint:errcheck // the patterns are right
+			matches, _ := filepath.Glob(filepath.Join(h.onHost(below), pattern)) //nolint:errcheck // the patterns are right
 			for _, match := range matches {
 				var file unix.Stat_t
 				if unix.Lstat(match, &file) != nil || file.Mode&unix.S_IFMT != unix.S_IFCHR || seen[match] {
@@ -299,7 +299,7 @@ func (o Options) nodes(root string) []DeviceNode {
 				}
 				seen[match] = true
 				all = append(all, DeviceNode{
-					Path: o.host(match), Major: unix.Major(file.Rdev), Minor: unix.Minor(file.Rdev),
+					Path: h.host(match), Major: unix.Major(file.Rdev), Minor: unix.Minor(file.Rdev),
 					Mode: "c" + os.FileMode(file.Mode & 0o777).String()[1:],
 				})
 			}

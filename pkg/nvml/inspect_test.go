@@ -117,7 +117,7 @@ func TestInspectOfPartitions(t *testing.T) {
 }
 
 func TestInspectWithoutDriver(t *testing.T) {
-	r := inspectFixed(t, Options{HostRoot: t.TempDir(), SysfsRoot: t.TempDir()})
+	r := inspectFixed(t, Options{Host: Host{HostRoot: t.TempDir(), SysfsRoot: t.TempDir()}})
 	if err := r.Err(); err == nil || !strings.Contains(err.Error(), "no NVIDIA driver") {
 		t.Errorf("error %v, want no driver", err)
 	}

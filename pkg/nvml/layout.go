@@ -40,48 +40,48 @@ type layout struct {
 }
 
 // locate finds the driver. Without one it returns a *NoDriverError.
-func (o Options) locate() (layout, error) {
+func (h Host) locate() (layout, error) {
 	var looked []string
 	var found []layout
-	for _, root := range o.candidateRoots() {
-		l, err := o.lookBelow(root)
+	for _, root := range h.candidateRoots() {
+		l, err := h.lookBelow(root)
 		if err != nil {
 			looked = append(looked, fmt.Sprintf("%s: %v", root, err))
 			continue
 		}
 		found = append(found, l)
 	}
-	if len(found) == 0 && o.Library != Auto {
+	if len(found) == 0 && h.Library != Auto {
 		// A library that is set by path suffices for the inventory; ContainerEdits reports what is missing.
-		found = append(found, layout{driverRoot: "/", library: o.Library})
+		found = append(found, layout{driverRoot: "/", library: h.Library})
 	}
 	if len(found) == 0 {
-		return layout{}, &NoDriverError{Looked: looked, NoHardware: !o.hasHardware()}
+		return layout{}, &NoDriverError{Looked: looked, NoHardware: !h.hasHardware()}
 	}
-	l := o.choose(found)
-	if o.Library != Auto {
-		if _, err := os.Stat(o.Library); err != nil {
+	l := h.choose(found)
+	if h.Library != Auto {
+		if _, err := os.Stat(h.Library); err != nil {
 			return layout{}, &NoDriverError{Looked: looked, Cause: err}
 		}
-		l.library = o.Library
+		l.library = h.Library
 	}
-	l.devRoot = o.findDevRoot(l.driverRoot)
+	l.devRoot = h.findDevRoot(l.driverRoot)
 	return l, nil
 }
 
-func (o Options) candidateRoots() []string {
+func (h Host) candidateRoots() []string {
 	switch {
-	case o.DriverRoot != Auto:
-		return []string{o.DriverRoot}
-	case o.Library != Auto:
-		return append(o.rootsOf(o.Library), driverroot.Known...)
+	case h.DriverRoot != Auto:
+		return []string{h.DriverRoot}
+	case h.Library != Auto:
+		return append(h.rootsOf(h.Library), driverroot.Known...)
 	}
 	return driverroot.Known
 }
 
 // rootsOf derives the driver root from the path of a library in one of the usual directories.
-func (o Options) rootsOf(library string) []string {
-	dir, err := filepath.Rel(o.HostRoot, filepath.Dir(library))
+func (h Host) rootsOf(library string) []string {
+	dir, err := filepath.Rel(h.HostRoot, filepath.Dir(library))
 	if err != nil || strings.HasPrefix(dir, "..") {
 		return nil
 	}
@@ -95,15 +95,15 @@ func (o Options) rootsOf(library string) []string {
 }
 
 // lookBelow finds the driver's libraries below one root.
-func (o Options) lookBelow(root string) (layout, error) {
-	hostRoot, err := driverroot.Resolve(o.HostRoot, root)
+func (h Host) lookBelow(root string) (layout, error) {
+	hostRoot, err := driverroot.Resolve(h.HostRoot, root)
 	if err != nil {
 		return layout{}, cmp.Or(errors.Unwrap(err), err) // without the path, if it is missing
 	}
 	if strings.HasPrefix(hostRoot, "/nix/store/") {
 		return layout{}, errNixOS
 	}
-	base := o.onHost(hostRoot)
+	base := h.onHost(hostRoot)
 	l := layout{driverRoot: hostRoot}
 	for _, dir := range resolvedDirs(base) {
 		library, err := driverroot.Resolve(base, filepath.Join(dir, libraryName))
@@ -192,8 +192,8 @@ func foreign(path string) bool {
 
 // choose prefers the root whose library matches the loaded kernel module: a host may have both a driver container and the remains
 // of a package.
-func (o Options) choose(found []layout) layout {
-	loaded := o.moduleVersion()
+func (h Host) choose(found []layout) layout {
+	loaded := h.moduleVersion()
 	matching := slices.IndexFunc(found, func(l layout) bool { return loaded != "" && l.version == loaded })
 	return found[max(matching, 0)]
 }
@@ -201,8 +201,8 @@ func (o Options) choose(found []layout) layout {
 // moduleLoad identifies the load of the kernel module: each has a new directory in sysfs, whose inode number the kernel does not use again
 // before it has used all others (Linux, fs/kernfs/dir.c, __kernfs_new_node). It returns zero while the module is not loaded, and before, the
 // last answer, if sysfs cannot be read.
-func (o Options) moduleLoad(before uint64) uint64 {
-	info, err := os.Stat(filepath.Join(o.SysfsRoot, "module/nvidia"))
+func (h Host) moduleLoad(before uint64) uint64 {
+	info, err := os.Stat(filepath.Join(h.SysfsRoot, "module/nvidia"))
 	switch {
 	case err == nil:
 		return info.Sys().(*syscall.Stat_t).Ino
@@ -214,7 +214,7 @@ func (o Options) moduleLoad(before uint64) uint64 {
 }
 
 // moduleVersion returns the version of the loaded kernel module, empty for none.
-func (o Options) moduleVersion() string { return contents(o.SysfsRoot, "module/nvidia/version") }
+func (h Host) moduleVersion() string { return contents(h.SysfsRoot, "module/nvidia/version") }
 
 // contents returns the trimmed text of a sysfs file; empty if it cannot be read.
 func contents(dir, file string) string {
@@ -225,11 +225,11 @@ func contents(dir, file string) string {
 	return strings.TrimSpace(string(text))
 }
 
-func (o Options) findDevRoot(driverRoot string) string {
-	if o.DevRoot != Auto {
-		return filepath.Clean(o.DevRoot)
+func (h Host) findDevRoot(driverRoot string) string {
+	if h.DevRoot != Auto {
+		return filepath.Clean(h.DevRoot)
 	}
-	return o.devRootOf(driverRoot)
+	return h.devRootOf(driverRoot)
 }
 
 // deviceNodes returns /dev/nvidia* below a root of the agent.
@@ -255,9 +255,9 @@ var ldconfigPaths = []string{
 }
 
 // ldconfig returns the host's ldconfig; empty leaves the choice to the hook.
-func (o Options) ldconfig() string {
+func (h Host) ldconfig() string {
 	for _, path := range ldconfigPaths {
-		if _, err := driverroot.Resolve(o.HostRoot, path); err == nil {
+		if _, err := driverroot.Resolve(h.HostRoot, path); err == nil {
 			return path
 		}
 	}
@@ -286,8 +286,8 @@ const (
 )
 
 // hasHardware reports whether sysfs shows an NVIDIA GPU, with or without a driver. It returns true if sysfs cannot be read.
-func (o Options) hasHardware() bool {
-	devices := filepath.Join(o.SysfsRoot, "bus/pci/devices")
+func (h Host) hasHardware() bool {
+	devices := filepath.Join(h.SysfsRoot, "bus/pci/devices")
 	entries, err := os.ReadDir(devices)
 	if err != nil {
 		return !os.IsNotExist(err)
@@ -306,14 +306,8 @@ const Auto = "auto"
 
 // Options of a Node. Paths are absolute (internal/config checks them), and the agent's unless they are called host paths.
 type Options struct {
-	// HostRoot is the mount of the host's root directory; "/" when empty.
-	HostRoot string
-	// DriverRoot is Auto (or empty), or the host path of the driver's root directory.
-	DriverRoot string
-	// DevRoot is Auto (or empty), or the host path of the directory whose dev/ has the device nodes.
-	DevRoot string
-	// Library is Auto (or empty) for the driver's own libnvidia-ml.so.1, or the path of another one.
-	Library string
+	Host
+
 	// OpenLibrary replaces the library that was found, also after each driver upgrade. Nil opens the file. Tests and simulated
 	// machines set it.
 	OpenLibrary func() (gonvml.Interface, error)
@@ -322,11 +316,6 @@ type Options struct {
 	// OpenKernelLog opens the log with the driver's XIDs, which is read as /dev/kmsg is. Nil opens that, unless OpenLibrary is set: then
 	// NVML's events report XIDs. Tests and simulated machines set it.
 	OpenKernelLog func() (io.ReadCloser, error)
-	// SysfsRoot is the mount of sysfs; "/sys" when empty.
-	SysfsRoot string
-	// ProcRoot is the mount of proc; "/proc" when empty.
-	ProcRoot string
-
 	// CreateNodes lets the package create missing device nodes of the driver below the device root, link them below the host's /dev/char,
 	// and load nvidia-uvm. It needs a privileged agent.
 	CreateNodes bool
@@ -353,12 +342,7 @@ type Options struct {
 const defaultPatience = 10 * time.Second
 
 func (o Options) withDefaults() Options {
-	o.HostRoot = cmp.Or(o.HostRoot, "/")
-	o.DriverRoot = cmp.Or(o.DriverRoot, Auto)
-	o.DevRoot = cmp.Or(o.DevRoot, Auto)
-	o.Library = cmp.Or(o.Library, Auto)
-	o.SysfsRoot = cmp.Or(o.SysfsRoot, "/sys")
-	o.ProcRoot = cmp.Or(o.ProcRoot, "/proc")
+	o.Host = o.Host.withDefaults()
 	if o.OpenKernelLog == nil {
 		o.OpenKernelLog = openKernelLog
 		if o.OpenLibrary != nil {
@@ -372,6 +356,3 @@ func (o Options) withDefaults() Options {
 	}
 	return o
 }
-
-// onHost returns the agent's path of a host path.
-func (o Options) onHost(path string) string { return filepath.Join(o.HostRoot, path) }

@@ -169,10 +169,12 @@ func fixture(t *testing.T, name string) Options {
 		copyNode(t, node, filepath.Join(host, l.nodes, filepath.Base(node)))
 	}
 	return Options{
-		HostRoot:  host,
-		SysfsRoot: filepath.Join(machine, simulated.SysfsDir),
-		ProcRoot:  filepath.Join(machine, "proc"),
-		HookPath:  "/var/lib/kubelet/plugins/gpu.nvidia.com/nvidia-cdi-hook",
+		Host: Host{
+			HostRoot:  host,
+			SysfsRoot: filepath.Join(machine, simulated.SysfsDir),
+			ProcRoot:  filepath.Join(machine, "proc"),
+		},
+		HookPath: "/var/lib/kubelet/plugins/gpu.nvidia.com/nvidia-cdi-hook",
 		OpenLibrary: func() (gonvml.Interface, error) {
 			return simulated.New(profile), nil
 		},

@@ -63,7 +63,7 @@ func installLibrary(t *testing.T, host, version string, defines ...string) {
 }
 
 func libraryOptions(host string) Options {
-	return Options{HostRoot: host, SysfsRoot: filepath.Join(host, "sys"), Interval: 20 * time.Millisecond}
+	return Options{Host: Host{HostRoot: host, SysfsRoot: filepath.Join(host, "sys")}, Interval: 20 * time.Millisecond}
 }
 
 func TestLibraryWithHardlyAnyFunction(t *testing.T) {

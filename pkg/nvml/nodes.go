@@ -41,8 +41,8 @@ const (
 )
 
 // majors reads /proc/devices.
-func (o Options) majors() majors {
-	text, err := os.ReadFile(filepath.Join(o.ProcRoot, "devices"))
+func (h Host) majors() majors {
+	text, err := os.ReadFile(filepath.Join(h.ProcRoot, "devices"))
 	if err != nil {
 		return nil
 	}
@@ -92,7 +92,7 @@ func capabilityDevice(minor int) charDevice {
 }
 
 // checkDevice returns why a node cannot be given to containers.
-func (o Options) checkDevice(devRoot string, numbers majors, d charDevice) error {
+func (h Host) checkDevice(devRoot string, numbers majors, d charDevice) error {
 	major, loaded := numbers[d.driver]
 	if len(numbers) > 0 && !loaded {
 		if d.driver == driverUVM {
@@ -102,7 +102,7 @@ func (o Options) checkDevice(devRoot string, numbers majors, d charDevice) error
 	}
 	path := filepath.Join(devRoot, d.path)
 	var info unix.Stat_t
-	switch err := unix.Lstat(o.onHost(path), &info); {
+	switch err := unix.Lstat(h.onHost(path), &info); {
 	case errors.Is(err, unix.ENOENT):
 		return fmt.Errorf("%s does not exist", path)
 	case err != nil:
@@ -155,12 +155,12 @@ func (r *reader) ensureControlDevices(unloadable error) (err error) {
 }
 
 // createNode creates a node in place of what is there. path is the host's.
-func (o Options) createNode(path string, major uint32, d charDevice) error {
-	params := contents(o.ProcRoot, "driver/nvidia/params")
+func (h Host) createNode(path string, major uint32, d charDevice) error {
+	params := contents(h.ProcRoot, "driver/nvidia/params")
 	if strings.Contains(params, "ModifyDeviceFiles: 0") {
 		return errors.New("the administrator manages the nodes (module parameter NVreg_ModifyDeviceFiles=0)")
 	}
-	target := o.onHost(path)
+	target := h.onHost(path)
 	// The directory for capabilities may not exist yet. A missing /dev is not made.
 	if err := os.Mkdir(filepath.Dir(target), 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
 		return err
@@ -184,15 +184,15 @@ func temporaryName(path string) string {
 // linkNode makes the link /dev/char/<major>:<minor> of the host lead to a node. systemd before 240 and runc with its cgroup driver find
 // devices by it, and containers lose their GPU after a `systemctl daemon-reload` if it is missing (NVIDIA/nvidia-container-toolkit#48).
 // udev makes no link: it does not know nodes that were made by mknod.
-func (o Options) linkNode(devRoot, path string) error {
+func (h Host) linkNode(devRoot, path string) error {
 	var info unix.Stat_t
-	if err := unix.Lstat(o.onHost(filepath.Join(devRoot, path)), &info); err != nil {
+	if err := unix.Lstat(h.onHost(filepath.Join(devRoot, path)), &info); err != nil {
 		return err
 	}
 	link := fmt.Sprintf("/dev/char/%d:%d", unix.Major(info.Rdev), unix.Minor(info.Rdev))
-	if found, err := driverroot.Resolve(o.HostRoot, link); err == nil {
+	if found, err := driverroot.Resolve(h.HostRoot, link); err == nil {
 		var there unix.Stat_t
-		if unix.Lstat(o.onHost(found), &there) == nil && there.Mode&unix.S_IFMT == unix.S_IFCHR && there.Rdev == info.Rdev {
+		if unix.Lstat(h.onHost(found), &there) == nil && there.Mode&unix.S_IFMT == unix.S_IFCHR && there.Rdev == info.Rdev {
 			return nil
 		}
 	}
@@ -200,11 +200,11 @@ func (o Options) linkNode(devRoot, path string) error {
 	if devRoot == "/" {
 		target = filepath.Join("..", strings.TrimPrefix(path, "/dev/")) // as udev does
 	}
-	temporary := temporaryName(o.onHost(link))
+	temporary := temporaryName(h.onHost(link))
 	if err := os.Symlink(target, temporary); err != nil {
 		return err
 	}
-	return os.Rename(temporary, o.onHost(link))
+	return os.Rename(temporary, h.onHost(link))
 }
 
 // loadInterval is the time between attempts to load a kernel module.
@@ -240,11 +240,11 @@ const modprobe = "/sbin/modprobe"
 
 // moduleRoot returns the agent's path of the root directory from which the driver's modules are loaded: the driver container's, or the
 // host's.
-func (o Options) moduleRoot(driverRoot string) (string, error) {
+func (h Host) moduleRoot(driverRoot string) (string, error) {
 	roots := slices.Compact([]string{driverRoot, "/"})
 	for _, root := range roots {
-		if _, err := driverroot.Resolve(o.onHost(root), modprobe); err == nil {
-			return o.onHost(root), nil
+		if _, err := driverroot.Resolve(h.onHost(root), modprobe); err == nil {
+			return h.onHost(root), nil
 		}
 	}
 	return "", fmt.Errorf("there is no %s below %s", modprobe, strings.Join(roots, " or "))
@@ -264,17 +264,17 @@ func loadModule(root, module string) error {
 // devRootOf returns the root directory whose /dev has the driver's nodes: the driver's own, unless the host's has more of them. NVML,
 // opened by root, creates nvidiactl and the GPUs' nodes in the /dev that the agent sees, but neither nvidia-uvm nor any node in the
 // driver's /dev. Nodes with other numbers than the driver's do not count.
-func (o Options) devRootOf(driverRoot string) string {
-	numbers := o.majors()
+func (h Host) devRootOf(driverRoot string) string {
+	numbers := h.majors()
 	count := func(root string) (usable int) {
 		for _, d := range controlDevices {
-			if o.checkDevice(root, numbers, d) == nil {
+			if h.checkDevice(root, numbers, d) == nil {
 				usable++
 			}
 		}
-		for _, path := range deviceNodes(o.onHost(root)) {
+		for _, path := range deviceNodes(h.onHost(root)) {
 			minor, isGPU := strings.CutPrefix(filepath.Base(path), "nvidia")
-			if number, err := strconv.Atoi(minor); isGPU && err == nil && o.checkDevice(root, numbers, gpuDevice(number)) == nil {
+			if number, err := strconv.Atoi(minor); isGPU && err == nil && h.checkDevice(root, numbers, gpuDevice(number)) == nil {
 				usable++
 			}
 		}

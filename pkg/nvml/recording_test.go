@@ -31,8 +31,10 @@ func hostOf(t *testing.T, host string, profile simulated.Profile) Options {
 		t.Fatal(err)
 	}
 	return Options{
-		HostRoot: host, DriverRoot: "/" + simulated.DriverDir, DevRoot: "/" + simulated.DriverDir,
-		SysfsRoot: filepath.Join(host, simulated.SysfsDir), ProcRoot: filepath.Join(host, simulated.ProcDir),
+		Host: Host{
+			HostRoot: host, DriverRoot: "/" + simulated.DriverDir, DevRoot: "/" + simulated.DriverDir,
+			SysfsRoot: filepath.Join(host, simulated.SysfsDir), ProcRoot: filepath.Join(host, simulated.ProcDir),
+		},
 		OpenLibrary: func() (gonvml.Interface, error) {
 			return simulated.New(profile, simulated.WithDir(host)), nil
 		},
@@ -254,8 +256,10 @@ func throughC(t *testing.T, host string) (options Options, library string) {
 		t.Fatal(found, err)
 	}
 	return Options{
-		HostRoot: host, DriverRoot: "/" + simulated.DriverDir, DevRoot: "/" + simulated.DriverDir,
-		SysfsRoot: filepath.Join(host, simulated.SysfsDir), ProcRoot: filepath.Join(host, simulated.ProcDir),
+		Host: Host{
+			HostRoot: host, DriverRoot: "/" + simulated.DriverDir, DevRoot: "/" + simulated.DriverDir,
+			SysfsRoot: filepath.Join(host, simulated.SysfsDir), ProcRoot: filepath.Join(host, simulated.ProcDir),
+		},
 	}, found[0]
 }
 

@@ -34,10 +34,10 @@ func newMachine(t *testing.T, profile string) machine {
 		profile: p,
 	}
 	m.options = simnode.Options(nvml.Options{
-		HostRoot:  host,
-		Library:   simnode.Library + filepath.Join(m.dir, simulated.ProfileFile),
-		SysfsRoot: filepath.Join(m.dir, simulated.SysfsDir),
-		HookPath:  "/var/lib/kubelet/plugins/gpu.nvidia.com/nvidia-cdi-hook",
+		Host: nvml.Host{
+			HostRoot: host, Library: simnode.Library + filepath.Join(m.dir, simulated.ProfileFile), SysfsRoot: filepath.Join(m.dir, simulated.SysfsDir),
+		},
+		HookPath: "/var/lib/kubelet/plugins/gpu.nvidia.com/nvidia-cdi-hook",
 	}, "")
 	m.materialize(t)
 	return m

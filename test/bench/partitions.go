@@ -73,9 +73,9 @@ func openTwin(ctx context.Context, host string) (*nvml.Node, error) {
 	if err := simulated.Materialize(root, profile, simulated.MaterializeOptions{}); err != nil {
 		return nil, err
 	}
-	node := nvml.New(simnode.Options(nvml.Options{
+	node := nvml.New(simnode.Options(nvml.Options{Host: nvml.Host{
 		HostRoot: host, Library: simnode.Library + filepath.Join(root, simulated.ProfileFile), SysfsRoot: filepath.Join(root, simulated.SysfsDir),
-	}, ""))
+	}}, ""))
 	return node, node.Scan(ctx)
 }
 

@@ -47,10 +47,10 @@ func TestMain(m *testing.M) {
 func machineDir(host string) string { return filepath.Join(host, "run/nvidia/simulated") }
 
 func open(ctx context.Context, host string) (*nvml.Node, error) {
-	node := nvml.New(simnode.Options(nvml.Options{
+	node := nvml.New(simnode.Options(nvml.Options{Host: nvml.Host{
 		HostRoot: host, Library: simnode.Library + filepath.Join(machineDir(host), simulated.ProfileFile),
 		SysfsRoot: filepath.Join(machineDir(host), simulated.SysfsDir),
-	}, ""))
+	}}, ""))
 	return node, node.Scan(ctx)
 }
 

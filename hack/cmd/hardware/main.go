@@ -142,6 +142,6 @@ func missingDriver(ctx context.Context) (missing, err error) {
 		return nil, err
 	}
 	return nvml.Inspect(ctx, nvml.Options{
-		HostRoot: c.HostRoot, DriverRoot: c.DriverRoot, DevRoot: c.DevRoot, Library: c.NVML, SysfsRoot: c.SysfsRoot,
+		Host: nvml.Host{HostRoot: c.HostRoot, DriverRoot: c.DriverRoot, DevRoot: c.DevRoot, Library: c.NVML, SysfsRoot: c.SysfsRoot},
 	}).Err(), nil
 }
