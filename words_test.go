@@ -173,6 +173,40 @@ func TestPathsExist(t *testing.T) {
 	}
 }
 
+// TestWhereToChange: the table of docs/design/0001-architecture.md names files that exist, and after a file in parentheses functions of it.
+func TestWhereToChange(t *testing.T) {
+	const page = "docs/design/0001-architecture.md"
+	data, err := os.ReadFile(page)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, table, found := strings.Cut(string(data), "| to change | look at |\n")
+	if table, _, _ = strings.Cut(table, "\n\n"); !found {
+		t.Fatalf("%s has no table of what to change", page)
+	}
+	named := regexp.MustCompile("`([a-z][-a-z0-9_/.]*/[-a-z0-9_.]+)`(?: \\(((?:`\\w+`(?:, )?)+)\\))?")
+	for _, of := range named.FindAllStringSubmatch(table, -1) {
+		if _, err := os.Stat(of[1]); err != nil {
+			t.Errorf("%s: %v", page, err)
+			continue
+		}
+		if of[2] == "" {
+			continue
+		}
+		declared, err := functionsOf(of[1])
+		if err != nil {
+			t.Error(err)
+			continue
+		}
+		for function := range strings.SplitSeq(of[2], ", ") {
+			function = strings.Trim(function, "`")
+			if !slices.ContainsFunc(declared, func(name string) bool { return name == function || strings.HasSuffix(name, "."+function) }) {
+				t.Errorf("%s names %s in %s, which is not there", page, function, of[1])
+			}
+		}
+	}
+}
+
 // functionsOf lists the functions (Func) and methods (Type.Method) of a file.
 func functionsOf(path string) ([]string, error) {
 	parsed, err := parser.ParseFile(token.NewFileSet(), path, nil, parser.SkipObjectResolution)
