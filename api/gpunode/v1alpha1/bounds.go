@@ -5,7 +5,8 @@ package v1alpha1
 // Bounds of the lists and sentences. The CustomResourceDefinition has the same ones, and the API server refuses more: a stolen token of an
 // agent writes the status, and tenants cause many of its entries. The agent and the controller leave out what exceeds them. They
 // are at least twice what a large node has: 16 GPUs with 7 partitions each are 128 devices. A holder has at least one pod and a node 110 to
-// 250 of them, so that the shares of a GPU have no more holders. Only GPUs are under maintenance, no partitions. A claim has at most 32
+// 250 of them, so that the shares of a GPU have no more holders. Only GPUs are under maintenance, no partitions; a rule may taint each
+// partition. What 256 rules put into an object is at most 300 kB, and 128 devices with 8 taints each the same. A claim has at most 32
 // devices and 256 pods (k8s.io/api/resource/v1, AllocationResultsMaxSize and ResourceClaimReservedForMaxSize).
 const (
 	MaxClaims      = 1024
@@ -14,7 +15,10 @@ const (
 	MaxConflicts   = 512
 	MaxDaemons     = 256
 	MaxMaintenance = 64
+	MaxTaints      = 256 // of DeviceTaintRules
 	MaxPods        = 256 // of a claim
+	// MaxDeviceTaints are those of one device.
+	MaxDeviceTaints = 8
 
 	// In bytes, while the API server counts characters.
 	MaxReason  = 1024

@@ -32,7 +32,7 @@ func AddToScheme(s *runtime.Scheme) error {
 
 // GPUNode reports which pod has which GPU of a node, and which GPUs the scheduler has allocated. It has the name of its Node, which
 // owns it. The node's agent creates it and writes the status. The controller writes the spec, except its maintenance, which administrators
-// write. An admission policy restricts the agent and the controller to their parts.
+// write. Admission policies restrict the agent and the controller to their parts, and taints to those who may create DeviceTaintRules.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
@@ -44,6 +44,7 @@ func AddToScheme(s *runtime.Scheme) error {
 // +kubebuilder:printcolumn:name="Free",type=integer,JSONPath=`.status.counts.free`
 // +kubebuilder:printcolumn:name="Unhealthy",type=integer,JSONPath=`.status.counts.unhealthy`
 // +kubebuilder:printcolumn:name="Maintenance",type=integer,priority=1,JSONPath=`.status.counts.maintenance`
+// +kubebuilder:printcolumn:name="Tainted",type=integer,priority=1,JSONPath=`.status.counts.tainted`
 // +kubebuilder:printcolumn:name="Partitions",type=integer,priority=1,JSONPath=`.status.partitions.total`
 // +kubebuilder:printcolumn:name="Seen",type=date,JSONPath=`.status.seen`
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
@@ -89,7 +90,70 @@ type GPUNodeSpec struct {
 	// +listType=map
 	// +listMapKey=uuid
 	Maintenance []GPUMaintenance `json:"maintenance,omitempty"`
+	// Taints are those of the DeviceTaintRules that may select devices of this node: the controller copies them, since an agent must not
+	// watch all rules. The agent gives the selected devices to no new pod with limits. The scheduler reads the rules themselves.
+	//
+	// +kubebuilder:validation:MaxItems=256
+	// +listType=map
+	// +listMapKey=rule
+	Taints []RuleTaint `json:"taints,omitempty"`
 }
+
+// RuleTaint is the taint of a DeviceTaintRule of Tandem's driver, and what the rule selects.
+type RuleTaint struct {
+	// Rule is the name of the DeviceTaintRule.
+	//
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=253
+	Rule string `json:"rule"`
+	// Pool that the rule selects: the name of the node, or that of a dynamic GPU's pool. Without it the rule selects all pools.
+	//
+	// +kubebuilder:validation:MaxLength=253
+	Pool string `json:"pool,omitempty"`
+	// Device that the rule selects, by its name in the pool. Without it the rule selects all devices.
+	//
+	// +kubebuilder:validation:MaxLength=128
+	Device string `json:"device,omitempty"`
+
+	Taint `json:",inline"`
+}
+
+// Selects reports whether the rule selects a device. It is that of the scheduler (k8s.io/dynamic-resource-allocation/resourceslice/tracker).
+func (t RuleTaint) Selects(pool, device string) bool {
+	return (t.Pool == "" || t.Pool == pool) && (t.Device == "" || t.Device == device)
+}
+
+// Taint is a device taint of resource.k8s.io/v1. The effect None is left out.
+type Taint struct {
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=317
+	Key string `json:"key"`
+	// +kubebuilder:validation:MaxLength=63
+	Value  string      `json:"value,omitempty"`
+	Effect TaintEffect `json:"effect"`
+	// Since is when the taint was added, or its effect changed.
+	Since *metav1.Time `json:"since,omitempty"`
+}
+
+// String returns the taint as kubectl writes it: key=value:effect.
+func (t Taint) String() string {
+	if t.Value == "" {
+		return t.Key + ":" + string(t.Effect)
+	}
+	return t.Key + "=" + t.Value + ":" + string(t.Effect)
+}
+
+// TaintEffect is what a taint does to claims that do not tolerate it, and to pods with limits, which tolerate none.
+//
+// +kubebuilder:validation:Enum=NoSchedule;NoExecute
+type TaintEffect string
+
+const (
+	// TaintNoSchedule keeps new holders away.
+	TaintNoSchedule TaintEffect = "NoSchedule"
+	// TaintNoExecute also evicts holders.
+	TaintNoExecute TaintEffect = "NoExecute"
+)
 
 // GPUMaintenance takes a GPU out of service.
 type GPUMaintenance struct {
@@ -209,7 +273,7 @@ type GPUNodeStatus struct {
 	BootID string `json:"bootID,omitempty"`
 	// ObservedGeneration of the spec that the agent acts on.
 	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
-	// Counts of GPUs. Each GPU counts once, as the first that applies of unhealthy, maintenance, claims, pods and free. It is free if it
+	// Counts of GPUs. Each GPU counts once, as the first that applies of unhealthy, maintenance, tainted, claims, pods and free. It is free if it
 	// has no holder, and no partition of it has one.
 	Counts DeviceCounts `json:"counts,omitempty"`
 	// Partitions counts the existing MIG partitions in the same way. It is absent if there are none.
@@ -303,6 +367,8 @@ type DeviceCounts struct {
 	Unhealthy int32 `json:"unhealthy"`
 	// Maintenance counts devices that an administrator has taken out of service, held or not.
 	Maintenance int32 `json:"maintenance,omitempty"`
+	// Tainted counts devices that have a taint, held or not.
+	Tainted int32 `json:"tainted,omitempty"`
 }
 
 // DeviceStatus is a GPU or an existing partition.
@@ -332,6 +398,11 @@ type DeviceStatus struct {
 	// Maintenance is set while an administrator has taken the device, or the GPU of a partition, out of service: the agent gives it to no
 	// new claim or pod. Holders keep it.
 	Maintenance *DeviceMaintenance `json:"maintenance,omitempty"`
+	// Taints that the agent acts on, the worst first: no new pod with limits gets the device, and a new claim only if it tolerates them.
+	//
+	// +kubebuilder:validation:MaxItems=8
+	// +listType=atomic
+	Taints []DeviceTaint `json:"taints,omitempty"`
 	// Slowdown is why a GPU runs below its clocks, such as "thermal"; empty if it does not. It is healthy.
 	//
 	// +kubebuilder:validation:MaxLength=128
@@ -352,6 +423,27 @@ type DeviceStatus struct {
 	Excluded bool `json:"excluded,omitempty"`
 	// Sharing is how several holders share the device; absent if they cannot.
 	Sharing *DeviceSharing `json:"sharing,omitempty"`
+}
+
+// OutOfService reports whether the agent gives the device to no new pod with limits, by maintenance or by a taint.
+func (d DeviceStatus) OutOfService() bool { return d.Maintenance != nil || len(d.Taints) > 0 }
+
+// DeviceTaint is a taint of a device.
+type DeviceTaint struct {
+	// Rule is the name of the DeviceTaintRule that the taint is from; empty for a taint of the agent's own.
+	//
+	// +kubebuilder:validation:MaxLength=253
+	Rule string `json:"rule,omitempty"`
+
+	Taint `json:",inline"`
+}
+
+// String returns the taint for users, with the rule that it is from.
+func (t DeviceTaint) String() string {
+	if t.Rule == "" {
+		return t.Taint.String()
+	}
+	return t.Taint.String() + " of DeviceTaintRule " + t.Rule
 }
 
 // DeviceMaintenance is the entry of spec.maintenance that the agent acts on.
@@ -406,7 +498,7 @@ type ExtendedResourceState string
 const (
 	// ExtendedResourceAllocatable devices are free for pods, or held by a pod.
 	ExtendedResourceAllocatable ExtendedResourceState = "Allocatable"
-	// ExtendedResourceWithdrawn devices are held by or allocated to a claim, unhealthy, or draining.
+	// ExtendedResourceWithdrawn devices are held by or allocated to a claim, unhealthy, out of service, or draining.
 	ExtendedResourceWithdrawn ExtendedResourceState = "Withdrawn"
 )
 
