@@ -106,7 +106,11 @@ func TestPoliciesMatchTheAccounts(t *testing.T) {
 		controller := find[*appsv1.Deployment](t, name).Spec.Template.Spec.ServiceAccountName
 		for suffix, account := range policies(agent, controller) {
 			got := policyOf(t, name, suffix).Spec.MatchConditions[0].Expression
-			want := "request.userInfo.username == 'system:serviceaccount:tandem-system:" + account + "'"
+			is := "=="
+			if suffix == "-controller-gpunode-taints" { // it restricts all others
+				is = "!="
+			}
+			want := "request.userInfo.username " + is + " 'system:serviceaccount:tandem-system:" + account + "'"
 			if got != want {
 				t.Errorf("%s%s: condition is %s, want %s", name, suffix, got, want)
 			}
@@ -119,7 +123,7 @@ func policies(agent, controller string) map[string]string {
 	return map[string]string{
 		"-resourceslices": agent, "-gpunode-status": agent, "-resourceclaims": agent, "-agent-events": agent, "-node-labels": agent, "-node-features": agent,
 		"-controller-events": controller, "-controller-leases": controller, "-controller-protected": controller,
-		"-controller-secrets": controller, "-controller-gpunodes": controller, "-controller-pods": controller, "-controller-evictions": controller, "-controller-nodes": controller,
+		"-controller-secrets": controller, "-controller-gpunodes": controller, "-controller-gpunode-taints": controller, "-controller-pods": controller, "-controller-evictions": controller, "-controller-nodes": controller,
 		"-controller-daemons": controller, "-controller-webhook": controller,
 	}
 }

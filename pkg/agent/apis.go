@@ -38,7 +38,7 @@ func (a *Agent) serveAPIs(ctx context.Context, c components) error {
 		return group.Wait()
 	}
 	var waits sync.WaitGroup
-	waits.Go(func() { _ = a.awaitSpecs(ctx, c.CDI) && a.awaitMaintenance(ctx, object) })
+	waits.Go(func() { _ = a.awaitSpecs(ctx, c.CDI) && a.awaitService(ctx, object) })
 	if err := c.Adopt(ctx); err != nil && ctx.Err() == nil {
 		klog.FromContext(ctx).Error(err, "Giving no device to new pods and claims until the pods from before the start are known")
 		a.event(corev1.EventTypeWarning, "HoldersUnknown", fmt.Sprintf("Serving no GPU to new pods, because kubelet may have given some to other pods before the agent started: %v", err))
@@ -102,14 +102,14 @@ func (a *Agent) awaitSpecs(ctx context.Context, specs *cdi.Specs) bool {
 	return specs.Await(limited) || ctx.Err() == nil
 }
 
-// awaitMaintenance waits until it is known which GPUs are under maintenance, so that none is offered for a moment. It does not wait long:
+// awaitService waits until it is known which devices are out of service, so that none is offered for a moment. It does not wait long:
 // an API server that serves everything but GPUNodes must not stop the node. It returns false if ctx ends.
-func (a *Agent) awaitMaintenance(ctx context.Context, object *gpunode.Object) bool {
+func (a *Agent) awaitService(ctx context.Context, object *gpunode.Object) bool {
 	limited, cancel := context.WithTimeout(ctx, a.times.maintenanceWait)
 	defer cancel()
 	known := object.AwaitSpec(limited)
 	if !known && ctx.Err() == nil {
-		klog.FromContext(ctx).Info("Offering GPUs before the node's GPUNode is known: a GPU under maintenance is withdrawn when the GPUNode is known",
+		klog.FromContext(ctx).Info("Offering GPUs before the node's GPUNode is known: a device out of service is withdrawn when the GPUNode is known",
 			"waited", a.times.maintenanceWait)
 	}
 	return ctx.Err() == nil

@@ -45,10 +45,12 @@ const (
 	// Maintenance means that an administrator has taken the device out of service. It keeps new holders away and takes nothing from those
 	// that have the device or were allocated it, so it is not a Use, and Check never returns it; Node.Reason does.
 	Maintenance Reason = "Maintenance"
+	// Tainted means that the device has a taint, which claims may tolerate. It takes nothing from holders either.
+	Tainted Reason = "Tainted"
 )
 
-// ByHolder reports whether only holders make the device unavailable: it is neither unhealthy nor under maintenance.
-func (r Reason) ByHolder() bool { return r != Unhealthy && r != Maintenance }
+// ByHolder reports whether only holders make the device unavailable: it is neither unhealthy nor out of service.
+func (r Reason) ByHolder() bool { return r != Unhealthy && r != Maintenance && r != Tainted }
 
 // precedence orders reasons where a device has several of them, as the counts in GPUNode report it.
 var precedence = []Reason{HeldByClaim, Draining, Allocated, HeldByPod}

@@ -108,17 +108,23 @@ func (n Node) Check(healthy bool, request Use[Name]) Reason {
 	return Check(healthy, request, slices.Values(n.heldOn[request.Device.GPU]))
 }
 
-// Reason returns why no new holder gets the whole of a device of the status. It is that of Check, with Maintenance after Unhealthy. The
-// counts and the states that users see come from it.
+// Reason returns why no new holder gets the whole of a device of the status. It is that of Check, with Maintenance and Tainted after
+// Unhealthy. The counts and the states that users see come from it.
 func (n Node) Reason(d v1alpha1.DeviceStatus) Reason {
 	reason := n.Check(d.UnhealthyReason == "", Use[Name]{Device: StatusName(d)})
-	if reason != Unhealthy && d.Maintenance != nil {
+	switch {
+	case reason == Unhealthy:
+		return Unhealthy
+	case d.Maintenance != nil:
 		return Maintenance
+	case len(d.Taints) > 0:
+		return Tainted
+	default:
+		return reason
 	}
-	return reason
 }
 
-// Count adds a device to the counts: once, as unhealthy, under maintenance, held by claims, held by pods or free, the first that applies.
+// Count adds a device to the counts: once, as unhealthy, under maintenance, tainted, held by claims, held by pods or free, the first that applies.
 func (n Node) Count(counts *v1alpha1.DeviceCounts, d v1alpha1.DeviceStatus) {
 	counts.Total++
 	switch n.Reason(d) {
@@ -126,6 +132,8 @@ func (n Node) Count(counts *v1alpha1.DeviceCounts, d v1alpha1.DeviceStatus) {
 		counts.Unhealthy++
 	case Maintenance:
 		counts.Maintenance++
+	case Tainted:
+		counts.Tainted++
 	case HeldByClaim, Draining:
 		counts.Claims++
 	case HeldByPod:

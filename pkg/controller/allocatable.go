@@ -39,7 +39,7 @@ import (
 // A GPU that a pod holds while a claim is allocated to it counts only if the claim waits for it and another GPU is free. The
 // scheduler counts the pod too, perhaps for hours, and would leave that other GPU unused. Otherwise it would send the next pod to
 // the GPU as soon as the holder ends, while the claim gets it: kubelet fails such pods until the number is lowered. The same applies to a
-// GPU or a replica that a pod holds while it is under maintenance.
+// GPU or a replica that a pod holds while it is out of service.
 func Allocatable(
 	status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, resource corev1.ResourceName,
 ) (value int64, known bool) {
@@ -62,7 +62,7 @@ func Allocatable(
 		}
 		if device.Sharing != nil && device.Sharing.Replicas > 0 {
 			held, more := replicas(device, node)
-			if device.Maintenance != nil {
+			if device.OutOfService() {
 				awaited += held
 			} else {
 				value, free = value+held, free+more
@@ -79,7 +79,7 @@ func Allocatable(
 		switch {
 		case !allocated && len(device.Holders) == 0:
 			free++
-		case !allocated && device.Maintenance == nil:
+		case !allocated && !device.OutOfService():
 			value++
 		case !asking && heldByPod(device):
 			awaited++

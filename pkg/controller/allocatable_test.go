@@ -64,11 +64,11 @@ func TestAllocatable(t *testing.T) {
 			}
 			s.Devices[0].Maintenance = &v1alpha1.DeviceMaintenance{}
 		}, want: 7},
-		"two under maintenance, and one GPU is free": {change: func(s *v1alpha1.GPUNodeStatus) {
+		"one under maintenance, one tainted, and one GPU is free": {change: func(s *v1alpha1.GPUNodeStatus) {
 			for i := range 7 {
 				s.Devices[i].Holders = []v1alpha1.DeviceHolder{limit}
 			}
-			s.Devices[0].Maintenance, s.Devices[1].Maintenance = &v1alpha1.DeviceMaintenance{}, &v1alpha1.DeviceMaintenance{}
+			s.Devices[0].Maintenance, s.Devices[1].Taints = &v1alpha1.DeviceMaintenance{}, make([]v1alpha1.DeviceTaint, 1)
 		}, want: 7},
 		"replicas under maintenance": {change: func(s *v1alpha1.GPUNodeStatus) {
 			for i := range 2 {
@@ -80,7 +80,7 @@ func TestAllocatable(t *testing.T) {
 			}
 			s.Devices[0].Maintenance, s.Devices[0].Sharing.Allocatable = &v1alpha1.DeviceMaintenance{}, 2
 		}, want: 6},
-		"replicas under maintenance, and the others are held": {change: func(s *v1alpha1.GPUNodeStatus) {
+		"tainted replicas, and the others are held": {change: func(s *v1alpha1.GPUNodeStatus) {
 			for i := range 2 {
 				s.Devices[i].Sharing = &v1alpha1.DeviceSharing{Memory: 100, Replicas: 2, ReplicaMemory: 50, Allocatable: 2}
 				s.Devices[i].Holders = []v1alpha1.DeviceHolder{replica, replica}
@@ -88,7 +88,7 @@ func TestAllocatable(t *testing.T) {
 			for i := range s.Devices[2:] {
 				withdraw(s, i+2)
 			}
-			s.Devices[0].Maintenance = &v1alpha1.DeviceMaintenance{}
+			s.Devices[0].Taints = make([]v1alpha1.DeviceTaint, 1)
 		}, want: 2},
 		"it has ended":                   {change: func(s *v1alpha1.GPUNodeStatus) { s.Conflicts = []v1alpha1.ConflictingClaim{waiting("gpu-0", "gpu-0")} }, claims: []string{"gpu-0"}, want: 7},
 		"prepared, kubelet not yet told": {change: func(s *v1alpha1.GPUNodeStatus) { s.Devices[0].Holders = []v1alpha1.DeviceHolder{claim} }, claims: []string{"gpu-0"}, want: 7},

@@ -67,7 +67,7 @@ func TestTrimmedGPUNodeChangesNoDecision(t *testing.T) {
 	whole := gpuNode(func(s *v1alpha1.GPUNodeStatus) {
 		for i := range s.Devices {
 			d := filled[v1alpha1.DeviceStatus](i)
-			d.Name, d.Parent, d.Sharing, d.Maintenance = s.Devices[i].Name, "", nil, nil
+			d.Name, d.Parent, d.Sharing, d.Maintenance, d.Taints = s.Devices[i].Name, "", nil, nil, nil
 			d.ExtendedResource, d.ExtendedResourceState = testResource, v1alpha1.ExtendedResourceAllocatable
 			d.Holders[0].Kind, d.Holders[0].State = v1alpha1.HolderPod, v1alpha1.HoldHeld
 			s.Devices[i] = d

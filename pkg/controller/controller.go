@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package controller contains the duties that need the whole cluster. It copies allocations to each node's GPUNode, corrects nodes'
+// Package controller contains the duties that need the whole cluster. It copies allocations and device taints to each node's GPUNode, corrects nodes'
 // allocatable devices so that the scheduler sends no pods to GPUs of claims, evicts the pods of claims in conflict, makes kubelet
 // retry claims, and runs MPS daemons. It never decides who owns a GPU: each node's ledger does, and stays correct without a
 // controller. Each file has one reconciler around pure functions.
@@ -129,7 +129,8 @@ func (c *Controller) register(config Config) error {
 	if err != nil {
 		return err
 	}
-	for _, r := range []manager.Runnable{claims, filler{c, claims}} {
+	rules := newRuleCache(api)
+	for _, r := range []manager.Runnable{claims, rules, filler{c, claims}} {
 		if err := c.manager.Add(r); err != nil {
 			return fmt.Errorf("add runnable %T: %w", r, err)
 		}
@@ -142,6 +143,7 @@ func (c *Controller) register(config Config) error {
 	breaker := newBreaker(writer, live, config.limits(), measured, time.Now)
 	for _, r := range []interface{ register(manager.Manager) error }{
 		&relay{client: writer, claims: claims, changes: claims.changes()},
+		&tainter{client: writer, rules: rules, driver: config.DriverName},
 		breaker,
 		&allocatable{client: writer, claims: claims, changes: claims.changes(), limits: config.limits(), breaker: breaker, metrics: measured, now: time.Now},
 		&conditions{client: writer, now: time.Now},

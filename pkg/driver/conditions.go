@@ -214,7 +214,7 @@ const (
 )
 
 // Allocations are what the node's GPUNode tells: the claims that the scheduler allocated GPUs of this node, also for pods that are not bound
-// yet, and the UUIDs of the GPUs that an administrator has taken out of service.
+// yet, and the UUIDs of the GPUs under maintenance. The scheduler reads the taints of DeviceTaintRules itself.
 type Allocations interface {
 	Claims() []v1alpha1.AllocatedClaim
 	Maintenance() map[string]bool

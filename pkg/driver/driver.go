@@ -140,6 +140,8 @@ type Config struct {
 	HeldOnly error
 	// Allocations are the scheduler's allocations, as the controller relays them.
 	Allocations Allocations
+	// Placed is called with the names of the GPU pools by GPU UUID, each time that they may have changed. It must not block. Default: nothing.
+	Placed func(pools map[string]string)
 	// Strict makes the scheduler bind a pod only after the ledger reserved the devices of its claim. It requires a controller and
 	// Kubernetes 1.36 (binding conditions), and delays each pod by up to 5 s, the scheduler's poll interval.
 	Strict bool
@@ -199,6 +201,9 @@ type Driver struct {
 func New(c Config) (*Driver, error) {
 	c.ReturnDelay = cmp.Or(c.ReturnDelay, 200*time.Millisecond)
 	c.CheckInterval = cmp.Or(c.CheckInterval, 10*time.Second)
+	if c.Placed == nil {
+		c.Placed = func(map[string]string) {}
+	}
 	if longest := c.registrationSocket(); len(longest) > maxSocketPath {
 		return nil, fmt.Errorf("kubelet directory %q: socket path %q is longer than the %d bytes the kernel takes", c.KubeletDir, longest, maxSocketPath)
 	}

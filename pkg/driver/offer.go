@@ -77,7 +77,9 @@ type builtPool struct {
 
 // layout is what should be published.
 type layout struct {
-	pools    map[string]resourceslice.Pool
+	pools map[string]resourceslice.Pool
+	// own are the names of the GPU pools by GPU UUID.
+	own      map[string]string
 	counts   deviceCounts
 	excluded []excluded
 	// next is when the layout changes although the Facts do not; zero: never.
@@ -134,7 +136,7 @@ func (o *Offer) build(f Facts) layout {
 		withdrawn = withdrawAll(inv, withdrawn)
 	}
 	gpus, left := publishable(inv)
-	l := layout{pools: map[string]resourceslice.Pool{}, excluded: left, next: next}
+	l := layout{pools: map[string]resourceslice.Pool{}, own: map[string]string{}, excluded: left, next: next}
 	l.counts.withdrawals = o.debounce.withdrawals
 
 	var inNodePool []device.Device
@@ -152,7 +154,8 @@ func (o *Offer) build(f Facts) layout {
 				b = builtPool{p, p.slices()}
 			}
 			o.built[g.UUID] = b
-			l.pools[device.OwnPool(o.NodeName, g)] = resourceslice.Pool{Slices: b.slices}
+			l.own[g.UUID] = device.OwnPool(o.NodeName, g)
+			l.pools[l.own[g.UUID]] = resourceslice.Pool{Slices: b.slices}
 			p.count(&l.counts)
 		case own:
 			// Claims have devices from its GPU pool, which cannot be published any more, and the node pool cannot count them.

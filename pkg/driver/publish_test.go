@@ -5,6 +5,7 @@ package driver
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"strings"
 	"testing"
 	"time"
@@ -381,4 +382,32 @@ func TestControllerCreatesWhatFailedAtStart(t *testing.T) {
 	r.api.set(func() { r.api.failWrites = nil })
 	r.awaitPublished(names(2, nil))
 	eventually(t, "Ready", r.driver.Ready)
+}
+
+// Which pool a GPU is in is told to those who apply DeviceTaintRules, in every mode: the names of the pools of dynamic GPUs by UUID.
+func TestPoolsAreTold(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		change func(*Config)
+		want   map[string]string
+	}{
+		"claims":    {func(*Config) {}, map[string]string{uuidOf(0): device.OwnPool(testNode, device.GPU{Minor: 0}), uuidOf(1): device.OwnPool(testNode, device.GPU{Minor: 1})}},
+		"no claims": {func(c *Config) { c.OfferedToClaims, c.PublishNothing = func(device.GPU) bool { return false }, true }, map[string]string{}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			told := make(chan map[string]string, 1)
+			newRig(t, machine(2, dynamic), c.change, func(c *Config) {
+				c.Placed = func(pools map[string]string) {
+					select {
+					case told <- maps.Clone(pools):
+					default:
+					}
+				}
+			}).run()
+			if got := <-told; !maps.Equal(got, c.want) {
+				t.Errorf("told %v, want %v", got, c.want)
+			}
+		})
+	}
 }

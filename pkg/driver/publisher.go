@@ -146,6 +146,7 @@ func (d *Driver) publish(ctx context.Context) error {
 			}
 		}
 		d.metrics.countDevices(built.counts)
+		d.Placed(built.own)
 		writer.write(ctx, built.pools)
 		if !countersMissing && !kept.Counters && !d.PublishNothing {
 			countersMissing = d.reportMissingCounters(ctx, facts.Inventory)

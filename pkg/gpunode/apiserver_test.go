@@ -85,9 +85,17 @@ func (f *fakeAPI) written() []string {
 
 // writeSpec is what the controller does.
 func (f *fakeAPI) writeSpec(name string, claims ...v1alpha1.AllocatedClaim) {
+	f.change(name, func(s *v1alpha1.GPUNodeSpec) { s.Claims = claims })
+}
+
+func (f *fakeAPI) taint(name string, entries ...v1alpha1.RuleTaint) {
+	f.change(name, func(s *v1alpha1.GPUNodeSpec) { s.Taints = entries })
+}
+
+func (f *fakeAPI) change(name string, change func(*v1alpha1.GPUNodeSpec)) {
 	f.set(func() {
 		o := f.objects[name].DeepCopy()
-		o.Spec.Claims = claims
+		change(&o.Spec)
 		o.Generation++
 		f.store(o)
 	})
@@ -95,12 +103,7 @@ func (f *fakeAPI) writeSpec(name string, claims ...v1alpha1.AllocatedClaim) {
 
 // maintain is what an administrator does.
 func (f *fakeAPI) maintain(name string, entries ...v1alpha1.GPUMaintenance) {
-	f.set(func() {
-		o := f.objects[name].DeepCopy()
-		o.Spec.Maintenance = entries
-		o.Generation++
-		f.store(o)
-	})
+	f.change(name, func(s *v1alpha1.GPUNodeSpec) { s.Maintenance = entries })
 }
 
 // drop deletes an object as another client would.

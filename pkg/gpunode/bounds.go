@@ -21,6 +21,7 @@ func bounded(status v1alpha1.GPUNodeStatus) v1alpha1.GPUNodeStatus {
 	for i := range status.Devices {
 		d := &status.Devices[i]
 		d.UnhealthyReason = clip(d.UnhealthyReason, v1alpha1.MaxReason)
+		d.Taints = cut(d.Taints, v1alpha1.MaxDeviceTaints, &omitted)
 		d.Holders = cut(d.Holders, v1alpha1.MaxHolders, &omitted)
 		for j := range d.Holders {
 			d.Holders[j].Pods = cut(d.Holders[j].Pods, v1alpha1.MaxPods, &omitted)

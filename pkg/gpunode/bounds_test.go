@@ -73,7 +73,7 @@ func TestEverythingIsBounded(t *testing.T) {
 	}
 	for path, want := range map[string]int{
 		"spec.claims": v1alpha1.MaxClaims, "spec.daemons": v1alpha1.MaxDaemons, "spec.maintenance": v1alpha1.MaxMaintenance,
-		"status.devices":         v1alpha1.MaxDevices,
+		"spec.taints": v1alpha1.MaxTaints, "status.devices": v1alpha1.MaxDevices, "status.devices.taints": v1alpha1.MaxDeviceTaints,
 		"status.devices.holders": v1alpha1.MaxHolders, "status.devices.holders.pods": v1alpha1.MaxPods,
 		"status.conflicts": v1alpha1.MaxConflicts, "status.conflicts.pods": v1alpha1.MaxPods,
 		"status.daemons": v1alpha1.MaxDaemons, "status.unknownDaemons": v1alpha1.MaxDaemons,

@@ -173,7 +173,7 @@ func (o *Object) Synced() bool {
 }
 
 // AwaitSpec waits until the spec is known, or the API server has answered that it does not serve GPUNodes to this agent. It returns false if
-// ctx ends before. The agent calls it before it offers devices, which may be under maintenance.
+// ctx ends before. The agent calls it before it offers devices, which may be out of service.
 func (o *Object) AwaitSpec(ctx context.Context) bool {
 	return broadcast.Await(ctx, o.Changed, func() bool {
 		o.view.mu.Lock()

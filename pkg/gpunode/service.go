@@ -4,17 +4,22 @@ package gpunode
 
 import (
 	"cmp"
+	"fmt"
+	"slices"
+	"strings"
+	"sync/atomic"
 
 	"github.com/prometheus/client_golang/prometheus"
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/regarding"
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// reportMaintenance reports in events on the node which GPUs have been taken out of service or back between two written statuses. So a
+// reportService reports in events on the node which devices have been taken out of service or back between two written statuses. So a
 // restart of the agent repeats no event.
-func (o *Object) reportMaintenance(before, now v1alpha1.GPUNodeStatus) {
+func (o *Object) reportService(before, now v1alpha1.GPUNodeStatus) {
 	known := map[string]v1alpha1.DeviceStatus{}
 	for _, d := range before.Devices {
 		known[d.UUID] = d
@@ -30,6 +35,99 @@ func (o *Object) reportMaintenance(before, now v1alpha1.GPUNodeStatus) {
 			o.event("GPUInService", "%s (%s) is in service again: its maintenance has ended", d.Name, d.UUID)
 		}
 	}
+	// One event for a rule, which may select each partition of the node.
+	had, has := tainted(before), tainted(now)
+	for _, t := range has.order {
+		if names := without(has.devices[t], had.devices[t]); len(names) > 0 {
+			o.event("GPUTainted", "%s: taint %s. No new pod with limits gets a device with a taint, and no claim that does not tolerate it. "+
+				"The taint ends with the rule", some(names), t)
+		}
+	}
+	for _, t := range had.order {
+		if names := without(had.devices[t], has.devices[t]); len(names) > 0 {
+			o.event("GPUTaintEnded", "%s: taint %s has ended", some(names), t)
+		}
+	}
+}
+
+// taintedDevices are the names of the devices that rules taint, by rule and taint without its time.
+type taintedDevices struct {
+	order   []v1alpha1.DeviceTaint
+	devices map[v1alpha1.DeviceTaint][]string
+}
+
+func tainted(status v1alpha1.GPUNodeStatus) taintedDevices {
+	found := taintedDevices{devices: map[v1alpha1.DeviceTaint][]string{}}
+	for _, d := range status.Devices {
+		for _, t := range d.Taints {
+			if t.Since = nil; t.Rule == "" {
+				continue
+			}
+			if found.devices[t] == nil {
+				found.order = append(found.order, t)
+			}
+			found.devices[t] = append(found.devices[t], d.Name)
+		}
+	}
+	return found
+}
+
+func without(names, others []string) (left []string) {
+	for _, name := range names {
+		if !slices.Contains(others, name) {
+			left = append(left, name)
+		}
+	}
+	return left
+}
+
+// namedDevices is how many devices an event names.
+const namedDevices = 4
+
+// some returns names for an event.
+func some(names []string) string {
+	text := strings.Join(names[:min(len(names), namedDevices)], ", ")
+	if more := len(names) - namedDevices; more > 0 {
+		text += fmt.Sprintf(" and %d more", more)
+	}
+	return text
+}
+
+// reportMissed reports rules that select devices by a pool in which these are not, once each. A dynamic GPU has a pool of its own, so that a
+// rule with the name of the node selects none. It reports nothing before the driver has placed the GPUs.
+func (w *writer) reportMissed() {
+	w.view.mu.Lock()
+	object, pools := w.view.object, w.view.pools
+	w.view.mu.Unlock()
+	if object == nil || pools == nil {
+		return
+	}
+	missed := map[string]string{}
+	for _, t := range object.Spec.Taints {
+		text := missedBy(t, w.config.NodeName, w.config.Inventory.Inventory().GPUs, pools)
+		if missed[t.Rule] = text; text != "" && w.missed[t.Rule] != text {
+			w.event("TaintRuleMisses", "DeviceTaintRule %s %s", t.Rule, text)
+		}
+	}
+	w.missed = missed
+}
+
+// missedBy returns what a rule does not select although it seems to mean it; empty if there is nothing.
+func missedBy(t v1alpha1.RuleTaint, node string, gpus []device.GPU, pools map[string]string) string {
+	var missed []string
+	in := ""
+	for _, g := range gpus {
+		pool := cmp.Or(pools[g.UUID], node)
+		meant := t.Device != "" && device.GPUName(t.Device) == g.Name() || t.Device == "" && t.Pool == node
+		if t.Pool != "" && t.Pool != pool && meant {
+			missed, in = append(missed, g.Name()), cmp.Or(in, pool)
+		}
+	}
+	if len(missed) == 0 {
+		return ""
+	}
+	return fmt.Sprintf("has pool %s and so does not select %s: write pool: %s, one rule for each pool. A dynamic GPU has a pool of its own. "+
+		"A rule without a pool selects devices of all nodes", t.Pool, some(missed), in)
 }
 
 // event records an event on the node.
@@ -37,26 +135,37 @@ func (o *Object) event(reason, format string, args ...any) {
 	o.config.Recorder.Eventf(regarding.Node(o.config.NodeName), corev1.EventTypeNormal, reason, format, args...)
 }
 
-// setMaintenance sets the gauge of GPUs under maintenance. The writer calls it.
-func (m *metrics) setMaintenance(status v1alpha1.GPUNodeStatus) {
-	next := map[maintained]bool{}
-	for _, d := range status.Devices {
-		if d.Maintenance != nil && d.Parent == "" {
-			next[maintained{d.Name, d.UUID}] = true
-			m.maintenance.With(maintained{d.Name, d.UUID}.labels()).Set(1)
-		}
-	}
-	for gpu := range m.maintained {
-		if !next[gpu] {
-			m.maintenance.Delete(gpu.labels())
-		}
-	}
-	m.maintained = next
+var (
+	maintenanceDescription = prometheus.NewDesc("tandem_gpu_maintenance",
+		"1 for each GPU that an administrator has taken out of service (kubectl gpu drain).", []string{"device", "uuid"}, nil)
+	taintDescription = prometheus.NewDesc("tandem_device_taint",
+		"1 for each taint of a device: no new pod with limits gets the device. rule is the DeviceTaintRule that the taint is from.",
+		[]string{"device", "uuid", "rule", "key", "value", "effect"}, nil)
+)
+
+// service reports the devices of the last status that are out of service when metrics are collected. It is empty before the first status.
+type service struct {
+	atomic.Pointer[v1alpha1.GPUNodeStatus]
 }
 
-// maintained is a GPU under maintenance.
-type maintained struct{ device, uuid string }
+// Describe implements prometheus.Collector.
+func (s *service) Describe(descriptions chan<- *prometheus.Desc) {
+	descriptions <- maintenanceDescription
+	descriptions <- taintDescription
+}
 
-func (g maintained) labels() prometheus.Labels {
-	return prometheus.Labels{"device": g.device, "uuid": g.uuid}
+// Collect implements prometheus.Collector.
+func (s *service) Collect(metrics chan<- prometheus.Metric) {
+	status := s.Load()
+	if status == nil {
+		return
+	}
+	for _, d := range status.Devices {
+		if d.Maintenance != nil && d.Parent == "" {
+			metrics <- prometheus.MustNewConstMetric(maintenanceDescription, prometheus.GaugeValue, 1, d.Name, d.UUID)
+		}
+		for _, t := range d.Taints {
+			metrics <- prometheus.MustNewConstMetric(taintDescription, prometheus.GaugeValue, 1, d.Name, d.UUID, t.Rule, t.Key, t.Value, string(t.Effect))
+		}
+	}
 }

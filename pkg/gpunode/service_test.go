@@ -5,10 +5,12 @@ package gpunode
 import (
 	"context"
 	"maps"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
@@ -133,5 +135,134 @@ func TestStatusOfMaintenance(t *testing.T) {
 				t.Errorf("%q, want %q", got, c.want)
 			}
 		})
+	}
+}
+
+// rule is the entry of a DeviceTaintRule.
+func rule(name, pool, device string, effect v1alpha1.TaintEffect) v1alpha1.RuleTaint {
+	since := metav1.NewTime(time.Unix(1700000000, 0))
+	return v1alpha1.RuleTaint{Rule: name, Pool: pool, Device: device, Taint: v1alpha1.Taint{Key: "example.com/repair", Value: "fan", Effect: effect, Since: &since}}
+}
+
+// A device that a rule taints is told to the device plugin, in the status, in one event for the rule and in a metric, also over a restart of
+// the agent. Other devices are not concerned, and no claim is.
+func TestTaints(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	o, stop := f.start()
+	o.Place(nil)
+	f.awaitStatus("a status", free(2))
+	f.hold("c1", "GPU-1")
+	f.api.taint("node-1", rule("fans", "", "gpu-1", v1alpha1.TaintNoSchedule), rule("other", "node-1", "gpu-7", v1alpha1.TaintNoExecute))
+	status := f.awaitStatus("the taint", func(s v1alpha1.GPUNodeStatus) bool { return s.Counts.Tainted == 1 }).Status
+	want := v1alpha1.DeviceTaint{Rule: "fans", Taint: rule("", "", "", v1alpha1.TaintNoSchedule).Taint}
+	switch d := status.Devices[1]; {
+	case len(d.Taints) != 1 || !apiequality.Semantic.DeepEqual(d.Taints[0], want):
+		t.Errorf("gpu-1 has the taints %+v", d.Taints)
+	case len(d.Holders) != 1 || status.Counts.Claims != 0 || status.Counts.Free != 1 || len(status.Devices[0].Taints) > 0:
+		t.Errorf("status %+v", status)
+	}
+	why := func() []string {
+		of := o.OutOfService()
+		return []string{of(device.Device{GPU: gpu(0, "GPU-0")}), of(device.Device{GPU: gpu(1, "GPU-1")})}
+	}
+	const says = "it has the taint example.com/repair=fan:NoSchedule of DeviceTaintRule fans"
+	if got := why(); !slices.Equal(got, []string{"", says}) || len(o.Maintenance()) > 0 {
+		t.Errorf("out of service: %q, under maintenance: %v", got, o.Maintenance())
+	}
+	f.awaitEvent("Normal GPUTainted gpu-1: taint example.com/repair=fan:NoSchedule of DeviceTaintRule fans. No new pod with limits gets a device " +
+		"with a taint, and no claim that does not tolerate it. The taint ends with the rule")
+	f.quiet()
+	stop()
+	o, _ = f.start()
+	f.awaitStatus("the next agent", func(s v1alpha1.GPUNodeStatus) bool { return s.ExtendedResource != "" })
+	if !o.AwaitSpec(t.Context()) || why()[1] != says {
+		t.Errorf("the next agent says %q", why())
+	}
+	labels := []string{"gpu-1", "NoSchedule", "example.com/repair", "fans", "GPU-1", "fan"}
+	if got := f.metric("tandem_device_taint", labels...); got != 1 {
+		t.Errorf("the metric is %v, want 1", got)
+	}
+	f.api.taint("node-1")
+	f.awaitStatus("the end", func(s v1alpha1.GPUNodeStatus) bool { return s.Counts.Tainted == 0 && s.Counts.Claims == 1 })
+	f.awaitEvent("Normal GPUTaintEnded gpu-1: taint example.com/repair=fan:NoSchedule of DeviceTaintRule fans has ended")
+	if got := f.metric("tandem_device_taint", labels...); got != 0 {
+		t.Errorf("the metric is %v, want 0", got)
+	}
+}
+
+// A rule selects a device by its own name and its pool, as the scheduler's. A rule that names the pool of the node for a dynamic GPU selects
+// nothing, and an event says what to write instead.
+func TestTaintsOfPools(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	o, _ := f.start()
+	f.awaitStatus("a status", free(2))
+	f.api.taint("node-1", rule("by-node", "node-1", "", v1alpha1.TaintNoSchedule), rule("elsewhere", "node-1", "gpu-1", v1alpha1.TaintNoExecute))
+	f.awaitStatus("both GPUs", func(s v1alpha1.GPUNodeStatus) bool { return s.Counts.Tainted == 2 })
+	// Before the driver has placed the GPUs, each may be in either of its pools.
+	f.api.taint("node-1", rule("by-pool", "node-1/gpu-01", "", v1alpha1.TaintNoSchedule))
+	f.awaitStatus("one GPU", func(s v1alpha1.GPUNodeStatus) bool { return s.Counts.Tainted == 1 && len(s.Devices[1].Taints) == 1 })
+	f.api.taint("node-1", rule("by-node", "node-1", "", v1alpha1.TaintNoSchedule), rule("elsewhere", "node-1", "gpu-1", v1alpha1.TaintNoExecute))
+	f.awaitStatus("both GPUs", func(s v1alpha1.GPUNodeStatus) bool { return s.Counts.Tainted == 2 })
+	o.Place(map[string]string{"GPU-1": "node-1/gpu-01"})
+	f.awaitStatus("one GPU", func(s v1alpha1.GPUNodeStatus) bool { return s.Counts.Tainted == 1 && len(s.Devices[0].Taints) == 1 })
+	misses := map[string]bool{}
+	for len(misses) < 2 {
+		select {
+		case got := <-f.recorder.Events:
+			if strings.Contains(got, "TaintRuleMisses") {
+				misses[got] = true
+			}
+		case <-time.After(patience):
+			t.Fatalf("events %v", misses)
+		}
+	}
+	for _, name := range []string{"by-node", "elsewhere"} {
+		if want := "Normal TaintRuleMisses DeviceTaintRule " + name + " has pool node-1 and so does not select gpu-1: write pool: node-1/gpu-01, one rule for " +
+			"each pool. A dynamic GPU has a pool of its own. A rule without a pool selects devices of all nodes"; !misses[want] {
+			t.Errorf("no event %q in %v", want, misses)
+		}
+	}
+	f.api.taint("node-1", rule("by-pool", "node-1/gpu-01", "", v1alpha1.TaintNoExecute), rule("by-device", "", "gpu-1", v1alpha1.TaintNoSchedule))
+	f.awaitStatus("the other one, the worst taint first", func(s v1alpha1.GPUNodeStatus) bool {
+		of := s.Devices[1].Taints
+		return len(s.Devices[0].Taints) == 0 && len(of) == 2 && of[0].Rule == "by-pool" && of[1].Rule == "by-device"
+	})
+}
+
+// A taint of a GPU is not one of its partitions, nor the other way round. What a pod holds stays as kubelet has it, and the rest is withdrawn
+// before kubelet says so.
+func TestStatusOfTaints(t *testing.T) {
+	f := partitioned()
+	names := map[string]bool{}
+	for _, d := range Status(f).Devices {
+		names[d.Name] = true
+	}
+	for tainted := range names {
+		f.Taints = func(_ device.GPU, name string) []v1alpha1.DeviceTaint {
+			return make([]v1alpha1.DeviceTaint, map[bool]int{true: 1}[name == tainted])
+		}
+		for _, d := range Status(f).Devices {
+			if (len(d.Taints) > 0) != (d.Name == tainted) {
+				t.Errorf("%s is tainted; %s: %v", tainted, d.Name, d.Taints)
+			}
+		}
+	}
+	many := func(device.GPU, string) []v1alpha1.DeviceTaint { return make([]v1alpha1.DeviceTaint, 20) }
+	f.Taints = many
+	if s := bounded(Status(f)); len(s.Devices[0].Taints) != v1alpha1.MaxDeviceTaints || s.Omitted == 0 {
+		t.Errorf("%d taints, %d entries omitted", len(s.Devices[0].Taints), s.Omitted)
+	}
+	f = Facts{
+		Mode: "Dual", Limits: device.Resources{GPU: "nvidia.com/gpu"}, Inventory: device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0")}},
+		Allocatable: map[string][]string{"nvidia.com/gpu": {"GPU-0"}}, Taints: many,
+	}
+	if got := Status(f).Devices[0].ExtendedResourceState; got != v1alpha1.ExtendedResourceWithdrawn {
+		t.Errorf("a free GPU is %q", got)
+	}
+	f.Holds = []ledger.Hold{limit("GPU-0", ledger.StateHeld)}
+	if got := Status(f).Devices[0].ExtendedResourceState; got != v1alpha1.ExtendedResourceAllocatable {
+		t.Errorf("a GPU that a pod holds is %q", got)
 	}
 }

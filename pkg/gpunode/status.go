@@ -40,6 +40,8 @@ type Facts struct {
 	Allocatable map[string][]string
 	// Maintenance are the GPUs that an administrator has taken out of service.
 	Maintenance []v1alpha1.GPUMaintenance
+	// Taints returns the taints of a device by its GPU and its own name; nil for none. It must be pure.
+	Taints func(gpu device.GPU, name string) []v1alpha1.DeviceTaint
 	// Daemons are those to run, by name. UnknownDaemons may run too.
 	Daemons        []sharing.Daemon
 	UnknownDaemons []string
@@ -76,6 +78,9 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 			d.UnhealthyReason = cmp.Or(d.UnhealthyReason, "its GPU instance has no compute instance")
 		}
 		d.Maintenance = f.maintenance(of.GPU.UUID)
+		if f.Taints != nil {
+			d.Taints = f.Taints(of.GPU, d.Name)
+		}
 		d.ExtendedResource = resources[d.UUID]
 		lists := listed[d.ExtendedResource][d.UUID]
 		d.Sharing = f.sharing(of, replicas[of.Ref()], lists.replicas)
@@ -214,7 +219,7 @@ func replicasOf(offers []device.Offer) map[device.Ref][]device.Share {
 	return shares
 }
 
-// state returns what kubelet reports of a device. A device that is unhealthy, draining, or under maintenance and not held by a pod is
+// state returns what kubelet reports of a device. A device that is unhealthy, draining, or out of service and not held by a pod is
 // withdrawn at once, before kubelet reports it. listed is whether kubelet lists the whole device.
 func (f Facts) state(d v1alpha1.DeviceStatus, listed bool) v1alpha1.ExtendedResourceState {
 	draining := func(h v1alpha1.DeviceHolder) bool { return h.State == v1alpha1.HoldDraining }
@@ -223,7 +228,7 @@ func (f Facts) state(d v1alpha1.DeviceStatus, listed bool) v1alpha1.ExtendedReso
 	switch {
 	case d.ExtendedResource == "" || !reported:
 		return ""
-	case d.UnhealthyReason != "", d.Maintenance != nil && !slices.ContainsFunc(d.Holders, byPod):
+	case d.UnhealthyReason != "", d.OutOfService() && !slices.ContainsFunc(d.Holders, byPod):
 		return v1alpha1.ExtendedResourceWithdrawn
 	case d.Sharing != nil && d.Sharing.Allocatable > 0: // a replica that is draining is one of the holders
 		return v1alpha1.ExtendedResourceAllocatable

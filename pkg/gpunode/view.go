@@ -3,6 +3,7 @@
 package gpunode
 
 import (
+	"cmp"
 	"context"
 	"maps"
 	"slices"
@@ -24,7 +25,7 @@ import (
 )
 
 // view is the newest known version of the object, from the watch and from the responses to our own writes, and what kubelet reported.
-// Take its Changed before Allocated, Claims, Maintenance or Synced.
+// Take its Changed before Allocated, Claims, Maintenance, OutOfService or Synced.
 type view struct {
 	broadcast.Signal
 	mu sync.Mutex
@@ -38,6 +39,8 @@ type view struct {
 	gone types.UID
 	// allocatable are the devices that kubelet reports as allocatable, by resource.
 	allocatable map[string][]string
+	// pools are the pools of GPUs that are not in the node's, by UUID; nil until the driver has placed the GPUs.
+	pools map[string]string
 	// released are claims of the spec that no longer have devices of this node.
 	released map[types.UID]bool
 }
@@ -118,6 +121,52 @@ func (v *view) Maintenance() map[string]bool {
 		uuids[entry.UUID] = true
 	}
 	return uuids
+}
+
+// Place records the pools of the GPUs that are not in the pool of the node, by UUID. The driver calls it. It is idempotent.
+func (v *view) Place(pools map[string]string) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if v.pools == nil || !maps.Equal(v.pools, pools) {
+		v.pools = maps.Clone(pools)
+		v.Notify()
+	}
+}
+
+// taints returns a function that returns the taints of a device by its GPU and its own name, the worst first. Before the driver has placed a
+// GPU, a rule may select it by either of its pools.
+func (v *view) taints() func(gpu device.GPU, name string) []v1alpha1.DeviceTaint {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	object, pools := v.object, v.pools
+	if object == nil || len(object.Spec.Taints) == 0 {
+		return func(device.GPU, string) []v1alpha1.DeviceTaint { return nil }
+	}
+	return func(gpu device.GPU, name string) (found []v1alpha1.DeviceTaint) {
+		for _, t := range object.Spec.Taints {
+			if t.Selects(cmp.Or(pools[gpu.UUID], object.Name), name) || pools == nil && t.Selects(device.OwnPool(object.Name, gpu), name) {
+				found = append(found, v1alpha1.DeviceTaint{Rule: t.Rule, Taint: t.Taint})
+			}
+		}
+		// "NoExecute" comes before "NoSchedule".
+		slices.SortStableFunc(found, func(a, b v1alpha1.DeviceTaint) int { return cmp.Compare(a.Effect, b.Effect) })
+		return found
+	}
+}
+
+// OutOfService returns a function that returns why a device gets no new pod with limits, although it may be healthy and free: maintenance of
+// its GPU, or a taint. It returns an empty string for a device in service.
+func (v *view) OutOfService() func(device.Device) string {
+	maintenance, taints := v.Maintenance(), v.taints()
+	return func(d device.Device) string {
+		if maintenance[d.GPU.UUID] {
+			return "its GPU is under maintenance (kubectl gpu drain)"
+		}
+		for _, taint := range taints(d.GPU, d.Name()) {
+			return "it has the taint " + taint.String()
+		}
+		return ""
+	}
 }
 
 // release replaces the claims that were released.

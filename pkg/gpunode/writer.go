@@ -105,6 +105,8 @@ type writer struct {
 	pruned sync.Once
 	// foreign is the UID of the last object that this Node did not own.
 	foreign types.UID
+	// missed is what was reported of the rules that do not select what they seem to mean.
+	missed map[string]string
 }
 
 // write follows everything that the object depends on until ctx is done.
@@ -133,6 +135,7 @@ func (o *Object) write(ctx context.Context) {
 // look makes at most one request if one is due. It returns when to look again if nothing changes; zero for never.
 func (w *writer) look(ctx context.Context, now time.Time) time.Time {
 	w.noteOwner(ctx)
+	w.reportMissed()
 	request, urgent := w.next()
 	if request == nil {
 		w.dirty = time.Time{}
@@ -170,7 +173,7 @@ func (w *writer) next() (request func(context.Context) error, urgent bool) {
 		return func(ctx context.Context) error { return w.create(ctx, node) }, false
 	}
 	status := bounded(Status(w.facts()))
-	w.metrics.setMaintenance(status)
+	w.metrics.inService.Store(&status)
 	// The API server may have dropped a part of what was sent, and would do so again.
 	if same(object.Status, status) || object.ResourceVersion == w.answered && same(w.sent, status) {
 		if time.Now().Before(w.beat) {
@@ -192,7 +195,7 @@ func (w *writer) next() (request func(context.Context) error, urgent bool) {
 		w.pace.Took(time.Now())
 		w.sent = status
 		w.wrote(updated)
-		w.reportMaintenance(object.Status, updated.Status)
+		w.reportService(object.Status, updated.Status)
 		if !same(updated.Status, status) {
 			w.pruned.Do(func() {
 				klog.FromContext(ctx).Info("The API server does not keep all of the GPUNode's status: its CustomResourceDefinition has another version")
@@ -257,6 +260,7 @@ func (o *Object) facts() Facts {
 	if object, _ := o.view.current(); object != nil {
 		facts.Generation, facts.Maintenance = object.Generation, object.Spec.Maintenance
 	}
+	facts.Taints = o.view.taints()
 	facts.Waiting = o.config.Waiting()
 	return facts
 }
@@ -373,17 +377,16 @@ func outdated(err error) bool {
 func latest(moments ...time.Time) time.Time { return slices.MaxFunc(moments, time.Time.Compare) }
 
 type metrics struct {
-	writes      *prometheus.CounterVec
-	served      prometheus.Gauge
-	maintenance *prometheus.GaugeVec
-	// maintained are the GPUs of which the gauge is 1.
-	maintained map[maintained]bool
+	writes *prometheus.CounterVec
+	served prometheus.Gauge
+	// inService has the devices that are out of service.
+	inService service
 }
 
 // newMetrics panics if the metrics are registered already.
 func newMetrics(registerer prometheus.Registerer) *metrics {
 	factory := promauto.With(registerer)
-	return &metrics{
+	m := &metrics{
 		writes: factory.NewCounterVec(prometheus.CounterOpts{
 			Name: "tandem_gpunode_writes_total",
 			Help: "Requests to change this node's GPUNode (create, status, seen: that the agent is there) by result: ok, conflict (another client wrote first), error.",
@@ -393,11 +396,9 @@ func newMetrics(registerer prometheus.Registerer) *metrics {
 			Help: "1 while the API server serves GPUNodes to this agent, 0 while it does not: " +
 				"GPUs allocated to claims are then withdrawn from pods only once they are prepared.",
 		}),
-		maintenance: factory.NewGaugeVec(prometheus.GaugeOpts{
-			Name: "tandem_gpu_maintenance",
-			Help: "1 for each GPU that an administrator has taken out of service (kubectl gpu drain).",
-		}, []string{"device", "uuid"}),
 	}
+	registerer.MustRegister(&m.inService)
+	return m
 }
 
 func (m *metrics) wrote(operation string, err error) {

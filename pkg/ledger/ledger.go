@@ -141,8 +141,8 @@ type PodRequest struct {
 	Resource string
 	Device   device.Ref
 	Share    device.Share
-	// Keep gives the device only to a pod that has it already; another one gets ErrWithdrawn.
-	Keep bool
+	// Keep is why only a pod that has the device already gets it, and another one ErrWithdrawn. Empty: any pod gets it.
+	Keep string
 }
 
 // ErrWithdrawn says that a device is given to no new holder.

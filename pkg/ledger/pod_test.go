@@ -4,6 +4,7 @@ package ledger
 
 import (
 	"errors"
+	"strings"
 	"testing"
 
 	"github.com/tandem-gpu/tandem/internal/fileclock"
@@ -35,7 +36,7 @@ func TestTheSameIDByAnotherResource(t *testing.T) {
 	}
 }
 
-// A device under maintenance stays with the pod that has it, and goes to no other one: also not once that pod has ended.
+// A device out of service stays with the pod that has it, and goes to no other one: also not once that pod has ended.
 func TestKeep(t *testing.T) {
 	ended := false
 	l := openWithQueue(t, nil)
@@ -45,17 +46,18 @@ func TestKeep(t *testing.T) {
 		}
 		return Running
 	})}
-	ask := func(id string, keep bool) error {
+	const broken = "its fan is broken"
+	ask := func(id, keep string) error {
 		return l.ReservePod([]PodRequest{{ID: "free", Resource: "nvidia.com/gpu", Device: whole("free")},
 			{ID: id, Resource: "nvidia.com/gpu", Device: whole(id), Keep: keep}})
 	}
-	if err := ask("a", true); !errors.Is(err, ErrWithdrawn) || len(l.Holds()) > 0 {
+	if err := ask("a", broken); !errors.Is(err, ErrWithdrawn) || !strings.Contains(err.Error(), broken) || len(l.Holds()) > 0 {
 		t.Errorf("a new pod: %v, holds %v", err, l.Holds())
 	}
-	must(t, ask("a", false))
-	must(t, ask("a", true))
+	must(t, ask("a", ""))
+	must(t, ask("a", broken))
 	ended = true
-	if err := ask("a", true); !errors.Is(err, ErrWithdrawn) {
+	if err := ask("a", broken); !errors.Is(err, ErrWithdrawn) {
 		t.Errorf("the next pod: %v", err)
 	}
 }

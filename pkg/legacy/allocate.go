@@ -170,11 +170,11 @@ func (p *Plugin) reserve(ctx context.Context, resource string, containers [][]it
 		return nil, err
 	}
 	var requests []ledger.PodRequest
-	maintenance := p.config.Allocations.Maintenance()
+	outOfService := p.config.Allocations.OutOfService()
 	for _, items := range containers {
 		for _, i := range items {
 			requests = append(requests, ledger.PodRequest{
-				ID: i.id, Resource: resource, Device: i.Ref(), Share: i.share, Keep: maintenance[i.GPU.UUID],
+				ID: i.id, Resource: resource, Device: i.Ref(), Share: i.share, Keep: outOfService(i.Device),
 			})
 		}
 	}
@@ -211,9 +211,9 @@ func (p *Plugin) refuse(ctx context.Context, resource string, err error) error {
 	conflict, ok := errors.AsType[*ledger.ConflictError](err)
 	if errors.Is(err, ledger.ErrWithdrawn) {
 		// Rare: kubelet had not received the list without the device yet, or its holder had just ended.
-		klog.FromContext(ctx).Info("Refused Allocate because a device is under maintenance", "resource", resource, "reason", err.Error())
+		klog.FromContext(ctx).Info("Refused Allocate because a device is out of service", "resource", resource, "reason", err.Error())
 		return status.Errorf(codes.FailedPrecondition,
-			"allocate %s: a GPU is under maintenance (kubectl gpu drain); the pod's owner creates another pod: %v", resource, err)
+			"allocate %s: a GPU is out of service; the pod's owner creates another pod: %v", resource, err)
 	}
 	if !ok {
 		return status.Errorf(codes.Internal, "allocate %s: %v", resource, err)

@@ -37,11 +37,12 @@ type Ledger interface {
 	Withholds(source string) bool
 }
 
-// Allocations returns the devices that the scheduler allocated to claims, prepared or not, and the UUIDs of the GPUs that an administrator
-// has taken out of service. All methods answer from memory. The answer may be late or empty: allocations only keep pods away from a device
-// that a claim is about to take.
+// Allocations returns the devices that the scheduler allocated to claims, prepared or not, and those that an administrator has taken out of
+// service. All methods answer from memory. The answer may be late or empty: allocations only keep pods away from a device that a claim is
+// about to take.
 type Allocations interface {
-	Maintenance() map[string]bool
+	// OutOfService returns a function that returns why a device gets no new pod; empty if it does. That function must be pure.
+	OutOfService() func(device.Device) string
 	// Allocated returns the holds that these claims will have: holder, device and share.
 	Allocated() []ledger.Hold
 	// Changed returns a channel that is closed at the next change; take it before reading.

@@ -271,7 +271,7 @@ func (c *resourceDevices) states(u usage) []state {
 		switch {
 		case !health.Healthy() && !i.removed():
 			states[at] = stateUnhealthy
-		case conflict || i.removed() || !mine && (u.withheld || u.maintenance[i.GPU.UUID]) || !i.offered && (c.config.Retiring || !mine):
+		case conflict || i.removed() || !mine && (u.withheld || u.outOfService(i.Device) != "") || !i.offered && (c.config.Retiring || !mine):
 			states[at] = stateWithdrawn
 		case !mine && c.config.HeldOnly != nil:
 			states[at] = stateWithdrawn
@@ -315,9 +315,9 @@ type usage struct {
 	outstanding map[string]int
 	// unwritable is set while the ledger cannot record new holds.
 	unwritable bool
-	// withheld means that no new holder gets a device, and maintenance that none gets these GPUs.
-	withheld    bool
-	maintenance map[string]bool
+	// withheld means that no new holder gets a device. outOfService returns why none gets this one; empty if one does.
+	withheld     bool
+	outOfService func(device.Device) string
 }
 
 // pendingClaim is a claim that does not hold a device, or its share of one, yet: the scheduler has allocated it to the claim, or the
@@ -341,7 +341,7 @@ func usageOf(led Ledger, allocations Allocations) usage {
 	}
 	u.outstanding, _ = led.Outstanding()
 	u.unwritable = led.Unwritable() != nil
-	u.withheld, u.maintenance = led.Withheld() != nil, allocations.Maintenance()
+	u.withheld, u.outOfService = led.Withheld() != nil, allocations.OutOfService()
 	for _, conflict := range led.Conflicts() {
 		for _, ref := range conflict.Devices {
 			u.wait(pendingClaim{claim: ledger.Holder{Kind: ledger.KindClaim, ID: conflict.UID}, device: ref})

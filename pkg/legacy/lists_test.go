@@ -157,7 +157,9 @@ func (a allocations) Allocated() []ledger.Hold {
 	return holds
 }
 
-func (a allocations) Maintenance() map[string]bool { return nil }
+func (a allocations) OutOfService() func(device.Device) string { return allInService }
+
+func allInService(device.Device) string { return "" }
 
 func (a allocations) put(gpus ...int) {
 	a.set(func([]device.Ref) []device.Ref {

@@ -55,11 +55,11 @@ func TestOffered(t *testing.T) {
 	}
 	// Kubelet may still think that it can give GPU-c away, and what must be included is the pod's already.
 	request := &pluginapi.ContainerPreferredAllocationRequest{AvailableDeviceIDs: []string{"GPU-a", "GPU-c"}, AllocationSize: 1}
-	if got := c.prefer(request, usage{}); !slices.Equal(got, []string{"GPU-a"}) {
+	if got := c.prefer(request, usage{outOfService: allInService}); !slices.Equal(got, []string{"GPU-a"}) {
 		t.Errorf("prefers %v", got)
 	}
 	request.MustIncludeDeviceIDs = []string{"GPU-c"}
-	if got := c.prefer(request, usage{}); !slices.Equal(got, []string{"GPU-c"}) {
+	if got := c.prefer(request, usage{outOfService: allInService}); !slices.Equal(got, []string{"GPU-c"}) {
 		t.Errorf("prefers %v where GPU-c must be included", got)
 	}
 }

@@ -18,13 +18,22 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
-// maintenance are GPUs that a test takes out of service, by UUID.
-type maintenance struct{ *observable[map[string]bool] }
+// outOfService are devices that a test takes out of service, by UUID.
+type outOfService struct{ *observable[map[string]bool] }
 
-func (m maintenance) Allocated() []ledger.Hold     { return nil }
-func (m maintenance) Maintenance() map[string]bool { return m.get() }
+func (m outOfService) Allocated() []ledger.Hold { return nil }
 
-func (m maintenance) put(gpus ...int) {
+func (m outOfService) OutOfService() func(device.Device) string {
+	uuids := m.get()
+	return func(d device.Device) string {
+		if uuids[d.UUID()] {
+			return "it has the taint fan=broken:NoSchedule of DeviceTaintRule fans"
+		}
+		return ""
+	}
+}
+
+func (m outOfService) put(gpus ...int) {
 	m.set(func(map[string]bool) map[string]bool {
 		uuids := map[string]bool{}
 		for _, i := range gpus {
@@ -34,11 +43,11 @@ func (m maintenance) put(gpus ...int) {
 	})
 }
 
-// A GPU under maintenance is not offered, stays with the pod that holds it, and goes to no other pod: also not where kubelet has an older
+// A GPU out of service is not offered, stays with the pod that holds it, and goes to no other pod: also not where kubelet has an older
 // list, and preferably not at all.
-func TestMaintenance(t *testing.T) {
+func TestOutOfService(t *testing.T) {
 	t.Parallel()
-	m := maintenance{newObservable[map[string]bool](nil)}
+	m := outOfService{newObservable[map[string]bool](nil)}
 	f, client := serving(t, func(c *Config) { c.Allocations = m })
 	f.await("all devices", healthyCount(8))
 	if _, err := client.Allocate(context.Background(), allocation([]string{uuid(3)})); err != nil {
@@ -53,7 +62,8 @@ func TestMaintenance(t *testing.T) {
 		t.Errorf("preferred %v, %v", preferred, err)
 	}
 	_, err = client.Allocate(context.Background(), allocation([]string{uuid(5)}))
-	if status.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), "a GPU is under maintenance") {
+	if status.Code(err) != codes.FailedPrecondition || !strings.Contains(err.Error(), "a GPU is out of service") ||
+		!strings.Contains(err.Error(), "fan=broken:NoSchedule of DeviceTaintRule fans") {
 		t.Errorf("a pod got it: %v", err)
 	}
 	f.ledger.release(uuid(3))
@@ -66,10 +76,10 @@ func TestMaintenance(t *testing.T) {
 }
 
 // The replicas of a GPU follow it. Those that pods hold stay.
-func TestMaintenanceOfReplicas(t *testing.T) {
+func TestReplicasOutOfService(t *testing.T) {
 	t.Parallel()
 	f, p := sharingNode(t, shared(2, 2, device.Replicas{Count: 4}))
-	m := maintenance{newObservable(map[string]bool{uuid(0): true})}
+	m := outOfService{newObservable(map[string]bool{uuid(0): true})}
 	p.config.Allocations = m
 	gpu := f.inventory.get().GPUs[0]
 	if err := f.ledger.ReservePod([]ledger.PodRequest{{

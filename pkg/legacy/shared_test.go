@@ -189,8 +189,8 @@ func TestPromisedShares(t *testing.T) {
 
 type allocatedShares struct{ *observable[[]ledger.Hold] }
 
-func (p allocatedShares) Allocated() []ledger.Hold     { return p.get() }
-func (p allocatedShares) Maintenance() map[string]bool { return nil }
+func (p allocatedShares) Allocated() []ledger.Hold                 { return p.get() }
+func (p allocatedShares) OutOfService() func(device.Device) string { return allInService }
 
 // Replicas of one GPU are one device to the container.
 func TestAllocateReplicas(t *testing.T) {

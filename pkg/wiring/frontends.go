@@ -56,6 +56,9 @@ func (p *Parts) NewAPIs(s Serving) (apis APIs, err error) {
 	}
 	claims := p.claimsConfig(s)
 	claims.Allocations, claims.DaemonTrouble = allocations, daemonTrouble
+	if apis.GPUNode != nil {
+		claims.Placed = apis.GPUNode.Place
+	}
 	if apis.Claims, err = driver.New(claims); err != nil {
 		return APIs{}, err
 	}

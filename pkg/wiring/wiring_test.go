@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/record"
 
 	"github.com/tandem-gpu/tandem/internal/config"
@@ -142,5 +143,24 @@ func BenchmarkInventory(b *testing.B) {
 	p, _ := connected(b, config.Config{}, gpus...)
 	for b.Loop() {
 		p.Views.Offered.Inventory()
+	}
+}
+
+// The driver tells the GPUNode in which pools the GPUs are.
+func TestPoolsReachTheGPUNode(t *testing.T) {
+	c := config.Defaults()
+	c.NodeName = "node-1"
+	p, _ := connected(t, c)
+	p.REST, c.KubeletDir = &rest.Config{Host: "127.0.0.1:1"}, "/kubelet" // a short path
+	apis, err := p.NewAPIs(Serving{Config: c, Registerer: prometheus.NewRegistry()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	changed := apis.GPUNode.Changed()
+	apis.Claims.Placed(map[string]string{"GPU-a": "node-1/gpu-00"})
+	select {
+	case <-changed:
+	default:
+		t.Error("the GPUNode does not know")
 	}
 }

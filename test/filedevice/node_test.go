@@ -31,6 +31,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/driver"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/podstate"
@@ -234,6 +235,9 @@ func (noAllocations) Claims() []v1alpha1.AllocatedClaim { return nil }
 func (noAllocations) Synced() bool                      { return true }
 func (noAllocations) Maintenance() map[string]bool      { return nil }
 func (noAllocations) Allocated() []ledger.Hold          { return nil }
+func (noAllocations) OutOfService() func(device.Device) string {
+	return func(device.Device) string { return "" }
+}
 func (noAllocations) Changed() <-chan struct{}          { return nil }
 
 // eventually waits until a condition holds.
