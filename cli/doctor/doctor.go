@@ -126,6 +126,7 @@ const (
 	pageInstall      = "docs/user/install.md"
 	pageVersions     = "docs/user/compatibility.md"
 	pageHealth       = "docs/user/health.md#reasons"
+	pageTaints       = "docs/user/health.md#devicetaintrule"
 	pageDrain        = "docs/user/kubectl-gpu.md#take-a-gpu-out-of-service-drain"
 )
 
@@ -419,10 +420,13 @@ func listed(before string, names []string) string {
 	return text
 }
 
-// maintenance notes the GPUs of a node that an administrator has taken out of service: those with the same reason together.
+// maintenance notes the devices of a node that an administrator has taken out of service: those with the same reason together.
 func (e *examination) maintenance(n v1alpha1.GPUNode) {
-	gpus, since := map[string][]string{}, map[string]time.Time{}
+	gpus, since, tainted := map[string][]string{}, map[string]time.Time{}, map[string][]string{}
 	for _, d := range n.Status.Devices {
+		for _, t := range d.Taints {
+			tainted[t.String()] = append(tainted[t.String()], d.Name)
+		}
 		if d.Maintenance == nil || d.Parent != "" {
 			continue
 		}
@@ -442,6 +446,9 @@ func (e *examination) maintenance(n v1alpha1.GPUNode) {
 		}
 		e.add(Note, "node "+n.Name, pageDrain, "when the maintenance is done: kubectl gpu undrain "+n.Name+", or "+n.Name+"/GPU for one of them",
 			"%s", listed("", gpus[why])+": "+text)
+	}
+	for _, taint := range slices.Sorted(maps.Keys(tainted)) {
+		e.add(Note, "node "+n.Name, pageTaints, "when it is not needed any more: delete the rule", "%s: tainted by %s", listed("", tainted[taint]), taint)
 	}
 }
 
@@ -483,8 +490,8 @@ func (e *examination) webhook() {
 }
 
 // guards are the policies without which a stolen token of an agent or of the controller can do more than its job, by the end of their names.
-var guards = []string{"-resourceslices", "-gpunode-status", "-resourceclaims", "-agent-events", "-node-labels", "-controller-gpunodes", "-controller-pods",
-	"-controller-evictions", "-controller-nodes", "-controller-leases", "-controller-protected", "-controller-events"}
+var guards = []string{"-resourceslices", "-gpunode-status", "-resourceclaims", "-agent-events", "-node-labels", "-controller-gpunodes",
+	"-controller-gpunode-taints", "-controller-pods", "-controller-evictions", "-controller-nodes", "-controller-leases", "-controller-protected", "-controller-events"}
 
 func (e *examination) policies() {
 	if !e.read(KindPolicies, KindBindings) {

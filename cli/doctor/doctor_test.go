@@ -210,6 +210,12 @@ var faults = map[string]struct {
 			f.GPUNodes[0].Status.Devices = append(f.GPUNodes[0].Status.Devices, d)
 		}
 	}, []string{"note node node-1", "note node node-1"}},
+	"taints": {func(f *Facts) {
+		fan := v1alpha1.DeviceTaint{Rule: "fans", Taint: v1alpha1.Taint{Key: "example.com/repair", Effect: v1alpha1.TaintNoSchedule}}
+		f.GPUNodes[0].Status.Devices = []v1alpha1.DeviceStatus{
+			{Name: "gpu-0", Taints: []v1alpha1.DeviceTaint{fan}}, {Name: "gpu-1", Taints: []v1alpha1.DeviceTaint{fan}}, {Name: "gpu-2"},
+		}
+	}, []string{"note node node-1"}},
 	"an old conflict": {func(f *Facts) {
 		f.GPUNodes[0].Status.Conflicts = []v1alpha1.ConflictingClaim{
 			{Namespace: "ml", Name: "old", Since: metav1.MicroTime{Time: now.Add(-time.Hour)}}, {Namespace: "ml", Name: "new", Since: metav1.MicroTime{Time: now}},
@@ -267,7 +273,7 @@ func TestPagesExist(t *testing.T) {
 			pages[page] = true
 		}
 	}
-	for _, page := range []string{pageInstallation, pagePods, pageInstall, pageVersions, pageHealth, pageDrain} {
+	for _, page := range []string{pageInstallation, pagePods, pageInstall, pageVersions, pageHealth, pageTaints, pageDrain} {
 		if !pages[page] {
 			t.Errorf("no finding of TestExamine names %s", page)
 		}

@@ -100,6 +100,7 @@ func explainServing(nodes []v1alpha1.GPUNode, asked Request) (reason string, roo
 	type counted struct {
 		name string
 		v1alpha1.DeviceCounts
+		taints []string
 	}
 	var with []counted
 	var total, free int64
@@ -111,7 +112,7 @@ func explainServing(nodes []v1alpha1.GPUNode, asked Request) (reason string, roo
 		if int64(counts.Free)+asked.divided(node.Status) >= asked.Devices {
 			return "", true
 		}
-		with = append(with, counted{node.Name, counts})
+		with = append(with, counted{node.Name, counts, taintsOf(node.Status)})
 		total, free = total+int64(counts.Total), free+int64(counts.Free)
 	}
 	if len(with) == 0 {
@@ -120,26 +121,33 @@ func explainServing(nodes []v1alpha1.GPUNode, asked Request) (reason string, roo
 	slices.SortFunc(with, func(a, b counted) int {
 		return cmp.Or(cmp.Compare(b.Free, a.Free), cmp.Compare(a.name, b.name))
 	})
-	held := "held"
-	unhealthy := slices.ContainsFunc(with, func(n counted) bool { return n.Unhealthy > 0 })
-	switch maintained := slices.ContainsFunc(with, func(n counted) bool { return n.Maintenance > 0 }); {
-	case unhealthy && maintained:
-		held = "held, unhealthy or under maintenance"
-	case unhealthy:
-		held = "held or unhealthy"
-	case maintained:
-		held = "held or under maintenance"
+	are := []string{"held"}
+	for _, of := range []struct {
+		count func(v1alpha1.DeviceCounts) int32
+		what  string
+	}{
+		{func(c v1alpha1.DeviceCounts) int32 { return c.Unhealthy }, "unhealthy"},
+		{func(c v1alpha1.DeviceCounts) int32 { return c.Maintenance }, "under maintenance"},
+		{func(c v1alpha1.DeviceCounts) int32 { return c.Tainted }, "tainted"},
+	} {
+		if slices.ContainsFunc(with, func(n counted) bool { return of.count(n.DeviceCounts) > 0 }) {
+			are = append(are, of.what)
+		}
+	}
+	held := are[len(are)-1]
+	if len(are) > 1 {
+		held = strings.Join(are[:len(are)-1], ", ") + " or " + held
 	}
 	switch {
 	case free > 0:
 		return fmt.Sprintf("no node has %s free: %s", asked.noun(asked.Devices), list(with, func(n counted) string {
-			return fmt.Sprintf("%s has %d of %d (%s)", n.name, n.Free, n.Total, holders(n.DeviceCounts))
+			return fmt.Sprintf("%s has %d of %d (%s)", n.name, n.Free, n.Total, holders(n.DeviceCounts, n.taints))
 		})), false
 	case len(with) == 1:
-		return fmt.Sprintf("%s of %s are %s: %s", asked.all(total), with[0].name, held, holders(with[0].DeviceCounts)), false
+		return fmt.Sprintf("%s of %s are %s: %s", asked.all(total), with[0].name, held, holders(with[0].DeviceCounts, with[0].taints)), false
 	}
 	return fmt.Sprintf("%s of %d nodes are %s: %s", asked.all(total), len(with), held, list(with, func(n counted) string {
-		return fmt.Sprintf("%s (%s)", n.name, holders(n.DeviceCounts))
+		return fmt.Sprintf("%s (%s)", n.name, holders(n.DeviceCounts, n.taints))
 	})), false
 }
 
@@ -156,7 +164,7 @@ func explainShare(nodes []v1alpha1.GPUNode, asked Request) (reason string, room 
 		most := counted{name: node.Name}
 		reported := availability.NewNode(node.Status, nil)
 		for _, d := range node.Status.Devices {
-			if _, out := whyOut(d.Name, d); out {
+			if _, out := whyOutUntolerated(d.Name, d); out {
 				continue
 			}
 			if d.Sharing == nil || d.Sharing.Claims == "" {
@@ -223,7 +231,7 @@ func (r Request) divided(status v1alpha1.GPUNodeStatus) (n int64) {
 	}
 	node := availability.NewNode(status, nil)
 	for _, d := range status.Devices {
-		_, out := whyOut(d.Name, d)
+		_, out := whyOutUntolerated(d.Name, d)
 		shared := d.Sharing != nil && d.Sharing.Claims != "" && len(d.Holders) > 0
 		if shared && !out && r.fits(d, node.Left(d, node.Held)) {
 			n++
@@ -305,13 +313,30 @@ func (a Request) all(n int64) string {
 	return "all " + a.noun(n)
 }
 
-// holders returns text such as "5 by pods, 3 by claims".
-func holders(counts v1alpha1.DeviceCounts) string {
+// taintsOf returns the taints of a node's devices, each once and a few of many.
+func taintsOf(status v1alpha1.GPUNodeStatus) (texts []string) {
+	for _, d := range status.Devices {
+		for _, t := range d.Taints {
+			texts = append(texts, OneLine(t.String()))
+		}
+	}
+	if texts = uniq(texts); len(texts) > mostTaints {
+		texts = append(texts[:mostTaints], fmt.Sprintf("%d more", len(texts)-mostTaints))
+	}
+	return texts
+}
+
+// mostTaints bounds the taints of a node that an answer names.
+const mostTaints = 2
+
+// holders returns text such as "5 by pods, 3 by claims". It names the taints of tainted devices.
+func holders(counts v1alpha1.DeviceCounts, taints []string) string {
 	var parts []string
 	for _, part := range []struct {
 		n    int32
 		what string
-	}{{counts.Pods, "by pods"}, {counts.Claims, "by claims"}, {counts.Unhealthy, "unhealthy"}, {counts.Maintenance, "under maintenance"}} {
+	}{{counts.Pods, "by pods"}, {counts.Claims, "by claims"}, {counts.Unhealthy, "unhealthy"}, {counts.Maintenance, "under maintenance"},
+		{counts.Tainted, "tainted by " + strings.Join(taints, " and ")}} {
 		if part.n > 0 {
 			parts = append(parts, fmt.Sprintf("%d %s", part.n, part.what))
 		}

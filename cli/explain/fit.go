@@ -39,6 +39,7 @@ type stock struct {
 	node     availability.Node
 	status   v1alpha1.GPUNodeStatus
 	claims   []v1alpha1.AllocatedClaim
+	rules    []v1alpha1.RuleTaint
 	devices  []candidate
 	uses     []use
 	counters map[counterSet]map[string]int64
@@ -60,7 +61,7 @@ type selected struct{ expression, device string }
 // newStock collects the devices of a node. like are published devices of the cluster by model.
 func newStock(m *matcher, n v1alpha1.GPUNode, published []resourceapi.ResourceSlice, like map[alike]*resourceapi.Device, unread bool) *stock {
 	s := &stock{
-		match: m, nodeName: n.Name, slices: published, unread: unread, matched: map[selected]bool{}, status: n.Status, claims: n.Spec.Claims, node: availability.NewNode(n.Status, n.Spec.Claims),
+		match: m, nodeName: n.Name, slices: published, unread: unread, matched: map[selected]bool{}, status: n.Status, claims: n.Spec.Claims, rules: n.Spec.Taints, node: availability.NewNode(n.Status, n.Spec.Claims),
 		counters: map[counterSet]map[string]int64{}, full: map[counterSet]map[string]int64{},
 	}
 	s.uses = slices.Clone(s.node.Held)
@@ -193,7 +194,7 @@ func (s shortage) reason() string {
 	for _, of := range []struct {
 		reason availability.Reason
 		what   string
-	}{{availability.Unhealthy, "unhealthy"}, {availability.Maintenance, "under maintenance"}} {
+	}{{availability.Unhealthy, "unhealthy"}, {availability.Maintenance, "under maintenance"}, {availability.Tainted, "tainted"}} {
 		n := 0
 		for _, b := range s.blocked {
 			if b.reason == of.reason {
@@ -362,6 +363,9 @@ func (s *stock) free(c candidate, n need) (blocked, bool) {
 	if why, out := whyOut(c.published.Name, status); known && out {
 		return why, false
 	}
+	if why, out := s.tainted(c, n); out && why.reason == availability.Tainted {
+		return why, false
+	}
 	if known && status.Sharing != nil && status.Sharing.Claims != "" && status.Name == c.published.Name {
 		left := s.node.Left(status, s.uses)
 		request := Request{Memory: n.capacity[capacity.Memory], Shares: n.capacity[capacity.Shares]}
@@ -376,15 +380,27 @@ func (s *stock) free(c candidate, n need) (blocked, bool) {
 	if !s.countersSuffice(c) {
 		return blocked{device.GPUName(c.published.Name), availability.HeldByClaim, "no room for it"}, false
 	}
-	for _, taint := range c.published.Taints {
-		if taint.Effect != resourceapi.DeviceTaintEffectNone && !tolerated(taint, n.tolerations) {
-			return blocked{c.published.Name, availability.Unhealthy, "taint " + taintText(taint.Key, taint.Value, string(taint.Effect))}, false
-		}
-	}
-	return blocked{}, true
+	why, out := s.tainted(c, n)
+	return why, !out
 }
 
-// whyOut returns why no pod gets a device, other than its holders. The device is named as given.
+// tainted returns the taint that keeps a need from a device.
+func (s *stock) tainted(c candidate, n need) (why blocked, out bool) {
+	for _, taint := range c.published.Taints {
+		if taint.Effect == resourceapi.DeviceTaintEffectNone || tolerated(taint, n.tolerations) {
+			continue
+		}
+		for _, t := range s.rules {
+			if deviceTaint(t.Taint) == taint && (c.partly || t.Selects(c.pool, c.published.Name)) {
+				return blocked{c.published.Name, availability.Tainted, v1alpha1.DeviceTaint{Rule: t.Rule, Taint: t.Taint}.String()}, true
+			}
+		}
+		why, out = blocked{c.published.Name, availability.Unhealthy, "taint " + taintText(taint.Key, taint.Value, string(taint.Effect))}, true
+	}
+	return why, out
+}
+
+// whyOut returns why no pod gets a device, other than its holders and what it tolerates. The device is named as given.
 func whyOut(name string, d v1alpha1.DeviceStatus) (why blocked, out bool) {
 	switch {
 	case d.Excluded:
@@ -395,6 +411,14 @@ func whyOut(name string, d v1alpha1.DeviceStatus) (why blocked, out bool) {
 		return blocked{name, availability.Maintenance, d.Maintenance.Reason}, true
 	}
 	return blocked{}, false
+}
+
+// whyOutUntolerated is whyOut for a pod that tolerates no taint, as pods with limits.
+func whyOutUntolerated(name string, d v1alpha1.DeviceStatus) (why blocked, out bool) {
+	if why, out := whyOut(name, d); out || len(d.Taints) == 0 {
+		return why, out
+	}
+	return blocked{name, availability.Tainted, d.Taints[0].String()}, true
 }
 
 func describeLeft(d v1alpha1.DeviceStatus, left device.Share) string {

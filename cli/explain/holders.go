@@ -115,6 +115,11 @@ func (f Facts) blockers(s *stock, short shortage, node string) (holders, frees [
 				name.GPU, cmp.Or(OneLine(b.detail), "no reason given")))
 			continue
 		}
+		if b.reason == availability.Tainted {
+			// Once for all devices: a rule may select every partition that is possible.
+			frees = append(frees, fmt.Sprintf("devices of %s with the taint %s, once it has ended, or with a claim that tolerates it", node, OneLine(b.detail)))
+			continue
+		}
 		lines := f.holdersOf(s, name)
 		if b.detail != "" && len(lines) > 0 && !strings.HasPrefix(b.detail, "no room") {
 			lines[0] += ", " + b.detail

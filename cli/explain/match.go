@@ -134,6 +134,9 @@ func described(d v1alpha1.DeviceStatus, like *resourceapi.Device) candidate {
 			c.published.Attributes[name] = resourceapi.DeviceAttribute{StringValue: ptr.To(value)}
 		}
 	}
+	for _, t := range d.Taints {
+		c.published.Taints = append(c.published.Taints, deviceTaint(t.Taint))
+	}
 	text("productName", d.Model)
 	text("uuid", d.UUID)
 	text("profile", d.Profile)

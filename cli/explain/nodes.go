@@ -295,7 +295,7 @@ func HasGPUs(node *corev1.Node) bool {
 	return false
 }
 
-// published returns the devices of the driver's pools by node, each pool in its latest generation.
+// published returns the devices of the driver's pools by node, each pool in its latest generation, with the taints of DeviceTaintRules.
 func (f Facts) published() map[string][]resourceapi.ResourceSlice {
 	if f.byNode != nil {
 		return f.byNode
@@ -306,10 +306,14 @@ func (f Facts) published() map[string][]resourceapi.ResourceSlice {
 			latest[s.Spec.Pool.Name] = max(latest[s.Spec.Pool.Name], s.Spec.Pool.Generation)
 		}
 	}
+	rules := map[string][]v1alpha1.RuleTaint{}
+	for _, n := range f.GPUNodes {
+		rules[n.Name] = n.Spec.Taints
+	}
 	byNode := map[string][]resourceapi.ResourceSlice{}
 	for _, s := range f.Slices {
 		if s.Spec.Driver == f.Driver && s.Spec.NodeName != nil && s.Spec.Pool.Generation == latest[s.Spec.Pool.Name] {
-			byNode[*s.Spec.NodeName] = append(byNode[*s.Spec.NodeName], s)
+			byNode[*s.Spec.NodeName] = append(byNode[*s.Spec.NodeName], withRules(s, rules[*s.Spec.NodeName]))
 		}
 	}
 	for _, of := range byNode {
@@ -318,4 +322,24 @@ func (f Facts) published() map[string][]resourceapi.ResourceSlice {
 		})
 	}
 	return byNode
+}
+
+// withRules returns a slice with the taints that the scheduler adds to its devices (k8s.io/dynamic-resource-allocation/resourceslice/tracker).
+func withRules(s resourceapi.ResourceSlice, rules []v1alpha1.RuleTaint) resourceapi.ResourceSlice {
+	if len(rules) > 0 {
+		s.Spec.Devices = slices.Clone(s.Spec.Devices)
+	}
+	for i := range s.Spec.Devices {
+		d := &s.Spec.Devices[i]
+		for _, t := range rules {
+			if t.Selects(s.Spec.Pool.Name, d.Name) {
+				d.Taints = append(slices.Clip(d.Taints), deviceTaint(t.Taint))
+			}
+		}
+	}
+	return s
+}
+
+func deviceTaint(t v1alpha1.Taint) resourceapi.DeviceTaint {
+	return resourceapi.DeviceTaint{Key: t.Key, Value: t.Value, Effect: resourceapi.DeviceTaintEffect(t.Effect)}
 }

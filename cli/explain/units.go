@@ -49,7 +49,7 @@ func (s *stock) unitsOf(d v1alpha1.DeviceStatus) (free int64, why blocked) {
 		}
 		return 1, blocked{}
 	}
-	if why, out := whyOut(d.Name, d); out {
+	if why, out := whyOutUntolerated(d.Name, d); out {
 		return 0, why
 	}
 	if replicas {

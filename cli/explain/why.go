@@ -91,7 +91,7 @@ const (
 	CauseGivenUp      Cause = "GivenUp"      // the scheduler fails on a node for another reason, and gives up the pod on all nodes
 	CauseRoom         Cause = "Room"         // a node has what it requests: it waits for something else
 	CauseFull         Cause = "Full"         // nodes have what it requests, and other holders have that
-	CauseUnhealthy    Cause = "Unhealthy"    // the same, and the devices are unhealthy or under maintenance
+	CauseUnhealthy    Cause = "Unhealthy"    // the same, and the devices are unhealthy, under maintenance or tainted
 	CauseAgent        Cause = "Agent"        // the agents of the nodes that may have what it requests do not serve GPUs
 	CauseExcluded     Cause = "Excluded"     // nodes have what it requests, and it may not run there
 	CauseNever        Cause = "Never"        // no node has what it requests

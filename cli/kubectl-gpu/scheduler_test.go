@@ -17,13 +17,20 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/sets"
+	"k8s.io/client-go/informers"
+	resourceinformers "k8s.io/client-go/informers/resource/v1"
+	"k8s.io/client-go/kubernetes/fake"
+	"k8s.io/client-go/tools/cache"
 	"k8s.io/dynamic-resource-allocation/cel"
+	"k8s.io/dynamic-resource-allocation/resourceslice/tracker"
 	"k8s.io/dynamic-resource-allocation/structured"
 	"k8s.io/utils/ptr"
 	"sigs.k8s.io/yaml"
 
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/cli/explain"
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -150,7 +157,7 @@ func (o oracle) outcome(t *testing.T, w random) (causes []string, detail string)
 	var failed []string // nodes may fail for different reasons
 	for _, m := range w.machines {
 		idle := *m
-		idle.holds, idle.claims, idle.maintenance = nil, nil, nil
+		idle.holds, idle.claims, idle.maintenance, idle.rules = nil, nil, nil, nil
 		idle.gpus = slices.Clone(m.gpus)
 		for i := range idle.gpus {
 			idle.gpus[i].Health = device.Health{}
@@ -194,6 +201,7 @@ func (o oracle) allocate(ctx context.Context, t *testing.T, m *machine, claims [
 	for _, s := range m.slices() {
 		published = append(published, s.(*resourceapi.ResourceSlice))
 	}
+	published = withRules(t, published, m.rules)
 	state := structured.AllocatedState{
 		AllocatedDevices: sets.New[structured.DeviceID](), AllocatedSharedDeviceIDs: sets.New[structured.SharedDeviceID](),
 		AggregatedCapacity: structured.NewConsumedCapacityCollection(),
@@ -219,6 +227,54 @@ func (o oracle) allocate(ctx context.Context, t *testing.T, m *machine, claims [
 	}
 	results, err := allocator.Allocate(ctx, m.node(), claims)
 	return results != nil, err
+}
+
+// withRules returns slices as the scheduler has them where there are rules.
+func withRules(t *testing.T, published []*resourceapi.ResourceSlice, rules []v1alpha1.RuleTaint) []*resourceapi.ResourceSlice {
+	t.Helper()
+	if len(rules) == 0 {
+		return published
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	var objects []runtime.Object
+	for _, s := range published {
+		objects = append(objects, s)
+	}
+	for _, of := range rules {
+		rule := &resourceapi.DeviceTaintRule{ObjectMeta: metav1.ObjectMeta{Name: of.Rule}, Spec: resourceapi.DeviceTaintRuleSpec{
+			DeviceSelector: &resourceapi.DeviceTaintSelector{Driver: ptr.To(config.Defaults().DriverName)},
+			Taint:          resourceapi.DeviceTaint{Key: of.Key, Value: of.Value, Effect: resourceapi.DeviceTaintEffect(of.Effect)},
+		}}
+		if of.Pool != "" {
+			rule.Spec.DeviceSelector.Pool = &of.Pool
+		}
+		if of.Device != "" {
+			rule.Spec.DeviceSelector.Device = &of.Device
+		}
+		objects = append(objects, rule)
+	}
+	api := fake.NewClientset(objects...)
+	factory := informers.NewSharedInformerFactory(api, 0)
+	resources := factory.Resource().V1()
+	tracked, err := tracker.StartTracker(ctx, tracker.Options{
+		EnableDeviceTaintRules: true, KubeClient: api,
+		SliceInformer: resourceinformers.ToTypedResourceSliceInformer(resources.ResourceSlices()),
+		TaintInformer: resourceinformers.ToTypedDeviceTaintRuleInformer(resources.DeviceTaintRules()),
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer tracked.Stop()
+	factory.Start(ctx.Done())
+	if !cache.WaitFor(ctx, "", tracked.HasSyncedChecker()) {
+		t.Fatal("the tracker does not sync")
+	}
+	tainted, err := tracked.ListPatchedResourceSlices()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return tainted
 }
 
 // dice generates worlds.
@@ -298,6 +354,11 @@ func (r dice) machine(name string) *machine {
 				m.maintain(i, "fan")
 			}
 		}
+	}
+	for i := range pick(r, 0, 0, 0, 1, 2) {
+		g := m.gpus[r.IntN(len(m.gpus))]
+		pool := pick(r, "", "", name, device.OwnPool(name, g))
+		m.taint(fmt.Sprint("rule-", i), pick(r, v1alpha1.TaintNoSchedule, v1alpha1.TaintNoExecute), pool, pick(r, "", g.Name(), g.Name(), g.Name()+"-mig-1g10gb-19-0"))
 	}
 	if r.one(4) {
 		m.taints = []corev1.Taint{{Key: "team", Value: "web", Effect: corev1.TaintEffectNoSchedule}}

@@ -208,7 +208,7 @@ func installed() []runtime.Object {
 			{Kind: rbacv1.ServiceAccountKind, Namespace: "tandem-system", Name: name}}})
 	}
 	for _, suffix := range []string{"-resourceslices", "-gpunode-status", "-resourceclaims", "-agent-events", "-node-labels", "-controller-gpunodes",
-		"-controller-pods", "-controller-evictions", "-controller-nodes", "-controller-leases", "-controller-protected", "-controller-events"} {
+		"-controller-gpunode-taints", "-controller-pods", "-controller-evictions", "-controller-nodes", "-controller-leases", "-controller-protected", "-controller-events"} {
 		objects = append(objects, &admissionv1.ValidatingAdmissionPolicy{ObjectMeta: of("tandem"+suffix, "policy")}, &admissionv1.ValidatingAdmissionPolicyBinding{
 			ObjectMeta: of("tandem"+suffix, "policy"), Spec: admissionv1.ValidatingAdmissionPolicyBindingSpec{PolicyName: "tandem" + suffix}})
 	}
@@ -252,6 +252,12 @@ func screens() map[string]func(*testing.T) string {
 	service := busy().maintain(0, "").maintain(7, "replace the fan")
 	forged := h100s("node-1", 2).pod("ml", "infer", 0).pod("ml", "cache", 1).maintain(0, "").maintain(1, "")
 	parts := partitioned().maintain(0, "firmware").maintain(1, "firmware")
+	fans := h100s("node-1", 3).pod("ml", "infer", 0).taint("fans", v1alpha1.TaintNoSchedule, "", "gpu-1").
+		taint("bus", v1alpha1.TaintNoExecute, "node-1", "gpu-2").taint("fans-2", v1alpha1.TaintNoSchedule, "", "gpu-2")
+	slicesOf := partitioned()
+	slicesOf.taint("fans", v1alpha1.TaintNoSchedule, "", "gpu-0-mig-1g10gb-19-6").taint("fans-2", v1alpha1.TaintNoSchedule, "", "gpu-1")
+	possible := h100s("node-1", 1).taint("fans", v1alpha1.TaintNoSchedule, "node-1/gpu-00", "")
+	possible.gpu(0).Dynamic = true
 	draining := h100s("node-1", 1)
 	draining.claim("ml", "old-gpu", "old", draining.gpu(0).Ref())
 	draining.claims, draining.holds[0].State, draining.holds[0].WaitsFor = nil, ledger.StateDraining, "process 4711 (python, state D) of pod ml/old"
@@ -307,6 +313,22 @@ func screens() map[string]func(*testing.T) string {
 		"why-maintenance":     show(of(maintained, pending("late", byLimits(testResource, 2), scheduler(none))), "why", "late"),
 		"why-maintenance-claim": show(of(h100s("node-1", 1).maintain(0, ""), pending("late", byTemplate("single", "late-gpu")),
 			claim("late-gpu", spec("gpu.nvidia.com"))), "why", "late"),
+
+		"ls-tainted":      show(of(fans), "ls", "node-1", "-o", "wide"),
+		"ls-tainted-yaml": show(of(fans), "ls", "node-1", "-o", "yaml"),
+		"top-tainted":     show(measured(of(fans)), "top", "node-1", "-o", "wide"),
+		"node-tainted":    show(with(of(slicesOf), func(w *world) { w.style = overview.Style{UTF8: true} }), "node", "node-2"),
+		"pending-tainted": show(of(fans, pending("late", byLimits(testResource, 1), scheduler(none))), "pending"),
+		"doctor-tainted":  show(world{machines: []*machine{fans}, objects: installed()}, "doctor"),
+		"why-tainted":     show(of(fans, pending("late", byLimits(testResource, 1), scheduler(none))), "why", "late"),
+		"why-tainted-claim": show(of(fans, pending("late", byTemplate("single", "late-gpu")), claim("late-gpu", spec("gpu.nvidia.com"))),
+			"why", "late"),
+		"why-tainted-tolerant": show(of(fans, pending("late", byTemplate("single", "late-gpu")),
+			claim("late-gpu", spec("gpu.nvidia.com", func(r *resourceapi.ExactDeviceRequest) {
+				r.Tolerations = []resourceapi.DeviceToleration{{Key: "example.com/repair", Operator: resourceapi.DeviceTolerationOpExists}}
+			}))), "why", "late"),
+		"why-tainted-partition": show(of(possible, pending("late", byTemplate("part", "late-gpu")), claim("late-gpu", spec("mig.nvidia.com"))), "why", "late"),
+
 		"drain":         show(of(service), "drain", "node-1/7"),
 		"drain-held":    whileHeld,
 		"drain-no-wait": show(of(busy()), "drain", "node-1", "--wait=false"),

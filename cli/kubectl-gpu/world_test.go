@@ -63,6 +63,8 @@ type machine struct {
 	excluded  string
 	// maintenance are the entries of the GPUNode's spec.
 	maintenance []v1alpha1.GPUMaintenance
+	// rules are the DeviceTaintRules in the GPUNode's spec.
+	rules []v1alpha1.RuleTaint
 }
 
 // h100s returns a machine with so many GPUs on two NUMA nodes, connected by NVLink.
@@ -149,10 +151,11 @@ func (m *machine) gpuNode() *v1alpha1.GPUNode {
 	node := &v1alpha1.GPUNode{
 		TypeMeta:   metav1.TypeMeta{APIVersion: v1alpha1.GroupVersion.String(), Kind: "GPUNode"},
 		ObjectMeta: metav1.ObjectMeta{Name: m.name},
-		Spec:       v1alpha1.GPUNodeSpec{Claims: m.claims, Maintenance: m.maintenance},
+		Spec:       v1alpha1.GPUNodeSpec{Claims: m.claims, Maintenance: m.maintenance, Taints: m.rules},
 		Status: gpunode.Status(gpunode.Facts{
 			Mode: "Dual", Limits: m.limits, Inventory: inventory, Holds: m.holds, Allocatable: allocatable, Waiting: m.waiting, Conflicts: m.conflicts,
 			Maintenance:   m.maintenance,
+			Taints:        m.tainted,
 			Excluded:      func(g device.GPU) bool { return g.Name() == m.excluded },
 			OfferedToPods: func(g device.GPU) bool { return g.Name() != m.excluded },
 		}),
@@ -166,6 +169,29 @@ func (m *machine) maintain(gpu int, reason string) *machine {
 	since := metav1.NewTime(time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC))
 	m.maintenance = append(m.maintenance, v1alpha1.GPUMaintenance{UUID: m.gpus[gpu].UUID, Reason: reason, Since: &since})
 	return m
+}
+
+// taint adds what the controller writes of a DeviceTaintRule. Without a pool or a device the rule selects all of them.
+func (m *machine) taint(rule string, effect v1alpha1.TaintEffect, pool, device string) *machine {
+	since := metav1.NewTime(time.Date(2026, 1, 2, 3, 4, 5, 0, time.UTC))
+	m.rules = append(m.rules, v1alpha1.RuleTaint{Rule: rule, Pool: pool, Device: device, Taint: v1alpha1.Taint{
+		Key: "example.com/repair", Value: "fan", Effect: effect, Since: &since,
+	}})
+	return m
+}
+
+// tainted is what the agent makes of it.
+func (m *machine) tainted(gpu device.GPU, name string) (taints []v1alpha1.DeviceTaint) {
+	pool := m.name
+	if gpu.Dynamic {
+		pool = device.OwnPool(m.name, gpu)
+	}
+	for _, t := range m.rules {
+		if t.Selects(pool, name) {
+			taints = append(taints, v1alpha1.DeviceTaint{Rule: t.Rule, Taint: t.Taint})
+		}
+	}
+	return taints
 }
 
 func (m *machine) maintained() map[string]bool {

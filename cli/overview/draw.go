@@ -86,7 +86,7 @@ func (s Style) gpuCells(n Node, gpu GPU) []cell {
 
 // signs distinguish the states without colour. The others have the first one.
 var signs = map[State]struct{ utf8, ascii string }{
-	"": {"●", "*"}, Free: {"○", "."}, Unhealthy: {"✗", "!"}, Maintenance: {"◇", "#"}, Excluded: {"–", "-"}, Unserved: {"–", "-"},
+	"": {"●", "*"}, Free: {"○", "."}, Unhealthy: {"✗", "!"}, Maintenance: {"◇", "#"}, Tainted: {"◆", "%"}, Excluded: {"–", "-"}, Unserved: {"–", "-"},
 }
 
 // Mark returns a state with its sign.
@@ -126,7 +126,7 @@ func (s Style) shares(gpu GPU) string {
 			left = 0
 		}
 	}
-	if left > 0 && gpu.State != Unhealthy && gpu.State != Maintenance {
+	if left > 0 && gpu.WhyOut() == "" {
 		rows = append(rows, []cell{{text: explain.Mebibytes(left)}, {text: "free"}})
 	}
 	return s.columns(indent, 2, rows)

@@ -42,6 +42,8 @@ type Counts struct {
 	Unhealthy int `json:"unhealthy"`
 	// Maintenance counts those that an administrator has taken out of service.
 	Maintenance int `json:"maintenance"`
+	// Tainted counts those with a taint, as of a DeviceTaintRule.
+	Tainted int `json:"tainted"`
 	// Unserved counts those without a holder on nodes that give no GPU to new pods and claims.
 	Unserved int `json:"unserved"`
 }
@@ -69,6 +71,7 @@ const (
 	Excluded    State = "Excluded"    // the node's configuration excludes it from both APIs
 	Unhealthy   State = "Unhealthy"   // it cannot run work, held or not
 	Maintenance State = "Maintenance" // an administrator has taken it out of service, held or not
+	Tainted     State = "Tainted"     // it has a taint, as of a DeviceTaintRule, held or not
 	Draining    State = "Draining"    // its holders have ended, and containers may still use it
 	Claim       State = "Claim"       // a claim holds it, or a partition of it
 	Pod         State = "Pod"         // a pod holds it, or a partition of it, by limits
@@ -94,6 +97,7 @@ type Device struct {
 	Slowdown        string `json:"slowdown,omitempty"`
 	// Maintenance is absent if the device is in service.
 	Maintenance           *Service `json:"maintenance,omitempty"`
+	Taints                []Taint  `json:"taints,omitempty"`
 	ExtendedResource      string   `json:"extendedResource,omitempty"`
 	ExtendedResourceState string   `json:"extendedResourceState,omitempty"`
 	Sharing               *Sharing `json:"sharing,omitempty"`
@@ -107,12 +111,42 @@ type Service struct {
 	Since  *metav1.Time `json:"since,omitempty"`
 }
 
+// Taint is a taint of a device. Rule is the DeviceTaintRule that it is from.
+type Taint struct {
+	Rule   string       `json:"rule,omitempty"`
+	Key    string       `json:"key"`
+	Value  string       `json:"value,omitempty"`
+	Effect string       `json:"effect"`
+	Since  *metav1.Time `json:"since,omitempty"`
+
+	// text is the taint for users.
+	text string
+}
+
 // WhyOut returns why a device gets no new holder, other than its holders; empty if that is not so.
 func (d Device) WhyOut() string {
-	if d.UnhealthyReason != "" || d.Maintenance == nil {
+	switch {
+	case d.UnhealthyReason != "":
 		return d.UnhealthyReason
+	case d.Maintenance != nil:
+		return cmp.Or(d.Maintenance.Reason, "no reason given")
+	case len(d.Taints) == 1:
+		return d.Taints[0].text
+	case len(d.Taints) > 1:
+		return fmt.Sprintf("%s, and %d more", d.Taints[0].text, len(d.Taints)-1)
 	}
-	return cmp.Or(d.Maintenance.Reason, "no reason given")
+	return ""
+}
+
+// OutSince returns since when an administrator has taken a device out of service; nil if that is not known or not so.
+func (d Device) OutSince() *metav1.Time {
+	switch {
+	case d.Maintenance != nil:
+		return d.Maintenance.Since
+	case len(d.Taints) > 0:
+		return d.Taints[0].Since
+	}
+	return nil
 }
 
 // Holder is a claim or a pod that has a device, or a share of it.
@@ -235,6 +269,9 @@ func deviceOf(d v1alpha1.DeviceStatus, known availability.Node, claims []v1alpha
 	if m := d.Maintenance; m != nil {
 		device.Maintenance = &Service{Reason: explain.OneLine(m.Reason), Since: m.Since}
 	}
+	for _, t := range d.Taints {
+		device.Taints = append(device.Taints, Taint{t.Rule, t.Key, t.Value, string(t.Effect), t.Since, explain.OneLine(t.String())})
+	}
 	if s := d.Sharing; s != nil {
 		device.Sharing = &Sharing{Strategy: s.Strategy, Claims: string(s.Claims), MemoryBytes: s.Memory, Shares: s.Shares, Replicas: s.Replicas}
 	}
@@ -272,6 +309,8 @@ func stateOf(d v1alpha1.DeviceStatus, known availability.Node) State {
 		return Unhealthy
 	case availability.Maintenance:
 		return Maintenance
+	case availability.Tainted:
+		return Tainted
 	case availability.Draining:
 		return Draining
 	case availability.HeldByClaim:
@@ -312,7 +351,7 @@ func New(nodes []Node) Overview {
 func (c *Counts) add(s State) {
 	of := map[State]*int{
 		Free: &c.Free, Claim: &c.Claims, Pod: &c.Pods, Allocated: &c.Allocated, Draining: &c.Draining, Unhealthy: &c.Unhealthy,
-		Maintenance: &c.Maintenance, Unserved: &c.Unserved,
+		Maintenance: &c.Maintenance, Tainted: &c.Tainted, Unserved: &c.Unserved,
 	}[s]
 	if of != nil {
 		c.Total++
@@ -328,7 +367,7 @@ func (c Counts) String() string {
 		what string
 	}{
 		{c.Claims, "by claims"}, {c.Pods, "by pods"}, {c.Allocated, "allocated"}, {c.Draining, "draining"}, {c.Unhealthy, "unhealthy"},
-		{c.Maintenance, "under maintenance"}, {c.Unserved, "unserved"}, {c.Free, "free"},
+		{c.Maintenance, "under maintenance"}, {c.Tainted, "tainted"}, {c.Unserved, "unserved"}, {c.Free, "free"},
 	} {
 		if part.n > 0 {
 			parts = append(parts, fmt.Sprintf("%d %s", part.n, part.what))

@@ -109,7 +109,7 @@ func (d Device) Describe(n Node) (holders, shares string) {
 	}
 	inPartitions := slices.ContainsFunc(n.Devices, func(p Device) bool { return p.Parent == d.Name && len(p.Holders)+len(p.Allocated) > 0 })
 	if d.Parent == "" && len(texts) == 0 && (d.State == Claim || d.State == Pod || d.State == Draining || d.State == Allocated ||
-		d.State == Maintenance && inPartitions) {
+		(d.State == Maintenance || d.State == Tainted) && inPartitions) {
 		texts = append(texts, "in its partitions")
 	}
 	if d.Sharing == nil || len(parts) == 0 {

@@ -17,7 +17,7 @@ type Style struct {
 
 // colours of the states (ECMA-48, SGR).
 var colours = map[State]string{
-	Free: "32", Claim: "36", Pod: "34", Allocated: "33", Draining: "33", Unhealthy: "31", Maintenance: "35", Excluded: "90", Unserved: "90",
+	Free: "32", Claim: "36", Pod: "34", Allocated: "33", Draining: "33", Unhealthy: "31", Maintenance: "35", Tainted: "35", Excluded: "90", Unserved: "90",
 }
 
 // paint returns the text in the colour of a state.

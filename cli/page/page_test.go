@@ -52,6 +52,7 @@ func hostile() v1alpha1.GPUNode {
 			{Name: "gpu-0", UUID: html, Model: html, UnhealthyReason: html, Slowdown: html, Sharing: &v1alpha1.DeviceSharing{Strategy: html, Memory: 1},
 				Holders: []v1alpha1.DeviceHolder{{Kind: "Claim", Namespace: html, Name: html, WaitsFor: html, Pods: []v1alpha1.PodReference{{Namespace: html, Name: html}}}}},
 			{Name: "gpu-0-mig-1g10gb-19-0", Parent: "gpu-0", Profile: html, Maintenance: &v1alpha1.DeviceMaintenance{Reason: html}},
+			{Name: "gpu-1", Taints: []v1alpha1.DeviceTaint{{Rule: html, Taint: v1alpha1.Taint{Key: html, Value: html, Effect: "NoSchedule"}}}},
 		},
 		Conflicts: []v1alpha1.ConflictingClaim{{Namespace: html, Name: html, Devices: []string{html}, Message: html}},
 	}

@@ -147,7 +147,7 @@ func rank(n overview.Node) int {
 		return 1
 	case is(overview.Unhealthy):
 		return 2
-	case is(overview.Maintenance):
+	case is(overview.Maintenance), is(overview.Tainted):
 		return 3
 	}
 	return ranks

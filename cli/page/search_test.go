@@ -68,6 +68,8 @@ func large() *Page {
 		switch {
 		case i == 4700:
 			n.Status.Devices[7].Maintenance = &v1alpha1.DeviceMaintenance{Reason: "a new fan", Since: &since}
+		case i == 4600:
+			n.Status.Devices[7].Taints = []v1alpha1.DeviceTaint{{Rule: "fans", Taint: v1alpha1.Taint{Key: "repair", Value: "fan", Effect: "NoSchedule", Since: &since}}}
 		case i == 4800:
 			n.Status.Devices[7].UnhealthyReason = "XID: XID 79: GPU has fallen off the bus"
 		case i == 4900:
@@ -128,13 +130,13 @@ func TestLarge(t *testing.T) {
 		return answer.Body.String()
 	}
 	body := read("")
-	if diff := cmp.Diff([]string{"4999", "4900", "4800", "4700", "0000", "0001"}, found(body)[:6]); diff != "" {
+	if diff := cmp.Diff([]string{"4999", "4900", "4800", "4600", "4700", "0000"}, found(body)[:6]); diff != "" {
 		t.Errorf("the first nodes (-want +got):\n%s", diff)
 	}
 	exact := since.UTC().Format(time.RFC3339)
 	for _, text := range []string{
 		`<b>demo</b> <span>127.0.0.1:6443</span> <span>as jane</span>`, "gpu-7: Unhealthy: XID: XID 79: GPU has fallen off the bus",
-		`gpu-7: Maintenance: a new fan <time datetime="` + exact + `" title="` + exact + `">3 h</time>`, "Conflict: claim team-0/late, gpu-1: a pod has it <time", ": no NVIDIA driver<",
+		`gpu-7: Maintenance: a new fan <time datetime="` + exact + `" title="` + exact + `">3 h</time>`, `gpu-7: Tainted: repair=fan:NoSchedule of DeviceTaintRule fans <time datetime="` + exact + `"`, "Conflict: claim team-0/late, gpu-1: a pod has it <time", ": no NVIDIA driver<",
 		`>Deployment team-0/web</a> <span>20 pods</span> <span>9 nvidia.com/gpu</span>`, "1040 more owners",
 	} {
 		if !strings.Contains(body, text) {
@@ -146,8 +148,8 @@ func TestLarge(t *testing.T) {
 		counts[html.UnescapeString(match[2])] = html.UnescapeString(match[1])
 	}
 	for text, want := range map[string][]string{
-		"4 with a problem": {"4999", "4900", "4800", "4700"}, "1 without a serving agent": {"4999"}, "1 with a claim in conflict": {"4900"},
-		"✗ Unhealthy 1": {"4800"}, "◇ Maintenance 1": {"4700"}, "2000 waiting pods": nil,
+		"5 with a problem": {"4999", "4900", "4800", "4600", "4700"}, "1 without a serving agent": {"4999"}, "1 with a claim in conflict": {"4900"},
+		"✗ Unhealthy 1": {"4800"}, "◇ Maintenance 1": {"4700"}, "◆ Tainted 1": {"4600"}, "2000 waiting pods": nil,
 	} {
 		query, has := counts[text]
 		if body := read(query); !has || !slices.Equal(found(body), want) || strings.Contains(body, "Waiting pods") != (want == nil) {

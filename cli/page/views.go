@@ -99,7 +99,7 @@ type countView struct {
 
 // states in the order of the legend.
 var states = []overview.State{
-	overview.Free, overview.Claim, overview.Pod, overview.Allocated, overview.Draining, overview.Unhealthy, overview.Maintenance, overview.Unserved, overview.Excluded,
+	overview.Free, overview.Claim, overview.Pod, overview.Allocated, overview.Draining, overview.Unhealthy, overview.Maintenance, overview.Tainted, overview.Unserved, overview.Excluded,
 }
 
 // nodeView is a node in any view.
@@ -324,14 +324,14 @@ func problemsOf(n overview.Node, now time.Time) (views []problemView, more int) 
 	for _, c := range n.Conflicts {
 		views = append(views, problemView{"Conflict: " + c.String(), overview.Unhealthy, ageOf(&c.Since, now)})
 	}
-	for _, state := range []overview.State{overview.Unhealthy, overview.Maintenance} {
+	for _, state := range []overview.State{overview.Unhealthy, overview.Maintenance, overview.Tainted} {
 		for _, d := range n.Devices {
 			if d.State != state {
 				continue
 			}
 			view := problemView{Text: strings.TrimSuffix(d.Name+": "+string(state)+": "+d.WhyOut(), ": "), State: state}
-			if d.Maintenance != nil && state == overview.Maintenance {
-				view.Age = ageOf(d.Maintenance.Since, now)
+			if state != overview.Unhealthy {
+				view.Age = ageOf(d.OutSince(), now)
 			}
 			views = append(views, view)
 		}
