@@ -155,6 +155,9 @@ func (r *run) measure(ctx context.Context) (err error) {
 	if err := r.measureHealth(ctx); err != nil {
 		return err
 	}
+	if err := r.measureTaintRules(ctx); err != nil {
+		return err
+	}
 	if err := r.measureModes(ctx); err != nil {
 		return err
 	}

@@ -182,10 +182,13 @@ func TestWhoMayWriteWhat(t *testing.T) {
 		status      = `{"status":{"mode":"Split"}}`
 		spec        = `{"spec":{"claims":[{"uid":"u","namespace":"n","name":"c","devices":["gpu-0"]}]}}`
 		maintenance = `{"spec":{"maintenance":[{"uuid":"GPU-0"}]}}`
+		taint       = `{"spec":{"taints":[{"rule":"forged","key":"example.com/x","effect":"NoExecute"}]}}`
 		labels      = `{"metadata":{"labels":{"stolen":"true"}}}`
 		ofNode      = "the agent on node '" + gpuNode + "' may write the GPUNode of that node only"
 		notByRBAC   = "cannot "
+		mayNotTaint = "only who may create DeviceTaintRules may write spec.taints"
 	)
+	drains := s.drainer()
 	for name, c := range map[string]struct {
 		err  error
 		want string // "" for allowed
@@ -195,6 +198,14 @@ func TestWhoMayWriteWhat(t *testing.T) {
 		"agent: its spec":              {s.patchGPUNode(own, gpuNode, spec), notByRBAC},
 		"agent: a maintenance":         {s.patchGPUNode(own, gpuNode, maintenance), notByRBAC},
 		"agent: spec by its status":    {s.patchGPUNode(own, gpuNode+"/status", maintenance), ""}, // the API server ignores it
+		"agent: a taint":               {s.patchGPUNode(own, gpuNode, taint), notByRBAC},
+		"agent: a taint by its status": {s.patchGPUNode(own, gpuNode+"/status", taint), ""},
+		"controller: a taint":          {s.patchGPUNode(control, gpuNode, taint), ""},
+		"drainer: a maintenance":       {s.patchGPUNode(drains, gpuNode, maintenance), ""},
+		"drainer: a taint":             {s.patchGPUNode(drains, gpuNode, taint), mayNotTaint},
+		"drainer: create with a taint": {s.createGPUNodeWith(drains, "node-3", `{"taints":[{"rule":"r","key":"k","effect":"NoSchedule"}]}`), mayNotTaint},
+		"drainer: create without":      {s.createGPUNode(drains, "node-3"), ""},
+		"administrator: a taint":       {s.patchGPUNode(theClient, gpuNode, taint), ""},
 		"controller: a maintenance":    {s.patchGPUNode(control, gpuNode, maintenance), "may not write spec.maintenance"},
 		"agent: another's status":      {s.patchGPUNode(own, numaNode+"/status", status), ofNode},
 		"agent: delete its own":        {s.deleteGPUNode(own, gpuNode), notByRBAC},
@@ -304,6 +315,32 @@ func (s *story) makeSecret(client kubernetes.Interface, name string, kind corev1
 	return err
 }
 
+// drainer is a user who may write GPUNodes, as kubectl gpu drain needs it, and no DeviceTaintRules.
+func (s *story) drainer() kubernetes.Interface {
+	s.Helper()
+	account := fmt.Sprintf("{kind: ServiceAccount, name: drainer, namespace: %s}", install.Namespace)
+	err := s.ApplyAnywhere(`
+apiVersion: v1
+kind: ServiceAccount
+metadata: {name: drainer, namespace: ` + install.Namespace + `}
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRole
+metadata: {name: drainer}
+rules: [{apiGroups: [tandem-gpu.dev], resources: [gpunodes], verbs: [get, list, create, update, patch]}]
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: ClusterRoleBinding
+metadata: {name: drainer}
+roleRef: {apiGroup: rbac.authorization.k8s.io, kind: ClusterRole, name: drainer}
+subjects: [` + account + `]
+`)
+	if err != nil {
+		s.Fatal(err)
+	}
+	return s.As("drainer", nil)
+}
+
 // controllerPod is the one that leads, or waits to.
 func (s *story) controllerPod() corev1.Pod {
 	s.Helper()
@@ -323,7 +360,11 @@ func (s *story) patchGPUNode(client kubernetes.Interface, path, patch string) er
 }
 
 func (s *story) createGPUNode(client kubernetes.Interface, name string) error {
-	body := fmt.Sprintf(`{"apiVersion":"tandem-gpu.dev/v1alpha1","kind":"GPUNode","metadata":{"name":%q}}`, name)
+	return s.createGPUNodeWith(client, name, `{}`)
+}
+
+func (s *story) createGPUNodeWith(client kubernetes.Interface, name, spec string) error {
+	body := fmt.Sprintf(`{"apiVersion":"tandem-gpu.dev/v1alpha1","kind":"GPUNode","metadata":{"name":%q},"spec":%s}`, name, spec)
 	return client.CoreV1().RESTClient().Post().AbsPath(gpuNodesPath).Param("dryRun", metav1.DryRunAll).
 		SetHeader("Content-Type", "application/json").Body([]byte(body)).Do(s.Ctx).Error()
 }
