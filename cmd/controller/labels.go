@@ -44,6 +44,7 @@ func removeLabels(ctx context.Context, args []string, stdout, stderr io.Writer) 
 		failed = fmt.Errorf("remove labels: %w", failed)
 	}
 	conditions, err := controller.RemoveConditions(ctx, client.CoreV1().Nodes())
-	_, printed := fmt.Fprintf(stdout, "Removed Tandem's labels from %d nodes, and the condition %s from %d.\n", removed, controller.ConditionGPUsHealthy, conditions)
+	_, printed := fmt.Fprintf(stdout, "Removed Tandem's labels from %d nodes, and the conditions %s and %s from %d.\n", removed,
+		controller.ConditionGPUsHealthy, controller.ConditionGPURepairNeeded, conditions)
 	return errors.Join(failed, err, printed)
 }

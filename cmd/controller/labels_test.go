@@ -57,11 +57,11 @@ func TestRemoveLabels(t *testing.T) {
 	}
 	var out bytes.Buffer
 	err := run(t.Context(), []string{"remove-labels", "--kubeconfig=" + kubeconfig}, &out, io.Discard)
-	if err != nil || !strings.Contains(out.String(), "from 1 nodes, and the condition GPUsHealthy from 1") || len(patched) != 2 {
+	if err != nil || !strings.Contains(out.String(), "from 1 nodes, and the conditions GPUsHealthy and GPURepairNeeded from 1") || len(patched) != 2 {
 		t.Errorf("%q, %v, patched %v", out.String(), err, patched)
 	}
 	const request = "/api/v1/nodes/healthy/status?"
-	if want := `application/strategic-merge-patch+json {"status":{"conditions":[{"$patch":"delete","type":"GPUsHealthy"}]}}`; patched[request] != want {
+	if want := `application/strategic-merge-patch+json {"status":{"conditions":[{"$patch":"delete","type":"GPUsHealthy"},{"$patch":"delete","type":"GPURepairNeeded"}]}}`; patched[request] != want {
 		t.Errorf("the condition is removed by %q, want %q", patched[request], want)
 	}
 	delete(patched, request)

@@ -49,7 +49,7 @@ const gcPercent = 30
 // commands follows the flags in the output of --help.
 const commands = `
 Other commands:
-  controller remove-labels  remove the labels of GPU Feature Discovery and the condition GPUsHealthy from nodes
+  controller remove-labels  remove the labels of GPU Feature Discovery and Tandem's conditions from nodes
   controller stacks         have the controller of this container log the stacks of its goroutines
   controller version        print the version
 `

@@ -175,11 +175,11 @@ func trimGPUNode(node *v1alpha1.GPUNode) {
 	}
 }
 
-// trimNode keeps the numbers of Tandem's resources and its condition.
+// trimNode keeps the numbers of Tandem's resources and its conditions.
 func trimNode(node *corev1.Node, limits device.Resources) {
 	node.ObjectMeta = identity(node.ObjectMeta)
 	node.Spec = corev1.NodeSpec{}
-	conditions := slices.DeleteFunc(node.Status.Conditions, func(c corev1.NodeCondition) bool { return c.Type != ConditionGPUsHealthy })
+	conditions := slices.DeleteFunc(node.Status.Conditions, func(c corev1.NodeCondition) bool { return !isOurs(c) })
 	node.Status = corev1.NodeStatus{
 		Allocatable: only(node.Status.Allocatable, limits), Capacity: only(node.Status.Capacity, limits), Conditions: slices.Clone(conditions),
 	}

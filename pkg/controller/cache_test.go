@@ -86,7 +86,7 @@ func TestTrimmedGPUNodeChangesNoDecision(t *testing.T) {
 		condition, served := GPUsHealthy(n.Status)
 		plan := PlanDaemons(n, nil, DaemonPods{DriverRoots: []string{"text-of-usual-length-1"}}, time.Unix(0, 0))
 		waiting := map[types.UID][]types.UID{"uid-a": {"p"}}
-		return []any{number, known, condition, served, plan, Retries(n.Status, n.Spec.Claims, waiting), n.Spec, n.Generation, n.UID, n.ResourceVersion}
+		return []any{number, known, condition, served, GPURepairNeeded(n.Status), plan, Retries(n.Status, n.Spec.Claims, waiting), n.Spec, n.Generation, n.UID, n.ResourceVersion}
 	}
 	if diff := cmp.Diff(decide(whole), decide(trimmed)); diff != "" {
 		t.Errorf("of the whole (-) and the trimmed (+) GPUNode: %s", diff)

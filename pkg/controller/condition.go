@@ -8,6 +8,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -30,8 +31,13 @@ import (
 // ConditionGPUsHealthy is the type of the node condition that says whether all GPUs of a node are healthy. It is part of the API.
 const ConditionGPUsHealthy corev1.NodeConditionType = "GPUsHealthy"
 
-// Reasons of the condition, beside the reason of one fault.
+// ConditionGPURepairNeeded is the type of the node condition for tools that repair nodes. It is True while a GPU of the node has a fault of the
+// hardware, and its reason is the worst repair that one needs: Reset, Reboot or Replace. It is part of the API.
+const ConditionGPURepairNeeded corev1.NodeConditionType = "GPURepairNeeded"
+
+// Reasons of the conditions, beside the reason of one fault.
 const (
+	conditionNoFault = "NoFault"
 	conditionHealthy = "AllHealthy"
 	conditionSeveral = "SeveralFaults"
 	conditionUnknown = "NotServed"
@@ -68,13 +74,43 @@ func GPUsHealthy(status v1alpha1.GPUNodeStatus) (condition corev1.NodeCondition,
 		condition.Reason = conditionSeveral
 	}
 	if len(faults) > 0 {
-		condition.Message = strings.Join(faults, "; ")
-		condition.Message = strings.ToValidUTF8(condition.Message[:min(len(condition.Message), maxConditionMessage)], "")
+		condition.Message = conditionMessage(faults)
 	}
 	return condition, len(status.Devices) > 0
 }
 
-// conditions writes the condition GPUsHealthy of nodes.
+func conditionMessage(faults []string) string {
+	message := strings.Join(faults, "; ")
+	return strings.ToValidUTF8(message[:min(len(message), maxConditionMessage)], "")
+}
+
+// GPURepairNeeded returns the condition of a node by the status of its GPUNode, without times. What keeps a GPU from new holders and is no fault
+// of the hardware, such as a full disk or a pause, needs no repair. It is a pure function.
+func GPURepairNeeded(status v1alpha1.GPUNodeStatus) corev1.NodeCondition {
+	condition := corev1.NodeCondition{
+		Type: ConditionGPURepairNeeded, Status: corev1.ConditionFalse, Reason: conditionNoFault, Message: "no GPU has a fault of the hardware",
+	}
+	repairs := []v1alpha1.Repair{"", v1alpha1.RepairReset, v1alpha1.RepairReboot, v1alpha1.RepairReplace}
+	worst := 0
+	listed := map[string]bool{}
+	var faults []string
+	for _, d := range status.Devices {
+		at := slices.Index(repairs, d.Repair)
+		// A partition has the faults of its GPU, which is listed before it.
+		if at <= 0 || d.Excluded || listed[d.Parent] {
+			continue
+		}
+		listed[d.Name] = true
+		worst = max(worst, at)
+		faults = append(faults, fmt.Sprintf("%s needs %s: %s", d.Name, d.Repair, d.UnhealthyReason))
+	}
+	if worst > 0 {
+		condition.Status, condition.Reason, condition.Message = corev1.ConditionTrue, string(repairs[worst]), conditionMessage(faults)
+	}
+	return condition
+}
+
+// conditions writes the conditions GPUsHealthy and GPURepairNeeded of nodes.
 type conditions struct {
 	client client.Client
 	now    func() time.Time
@@ -98,60 +134,72 @@ func (r *conditions) Reconcile(ctx context.Context, request reconcile.Request) (
 	if err := r.client.Get(ctx, request.NamespacedName, gpus); client.IgnoreNotFound(err) != nil {
 		return reconcile.Result{}, err
 	}
-	before := conditionOf(node)
-	want, served := GPUsHealthy(gpus.Status)
-	if !served {
-		if before.Type == "" {
-			return reconcile.Result{}, nil
+	healthy, served := GPUsHealthy(gpus.Status)
+	var changed []corev1.NodeCondition
+	for _, want := range []corev1.NodeCondition{healthy, GPURepairNeeded(gpus.Status)} {
+		before := conditionOf(node, want.Type)
+		if !served {
+			if before.Type == "" {
+				continue
+			}
+			want.Status, want.Reason = corev1.ConditionUnknown, conditionUnknown
+			want.Message = cmp.Or(gpus.Status.Waiting, "no agent serves GPUs of the node")
 		}
-		want.Status, want.Reason = corev1.ConditionUnknown, conditionUnknown
-		want.Message = cmp.Or(gpus.Status.Waiting, "no agent serves GPUs of the node")
+		if before.Status == want.Status && before.Reason == want.Reason && before.Message == want.Message {
+			continue
+		}
+		want.LastHeartbeatTime = metav1.NewTime(r.now())
+		want.LastTransitionTime = want.LastHeartbeatTime
+		if before.Status == want.Status {
+			want.LastTransitionTime = before.LastTransitionTime
+		}
+		changed = append(changed, want)
 	}
-	if before.Status == want.Status && before.Reason == want.Reason && before.Message == want.Message {
+	if len(changed) == 0 {
 		return reconcile.Result{}, nil
 	}
-	want.LastHeartbeatTime = metav1.NewTime(r.now())
-	want.LastTransitionTime = want.LastHeartbeatTime
-	if before.Status == want.Status {
-		want.LastTransitionTime = before.LastTransitionTime
-	}
-	patch, err := json.Marshal(map[string]any{"status": map[string]any{"conditions": []corev1.NodeCondition{want}}})
+	patch, err := json.Marshal(map[string]any{"status": map[string]any{"conditions": changed}})
 	if err != nil {
-		return reconcile.Result{}, fmt.Errorf("encode condition: %w", err)
+		return reconcile.Result{}, fmt.Errorf("encode conditions: %w", err)
 	}
 	err = r.client.Status().Patch(ctx, node, client.RawPatch(types.StrategicMergePatchType, patch))
 	if err != nil && !apierrors.IsNotFound(err) {
-		return reconcile.Result{}, fmt.Errorf("write condition %s of node %s: %w", ConditionGPUsHealthy, request.Name, err)
+		return reconcile.Result{}, fmt.Errorf("write conditions of node %s: %w", request.Name, err)
 	}
 	return reconcile.Result{}, nil
 }
 
-// conditionOf returns the condition of a node; an empty one if there is none.
-func conditionOf(node *corev1.Node) corev1.NodeCondition {
+func isOurs(c corev1.NodeCondition) bool {
+	return c.Type == ConditionGPUsHealthy || c.Type == ConditionGPURepairNeeded
+}
+
+// conditionOf returns a condition of a node; an empty one if there is none.
+func conditionOf(node *corev1.Node, of corev1.NodeConditionType) corev1.NodeCondition {
 	for _, c := range node.Status.Conditions {
-		if c.Type == ConditionGPUsHealthy {
+		if c.Type == of {
 			return c
 		}
 	}
 	return corev1.NodeCondition{}
 }
 
-// RemoveConditions removes the condition from all nodes: no controller updates it after an uninstallation. It is idempotent. On an error it
-// goes on with the other nodes.
+// RemoveConditions removes Tandem's conditions from all nodes: no controller updates them after an uninstallation. It is idempotent. On an
+// error it goes on with the other nodes.
 func RemoveConditions(ctx context.Context, nodes typedcorev1.NodeInterface) (removed int, err error) {
-	patch := fmt.Appendf(nil, `{"status":{"conditions":[{"$patch":"delete","type":%q}]}}`, ConditionGPUsHealthy)
+	patch := fmt.Appendf(nil, `{"status":{"conditions":[{"$patch":"delete","type":%q},{"$patch":"delete","type":%q}]}}`,
+		ConditionGPUsHealthy, ConditionGPURepairNeeded)
 	pages := pager.New(func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) { return nodes.List(ctx, o) })
 	pages.PageSize = 100 // a Node lists the machine's images, and so may have 50 KiB
 	var failed error
 	err = pages.EachListItem(ctx, metav1.ListOptions{}, func(object runtime.Object) error {
 		node, is := object.(*corev1.Node)
-		if !is || conditionOf(node).Type == "" {
+		if !is || !slices.ContainsFunc(node.Status.Conditions, isOurs) {
 			return nil
 		}
 		if _, err := nodes.Patch(ctx, node.Name, types.StrategicMergePatchType, patch, metav1.PatchOptions{}, "status"); err == nil {
 			removed++
 		} else if !apierrors.IsNotFound(err) {
-			failed = errors.Join(failed, fmt.Errorf("remove condition %s of node %s: %w", ConditionGPUsHealthy, node.Name, err))
+			failed = errors.Join(failed, fmt.Errorf("remove conditions of node %s: %w", node.Name, err))
 		}
 		return nil
 	})

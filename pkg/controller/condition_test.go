@@ -48,7 +48,35 @@ func TestGPUsHealthy(t *testing.T) {
 	}
 }
 
-// The condition follows the GPUNode, is written once for each change, and leaves the other conditions alone.
+func TestGPURepairNeeded(t *testing.T) {
+	device := func(name, parent string, repair v1alpha1.Repair) v1alpha1.DeviceStatus {
+		return v1alpha1.DeviceStatus{Name: name, Parent: parent, UnhealthyReason: "Fault: of " + name, Repair: repair}
+	}
+	excluded := device("gpu-0", "", v1alpha1.RepairReplace)
+	excluded.Excluded = true
+	for name, test := range map[string]struct {
+		devices         []v1alpha1.DeviceStatus
+		status, message string
+	}{
+		"no GPU":                    {nil, "False/NoFault", "no GPU has a fault of the hardware"},
+		"no fault of the hardware":  {[]v1alpha1.DeviceStatus{device("gpu-0", "", "")}, "False/NoFault", "no GPU has a fault of the hardware"},
+		"an excluded GPU":           {[]v1alpha1.DeviceStatus{excluded}, "False/NoFault", "no GPU has a fault of the hardware"},
+		"a repair of a newer agent": {[]v1alpha1.DeviceStatus{device("gpu-0", "", "Later")}, "False/NoFault", "no GPU has a fault of the hardware"},
+		"a partition":               {[]v1alpha1.DeviceStatus{device("gpu-0-mig-1", "gpu-0", "Reset")}, "True/Reset", "gpu-0-mig-1 needs Reset: Fault: of gpu-0-mig-1"},
+		"a GPU with its partition":  {[]v1alpha1.DeviceStatus{device("gpu-0", "", "Reboot"), device("gpu-0-mig-1", "gpu-0", "Reboot")}, "True/Reboot", "gpu-0 needs Reboot: Fault: of gpu-0"},
+		"the worst of several faults": {
+			[]v1alpha1.DeviceStatus{device("gpu-0", "", "Reset"), device("gpu-1", "", "Replace"), device("gpu-2", "", "Reboot")}, "True/Replace",
+			"gpu-0 needs Reset: Fault: of gpu-0; gpu-1 needs Replace: Fault: of gpu-1; gpu-2 needs Reboot: Fault: of gpu-2",
+		},
+	} {
+		got := GPURepairNeeded(v1alpha1.GPUNodeStatus{Devices: test.devices})
+		if text := string(got.Status) + "/" + got.Reason; text != test.status || got.Message != test.message || got.Type != ConditionGPURepairNeeded {
+			t.Errorf("%s: %s %q", name, text, got.Message)
+		}
+	}
+}
+
+// The conditions follow the GPUNode, are written once for each change, and leave the other conditions alone.
 func TestConditions(t *testing.T) {
 	node := &corev1.Node{}
 	node.Name = "node"
@@ -59,7 +87,7 @@ func TestConditions(t *testing.T) {
 	w := newWorld(t, interceptor.Funcs{}, node, gpus)
 	r := &conditions{client: w.client, now: func() time.Time { return w.clock }}
 	writes := 0
-	expect := func(status corev1.ConditionStatus, reason string, since time.Time) {
+	expect := func(status corev1.ConditionStatus, reason, repair string, since time.Time) {
 		t.Helper()
 		for range 2 {
 			if _, err := r.Reconcile(t.Context(), reconcile.Request{NamespacedName: types.NamespacedName{Name: "node"}}); err != nil {
@@ -73,9 +101,12 @@ func TestConditions(t *testing.T) {
 		if err := w.client.Get(t.Context(), types.NamespacedName{Name: "node"}, now); err != nil {
 			t.Fatal(err)
 		}
-		got := conditionOf(now)
-		if got.Status != status || got.Reason != reason || !got.LastTransitionTime.Time.Equal(since) || len(now.Status.Conditions) != 2 {
+		got := conditionOf(now, ConditionGPUsHealthy)
+		if got.Status != status || got.Reason != reason || !got.LastTransitionTime.Time.Equal(since) || len(now.Status.Conditions) != 3 {
 			t.Errorf("%+v, want %s, %s, since %v", now.Status.Conditions, status, reason, since)
+		}
+		if got := conditionOf(now, ConditionGPURepairNeeded); string(got.Status)+"/"+got.Reason != repair {
+			t.Errorf("%+v, want %s", got, repair)
 		}
 	}
 	set := func(change func(*v1alpha1.GPUNode)) {
@@ -90,12 +121,14 @@ func TestConditions(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	expect(corev1.ConditionTrue, conditionHealthy, w.clock)
-	set(func(g *v1alpha1.GPUNode) { g.Status.Devices[1].UnhealthyReason = "XID: XID 79" })
+	expect(corev1.ConditionTrue, conditionHealthy, "False/NoFault", w.clock)
+	set(func(g *v1alpha1.GPUNode) {
+		g.Status.Devices[1].UnhealthyReason, g.Status.Devices[1].Repair = "XID: XID 79", v1alpha1.RepairReboot
+	})
 	since := w.clock
-	expect(corev1.ConditionFalse, "XID", since)
+	expect(corev1.ConditionFalse, "XID", "True/Reboot", since)
 	set(func(g *v1alpha1.GPUNode) { g.Status.Devices[1].UnhealthyReason = "Lost: gone" })
-	expect(corev1.ConditionFalse, "Lost", since)
+	expect(corev1.ConditionFalse, "Lost", "True/Reboot", since)
 	set(func(g *v1alpha1.GPUNode) { g.Status.Devices, g.Status.Waiting = nil, "no NVIDIA driver" })
-	expect(corev1.ConditionUnknown, conditionUnknown, w.clock)
+	expect(corev1.ConditionUnknown, conditionUnknown, "Unknown/NotServed", w.clock)
 }

@@ -101,6 +101,36 @@ func (h Health) Remedy(after string) string {
 	}
 }
 
+// Repair is what ends a fault, for tools that repair nodes. It is part of the API (GPUNode.status.devices[].repair and the node condition
+// GPURepairNeeded).
+type Repair string
+
+// The repairs, from the least to the worst.
+const (
+	// RepairNone means that the device works or that nothing is wrong with the hardware.
+	RepairNone    Repair = ""
+	RepairReset   Repair = "Reset"
+	RepairReboot  Repair = "Reboot"
+	RepairReplace Repair = "Replace"
+)
+
+// Repair returns what ends a fault. A fault that a repair does not end comes again, and the tool then takes the next one.
+func (h Health) Repair() Repair {
+	switch h.Class() {
+	case FaultNone, FaultApplication:
+		return RepairNone
+	case FaultMemory:
+		if !h.MayEndByReset() {
+			return RepairReplace
+		}
+		return RepairReset
+	case FaultContained, FaultReset:
+		return RepairReset
+	default:
+		return RepairReboot
+	}
+}
+
 // FaultClass groups faults by what ends them. The node configuration has an action for each class.
 type FaultClass string
 

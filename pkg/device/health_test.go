@@ -112,3 +112,35 @@ func TestHealthAsText(t *testing.T) {
 		t.Errorf("XID %d", h.XID)
 	}
 }
+
+// TestRepair: docs/user/node-repair.md names each reason in the row of its repair.
+func TestRepair(t *testing.T) {
+	page, err := os.ReadFile("../../docs/user/node-repair.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	rows := map[Repair]string{}
+	for line := range strings.Lines(string(page)) {
+		if cells := strings.Split(line, "|"); len(cells) == 5 {
+			repair := strings.TrimPrefix(strings.Trim(cells[1], " `"), "none")
+			rows[Repair(repair)] += cells[3]
+		}
+	}
+	for _, reason := range []string{
+		ReasonLost, ReasonMissing, ReasonNoNode, ReasonNotClean, ReasonUnreachable, ReasonResetRequired, ReasonRebootRequired, ReasonDrainP2P,
+		ReasonRowRemapFailure, ReasonRowRemapPending, ReasonRetiredPages, ReasonUncorrectableECC, ReasonFabric, ReasonPaused, ReasonNotInjectable,
+		ReasonNotRecordable,
+	} {
+		if repair := (Health{Reason: reason}).Repair(); !strings.Contains(rows[repair], "`"+reason+"`") {
+			t.Errorf("%s needs %q, and the page says of it: %s", reason, repair, rows[repair])
+		}
+	}
+	for xid, what := range map[int]string{13: "the class application", 94: "contained", 48: "the classes reset", 79: "the class reboot"} {
+		if repair := (Health{Reason: ReasonXID, XID: xid}).Repair(); !strings.Contains(rows[repair], what) {
+			t.Errorf("XID %d needs %q, and the page says of it: %s", xid, repair, rows[repair])
+		}
+	}
+	if got := (Health{}).Repair(); got != RepairNone {
+		t.Errorf("a healthy GPU needs %s", got)
+	}
+}

@@ -373,6 +373,36 @@ func TestSeen(t *testing.T) {
 	f.await("the write in the metric", func() bool { return f.metric("tandem_gpunode_writes_total", "seen", "ok") > 0 })
 }
 
+// TestUnhealthySince: the time since when a device is unhealthy outlives the agent and another reason, and goes with the fault.
+func TestUnhealthySince(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	set := func(reason string) {
+		f.inventory.set(device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0"), unhealthy(gpu(1, "GPU-1"), reason, "")}})
+	}
+	_, stop := f.start()
+	set(device.ReasonLost)
+	f.awaitStatus("the fault", func(s v1alpha1.GPUNodeStatus) bool {
+		return len(s.Devices) == 2 && s.Devices[1].UnhealthySince != nil && s.Devices[0].UnhealthySince == nil && s.Devices[1].Repair == v1alpha1.RepairReboot
+	})
+	old := metav1.NewTime(time.Unix(1000, 0))
+	f.api.set(func() {
+		o := f.api.objects["node-1"].DeepCopy()
+		o.Status.Devices[1].UnhealthySince = &old
+		f.api.store(o)
+	})
+	stop()
+	set(device.ReasonRowRemapFailure)
+	f.start()
+	f.awaitStatus("another fault, since the first", func(s v1alpha1.GPUNodeStatus) bool {
+		return len(s.Devices) == 2 && s.Devices[1].Repair == v1alpha1.RepairReplace && s.Devices[1].UnhealthySince.Equal(&old)
+	})
+	f.inventory.set(device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0"), gpu(1, "GPU-1")}})
+	f.awaitStatus("no fault", func(s v1alpha1.GPUNodeStatus) bool {
+		return s.Devices[1].UnhealthyReason == "" && s.Devices[1].UnhealthySince == nil
+	})
+}
+
 // TestWithheld: the reason to withhold the GPUs is written with the time since when there is one, and goes with it.
 func TestWithheld(t *testing.T) {
 	t.Parallel()

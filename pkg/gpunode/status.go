@@ -77,6 +77,7 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 		if d.UUID == "" {
 			d.UnhealthyReason = cmp.Or(d.UnhealthyReason, "its GPU instance has no compute instance")
 		}
+		d.Repair = v1alpha1.Repair(of.Health().Repair())
 		d.Maintenance = f.maintenance(of.GPU.UUID)
 		if f.Taints != nil {
 			d.Taints = f.Taints(of.GPU, d.Name)

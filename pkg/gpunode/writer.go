@@ -218,6 +218,7 @@ func (o *Object) nextBeat() time.Duration { return wait.Jitter(o.times.heartbeat
 // same reports whether two statuses differ in nothing but their times.
 func same(a, b v1alpha1.GPUNodeStatus) bool {
 	a.Seen, a.WaitingSince = b.Seen, b.WaitingSince
+	a.Devices, b.Devices = withoutSince(a.Devices), withoutSince(b.Devices)
 	return apiequality.Semantic.DeepEqual(a, b)
 }
 
@@ -306,9 +307,33 @@ func (o *Object) updateStatus(ctx context.Context, object *v1alpha1.GPUNode, sta
 	if status.Waiting != "" {
 		status.WaitingSince = cmp.Or(object.Status.WaitingSince, &now)
 	}
+	status.Devices = withSince(status.Devices, object.Status.Devices, now)
 	next := *object
 	next.Status, next.ManagedFields = status, nil // the API server keeps its own
 	return o.request(ctx, "status", o.client.Put().Name(object.Name).SubResource("status"), &next)
+}
+
+// withSince returns a copy of the devices with the times since when they are unhealthy: that of before, or now.
+func withSince(devices, before []v1alpha1.DeviceStatus, now metav1.Time) []v1alpha1.DeviceStatus {
+	since := map[string]*metav1.Time{}
+	for _, d := range before {
+		since[d.Name+d.UUID] = d.UnhealthySince
+	}
+	devices = slices.Clone(devices)
+	for i, d := range devices {
+		if d.UnhealthyReason != "" {
+			devices[i].UnhealthySince = cmp.Or(since[d.Name+d.UUID], &now)
+		}
+	}
+	return devices
+}
+
+func withoutSince(devices []v1alpha1.DeviceStatus) []v1alpha1.DeviceStatus {
+	devices = slices.Clone(devices)
+	for i := range devices {
+		devices[i].UnhealthySince = nil
+	}
+	return devices
 }
 
 // updateSeen writes no more than that the agent is there.

@@ -193,12 +193,13 @@ func (s *story) places(gpus []int) []place {
 			if err != nil {
 				return err
 			}
+			is := map[corev1.NodeConditionType]corev1.ConditionStatus{}
 			for _, c := range node.Status.Conditions {
-				if c.Type == controller.ConditionGPUsHealthy {
-					return differ(c.Message, c.Status == corev1.ConditionFalse, unhealthy)
-				}
+				is[c.Type] = c.Status
 			}
-			return errors.New("the node has no such condition")
+			return errors.Join(
+				differ("GPUsHealthy", is[controller.ConditionGPUsHealthy] == corev1.ConditionFalse, unhealthy),
+				differ("GPURepairNeeded", is[controller.ConditionGPURepairNeeded] == corev1.ConditionTrue, unhealthy))
 		}},
 		{"metric", func(unhealthy bool) (err error) {
 			for _, gpu := range gpus {

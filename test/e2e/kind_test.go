@@ -93,7 +93,7 @@ func TestQuickStartOnKind(t *testing.T) {
 		}
 	}
 	left, err := c.Kubectl(s.Ctx, "get", "node", gpuNode, "-o", "jsonpath={.metadata.labels} {.status.conditions[*].type}")
-	if err != nil || strings.Contains(left, "nvidia.com/") || strings.Contains(left, "GPUsHealthy") || !strings.Contains(left, "Ready") {
+	if err != nil || strings.Contains(left, "nvidia.com/") || strings.Contains(left, "GPU") || !strings.Contains(left, "Ready") {
 		t.Errorf("the Node has %s (%v)", left, err)
 	}
 }

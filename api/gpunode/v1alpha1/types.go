@@ -395,6 +395,10 @@ type DeviceStatus struct {
 	//
 	// +kubebuilder:validation:MaxLength=1024
 	UnhealthyReason string `json:"unhealthyReason,omitempty"`
+	// Repair is what ends the fault of an unhealthy device; empty if nothing is wrong with the hardware. Tools that repair nodes read it.
+	Repair Repair `json:"repair,omitempty"`
+	// UnhealthySince is since when the device is unhealthy. The reason may have changed since.
+	UnhealthySince *metav1.Time `json:"unhealthySince,omitempty"`
 	// Maintenance is set while an administrator has taken the device, or the GPU of a partition, out of service: the agent gives it to no
 	// new claim or pod. Holders keep it.
 	Maintenance *DeviceMaintenance `json:"maintenance,omitempty"`
@@ -452,6 +456,20 @@ type DeviceMaintenance struct {
 	Reason string       `json:"reason,omitempty"`
 	Since  *metav1.Time `json:"since,omitempty"`
 }
+
+// Repair is what ends a fault.
+//
+// +kubebuilder:validation:Enum=Reset;Reboot;Replace
+type Repair string
+
+const (
+	// RepairReset is a reset of the GPU (nvidia-smi --gpu-reset) without processes on it, or what includes one.
+	RepairReset Repair = "Reset"
+	// RepairReboot is a reboot of the node, or its replacement.
+	RepairReboot Repair = "Reboot"
+	// RepairReplace is another GPU, or another machine.
+	RepairReplace Repair = "Replace"
+)
 
 // DeviceSharing is the sharing policy of a device and its result.
 type DeviceSharing struct {
