@@ -15,6 +15,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
+	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/controller"
 	"github.com/tandem-gpu/tandem/test/figure"
 )
@@ -37,7 +38,11 @@ func (r *run) measureTaintRules(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	return r.with(ctx, small, func(ctx context.Context, s *subject) (err error) {
+	// Those of former figures are allocated all GPUs: the controller would withdraw them from limits.
+	if err := r.client.ResourceV1().ResourceClaims(namespace).DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{}); err != nil {
+		return fmt.Errorf("delete the claims of former figures: %w", err)
+	}
+	return r.on(ctx, small, config.ModeDual, nil, func(ctx context.Context, s *subject) (err error) {
 		ctx, cancel := context.WithCancel(ctx)
 		var running sync.WaitGroup
 		defer running.Wait()
