@@ -93,8 +93,7 @@ func some(names []string) string {
 	return text
 }
 
-// reportMissed reports rules that select devices by a pool in which these are not, once each. A dynamic GPU has a pool of its own, so that a
-// rule with the name of the node selects none. It reports nothing before the driver has placed the GPUs.
+// reportMissed reports rules that do not select what they seem to mean, once each. It reports nothing before the driver has placed the GPUs.
 func (w *writer) reportMissed() {
 	w.view.mu.Lock()
 	object, pools := w.view.object, w.view.pools
@@ -112,18 +111,27 @@ func (w *writer) reportMissed() {
 	w.missed = missed
 }
 
-// missedBy returns what a rule does not select although it seems to mean it; empty if there is nothing.
+// missedBy returns what a rule does not select although it seems to mean it; empty if there is nothing. A dynamic GPU has a pool of its own, so
+// that a rule with the name of the node selects none.
 func missedBy(t v1alpha1.RuleTaint, node string, gpus []device.GPU, pools map[string]string) string {
 	var missed []string
-	in := ""
+	in, known := "", false
 	for _, g := range gpus {
 		pool := cmp.Or(pools[g.UUID], node)
+		known = known || device.GPUName(t.Device) == g.Name()
+		if t.Device == g.Name() && !g.Dynamic && len(g.Partitions) > 0 {
+			return fmt.Sprintf("selects %s and not its partitions, which are devices of their own: write one rule for each partition, or use "+
+				"kubectl gpu drain %s/%s", g.Name(), node, g.Name())
+		}
 		meant := t.Device != "" && device.GPUName(t.Device) == g.Name() || t.Device == "" && t.Pool == node
 		if t.Pool != "" && t.Pool != pool && meant {
 			missed, in = append(missed, g.Name()), cmp.Or(in, pool)
 		}
 	}
-	if len(missed) == 0 {
+	switch {
+	case t.Device != "" && t.Pool != "" && !known:
+		return fmt.Sprintf("selects no device: this node has no %s", t.Device)
+	case len(missed) == 0:
 		return ""
 	}
 	return fmt.Sprintf("has pool %s and so does not select %s: write pool: %s, one rule for each pool. A dynamic GPU has a pool of its own. "+

@@ -266,3 +266,27 @@ func TestStatusOfTaints(t *testing.T) {
 		t.Errorf("a GPU that a pod holds is %q", got)
 	}
 }
+
+// Of rules that do not select what they seem to mean, an event says so. Others are no news.
+func TestMissedBy(t *testing.T) {
+	const own = "has pool node-1 and so does not select gpu-3: write pool: node-1/gpu-03, one rule for each pool. A dynamic GPU has a pool of its own. " +
+		"A rule without a pool selects devices of all nodes"
+	gpus := partitioned().Inventory.GPUs // gpu-2 has partitions, gpu-3 is dynamic
+	pools := map[string]string{"GPU-3": "node-1/gpu-03"}
+	for _, c := range []struct{ pool, device, want string }{
+		{"", "", ""}, {"", "gpu-0", ""}, {"", "gpu-3", ""}, {"", "gpu-9", ""},
+		{"node-1", "gpu-0", ""},
+		{"node-1", "", own},
+		{"node-1", "gpu-3", own},
+		{"node-1", "gpu-3-mig-1g10gb-19-0", own},
+		{"node-1/gpu-03", "", ""}, {"node-1/gpu-03", "gpu-3", ""},
+		{"node-1/gpu-03", "gpu-0", "has pool node-1/gpu-03 and so does not select gpu-0: write pool: node-1, one rule for each pool. A dynamic GPU has a pool " +
+			"of its own. A rule without a pool selects devices of all nodes"},
+		{"node-1", "gpu-9", "selects no device: this node has no gpu-9"},
+		{"", "gpu-2", "selects gpu-2 and not its partitions, which are devices of their own: write one rule for each partition, or use kubectl gpu drain node-1/gpu-2"},
+	} {
+		if got := missedBy(rule("r", c.pool, c.device, v1alpha1.TaintNoSchedule), "node-1", gpus, pools); got != c.want {
+			t.Errorf("pool %q, device %q: %q, want %q", c.pool, c.device, got, c.want)
+		}
+	}
+}
