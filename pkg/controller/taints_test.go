@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"slices"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -274,10 +275,12 @@ func TestRuleCache(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				ctx, cancel := context.WithCancel(t.Context())
 				api := clientfake.NewClientset(newRule("a"))
-				refuses, requests := c.err, 0
+				var refuses atomic.Bool
+				var requests atomic.Int32
+				refuses.Store(c.err != nil)
 				api.PrependReactor("list", "devicetaintrules", func(clienttesting.Action) (bool, runtime.Object, error) {
-					requests++
-					return refuses != nil, nil, refuses
+					requests.Add(1)
+					return refuses.Load(), nil, c.err
 				})
 				cache := newRuleCache(api)
 				done := make(chan error, 1)
@@ -292,10 +295,10 @@ func TestRuleCache(t *testing.T) {
 					}
 				}
 				time.Sleep(10 * idleInterval)
-				if got := known(); got != c.known || c.err != nil && (requests > 12 || len(cache.list()) > 0) {
-					t.Errorf("known: %t after %d requests, with %v", got, requests, cache.list())
+				if got := known(); got != c.known || c.err != nil && (requests.Load() > 12 || len(cache.list()) > 0) {
+					t.Errorf("known: %t after %d requests, with %v", got, requests.Load(), cache.list())
 				}
-				refuses = nil
+				refuses.Store(false)
 				time.Sleep(2 * idleInterval)
 				if got := cache.list(); !known() || len(got) != 1 || got[0].Name != "a" {
 					t.Errorf("once it is served: %v", got)
