@@ -321,8 +321,8 @@ func (a *Agent) with(c config.Config) *Agent {
 // nodeOptions are how the driver is opened. open may change them.
 func nodeOptions(c config.Config, open func(nvml.Options, string) nvml.Options) nvml.Options {
 	options := nvml.Options{
-		Host:        nvml.Host{HostRoot: c.HostRoot, DriverRoot: c.DriverRoot, DevRoot: c.DevRoot, Library: c.NVML, SysfsRoot: c.SysfsRoot},
-		CreateNodes: c.CreateDeviceNodes,
+		Host:          nvml.Host{HostRoot: c.HostRoot, DriverRoot: c.DriverRoot, DevRoot: c.DevRoot, Library: c.NVML, SysfsRoot: c.SysfsRoot},
+		CreateNodes:   c.CreateDeviceNodes,
 		DisabledHooks: c.CDIDisabledHooks, Features: c.CDIFeatures,
 		Extras: nvml.Extras{
 			GDS: c.GDS, GDRCopy: c.GDRCopy, MOFED: c.MOFED,

@@ -238,7 +238,7 @@ func (noAllocations) Allocated() []ledger.Hold          { return nil }
 func (noAllocations) OutOfService() func(device.Device) string {
 	return func(device.Device) string { return "" }
 }
-func (noAllocations) Changed() <-chan struct{}          { return nil }
+func (noAllocations) Changed() <-chan struct{} { return nil }
 
 // eventually waits until a condition holds.
 func eventually(t *testing.T, condition func() error) {

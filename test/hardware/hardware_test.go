@@ -96,7 +96,7 @@ func open(t *testing.T) *bench {
 		t.Fatal(err)
 	}
 	b.options = nvml.Options{
-		Host: nvml.Host{HostRoot: c.HostRoot, DriverRoot: c.DriverRoot, DevRoot: c.DevRoot, Library: c.NVML, SysfsRoot: c.SysfsRoot},
+		Host:     nvml.Host{HostRoot: c.HostRoot, DriverRoot: c.DriverRoot, DevRoot: c.DevRoot, Library: c.NVML, SysfsRoot: c.SysfsRoot},
 		HookPath: filepath.Join(b.programs, "nvidia-cdi-hook"),
 	}
 	b.report = nvml.Inspect(t.Context(), b.options)

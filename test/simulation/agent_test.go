@@ -419,7 +419,9 @@ func (a *agent) Synced() bool                      { return true }
 func (a *agent) Maintenance() map[string]bool { return nil }
 
 // OutOfService is empty for the same reason.
-func (a *agent) OutOfService() func(device.Device) string { return func(device.Device) string { return "" } }
+func (a *agent) OutOfService() func(device.Device) string {
+	return func(device.Device) string { return "" }
+}
 
 // Allocated are the devices that the scheduler has given to claims, as far as the agent has heard.
 func (a *agent) Allocated() []ledger.Hold {
