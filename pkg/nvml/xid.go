@@ -164,7 +164,7 @@ func (n *Node) followEvents(ctx context.Context, handle func(gpu.XIDEvent)) {
 	for _, w := range all {
 		if w.retry.IsZero() {
 			select {
-			case _ = <-w.ended:
+			case <-w.ended:
 			case <-limit:
 				return
 			}

@@ -129,7 +129,7 @@ func (a *agent) stop() error {
 		return nil
 	case <-time.After(stopPatience):
 		_ = a.cmd.Process.Kill()
-		_ = <-a.ended
+		<-a.ended
 		return fmt.Errorf("agent did not stop within %s\n%s", stopPatience, a.log)
 	}
 }

@@ -64,7 +64,7 @@ func (f *Filler) Full(ctx context.Context) (bool, error) {
 // Stop frees what was filled. It is idempotent, and works after the context of Fill is done.
 func (f *Filler) Stop(ctx context.Context) error {
 	err := Empty(context.WithoutCancel(ctx), f.node, f.dir)
-	_ = <-f.ended // how a loop ends whose directory is gone does not matter
+	<-f.ended // how a loop ends whose directory is gone does not matter
 	return err
 }
 

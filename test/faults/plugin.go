@@ -60,7 +60,7 @@ func Serve(node *cluster.Node, path string, register func(*grpc.Server)) (*Serve
 // Stop ends the server and removes its socket. It is idempotent.
 func (s *Server) Stop() error {
 	s.server.Stop()
-	_ = <-s.ended
+	<-s.ended
 	if err := os.Remove(s.socket); err != nil && !os.IsNotExist(err) {
 		return fmt.Errorf("remove socket: %w", err)
 	}
