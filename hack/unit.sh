@@ -28,14 +28,16 @@ fi
 readonly computing='^(TestSelfTest|TestFailedAdmissions|TestOptimum|TestOurOrderPacksBetter|TestEachFunctionMayBeMissing|TestProfileOfARecording|TestBuild|TestEqualInputsGiveEqualImages|TestRelease)$'
 readonly of=(./test/simulation ./test/packing ./pkg/nvml ./hack/image ./hack/release)
 # go test begins packages in this order. The slowest come first: the last would run alone, on one core.
-mapfile -t packages < <(go list ./test/simulation ./pkg/webhook ./pkg/nvml ./test/... ./hack/... ./cli/... ./... |
+listed=$(go list ./test/simulation ./pkg/webhook ./pkg/nvml ./test/... ./hack/... ./cli/... ./... |
 	grep -v -E '/test/(e2e|contract|facts|intruder|packing)$|/deployments/helm')
+mapfile -t packages <<<"$listed"
+set -m # each part is a process group, which ends as a whole
 play "${TEST_RESULTS:+$TEST_RESULTS.computing}" -run "$computing" "${of[@]}" &
 readonly computes=$!
 play "${TEST_RESULTS:-}" -race -parallel 16 -skip "$computing" "${packages[@]}" &
 readonly races=$!
 # A shell does not forward signals.
-trap 'kill -TERM $computes $races; wait' TERM INT
+trap 'kill -TERM -- -$computes -$races; wait' TERM INT
 failed=0
 wait "$computes" || failed=1
 wait "$races" || failed=1

@@ -26,13 +26,15 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 // ConditionGPUsHealthy is the type of the node condition that says whether all GPUs of a node are healthy. It is part of the API.
 const ConditionGPUsHealthy corev1.NodeConditionType = "GPUsHealthy"
 
-// ConditionGPURepairNeeded is the type of the node condition for tools that repair nodes. It is True while a GPU of the node has a fault of the
-// hardware, and its reason is the worst repair that one needs: Reset, Reboot or Replace. It is part of the API.
+// ConditionGPURepairNeeded is the type of the node condition for tools that repair nodes. It is True while a GPU of the node has a fault that
+// only a reboot or another GPU ends: its reason is Reboot or Replace. It is False with the reason Reset where the reset of one GPU is enough,
+// which is no reason to end the other pods of the node. It is part of the API.
 const ConditionGPURepairNeeded corev1.NodeConditionType = "GPURepairNeeded"
 
 // Reasons of the conditions, beside the reason of one fault.
@@ -91,21 +93,27 @@ func GPURepairNeeded(status v1alpha1.GPUNodeStatus) corev1.NodeCondition {
 		Type: ConditionGPURepairNeeded, Status: corev1.ConditionFalse, Reason: conditionNoFault, Message: "no GPU has a fault of the hardware",
 	}
 	repairs := []v1alpha1.Repair{"", v1alpha1.RepairReset, v1alpha1.RepairReboot, v1alpha1.RepairReplace}
+	const reset = 1
 	worst := 0
 	listed := map[string]bool{}
 	var faults []string
 	for _, d := range status.Devices {
-		at := slices.Index(repairs, d.Repair)
+		// An older agent does not write the repair.
+		repair := cmp.Or(d.Repair, v1alpha1.Repair(device.ParseHealth(d.UnhealthyReason).Repair()))
+		at := slices.Index(repairs, repair)
 		// A partition has the faults of its GPU, which is listed before it.
 		if at <= 0 || d.Excluded || listed[d.Parent] {
 			continue
 		}
 		listed[d.Name] = true
 		worst = max(worst, at)
-		faults = append(faults, fmt.Sprintf("%s needs %s: %s", d.Name, d.Repair, d.UnhealthyReason))
+		faults = append(faults, fmt.Sprintf("%s needs %s: %s", d.Name, repair, d.UnhealthyReason))
 	}
 	if worst > 0 {
-		condition.Status, condition.Reason, condition.Message = corev1.ConditionTrue, string(repairs[worst]), conditionMessage(faults)
+		condition.Reason, condition.Message = string(repairs[worst]), conditionMessage(faults)
+	}
+	if worst > reset {
+		condition.Status = corev1.ConditionTrue
 	}
 	return condition
 }
@@ -135,11 +143,12 @@ func (r *conditions) Reconcile(ctx context.Context, request reconcile.Request) (
 		return reconcile.Result{}, err
 	}
 	healthy, served := GPUsHealthy(gpus.Status)
-	var changed []corev1.NodeCondition
+	var errs []error
 	for _, want := range []corev1.NodeCondition{healthy, GPURepairNeeded(gpus.Status)} {
 		before := conditionOf(node, want.Type)
 		if !served {
-			if before.Type == "" {
+			// A node that reboots, or whose driver is loaded again, is no repaired one yet.
+			if before.Type == "" || want.Type == ConditionGPURepairNeeded && before.Status == corev1.ConditionTrue && gpus.Status.Waiting != "" {
 				continue
 			}
 			want.Status, want.Reason = corev1.ConditionUnknown, conditionUnknown
@@ -153,20 +162,22 @@ func (r *conditions) Reconcile(ctx context.Context, request reconcile.Request) (
 		if before.Status == want.Status {
 			want.LastTransitionTime = before.LastTransitionTime
 		}
-		changed = append(changed, want)
+		errs = append(errs, r.write(ctx, node, want))
 	}
-	if len(changed) == 0 {
-		return reconcile.Result{}, nil
-	}
-	patch, err := json.Marshal(map[string]any{"status": map[string]any{"conditions": changed}})
+	return reconcile.Result{}, errors.Join(errs...)
+}
+
+// write writes one condition. An admission policy of an older chart denies a condition that it does not know.
+func (r *conditions) write(ctx context.Context, node *corev1.Node, condition corev1.NodeCondition) error {
+	patch, err := json.Marshal(map[string]any{"status": map[string]any{"conditions": []corev1.NodeCondition{condition}}})
 	if err != nil {
-		return reconcile.Result{}, fmt.Errorf("encode conditions: %w", err)
+		return fmt.Errorf("encode condition: %w", err)
 	}
-	err = r.client.Status().Patch(ctx, node, client.RawPatch(types.StrategicMergePatchType, patch))
+	err = r.client.Status().Patch(ctx, node.DeepCopy(), client.RawPatch(types.StrategicMergePatchType, patch))
 	if err != nil && !apierrors.IsNotFound(err) {
-		return reconcile.Result{}, fmt.Errorf("write conditions of node %s: %w", request.Name, err)
+		return fmt.Errorf("write condition %s of node %s: %w", condition.Type, node.Name, err)
 	}
-	return reconcile.Result{}, nil
+	return nil
 }
 
 func isOurs(c corev1.NodeCondition) bool {

@@ -61,8 +61,9 @@ func TestGPURepairNeeded(t *testing.T) {
 		"no GPU":                    {nil, "False/NoFault", "no GPU has a fault of the hardware"},
 		"no fault of the hardware":  {[]v1alpha1.DeviceStatus{device("gpu-0", "", "")}, "False/NoFault", "no GPU has a fault of the hardware"},
 		"an excluded GPU":           {[]v1alpha1.DeviceStatus{excluded}, "False/NoFault", "no GPU has a fault of the hardware"},
+		"of an older agent":         {[]v1alpha1.DeviceStatus{{Name: "gpu-0", UnhealthyReason: "Lost: gone"}}, "True/Reboot", "gpu-0 needs Reboot: Lost: gone"},
 		"a repair of a newer agent": {[]v1alpha1.DeviceStatus{device("gpu-0", "", "Later")}, "False/NoFault", "no GPU has a fault of the hardware"},
-		"a partition":               {[]v1alpha1.DeviceStatus{device("gpu-0-mig-1", "gpu-0", "Reset")}, "True/Reset", "gpu-0-mig-1 needs Reset: Fault: of gpu-0-mig-1"},
+		"a partition":               {[]v1alpha1.DeviceStatus{device("gpu-0-mig-1", "gpu-0", "Reset")}, "False/Reset", "gpu-0-mig-1 needs Reset: Fault: of gpu-0-mig-1"},
 		"a GPU with its partition":  {[]v1alpha1.DeviceStatus{device("gpu-0", "", "Reboot"), device("gpu-0-mig-1", "gpu-0", "Reboot")}, "True/Reboot", "gpu-0 needs Reboot: Fault: of gpu-0"},
 		"the worst of several faults": {
 			[]v1alpha1.DeviceStatus{device("gpu-0", "", "Reset"), device("gpu-1", "", "Replace"), device("gpu-2", "", "Reboot")}, "True/Replace",
@@ -87,14 +88,14 @@ func TestConditions(t *testing.T) {
 	w := newWorld(t, interceptor.Funcs{}, node, gpus)
 	r := &conditions{client: w.client, now: func() time.Time { return w.clock }}
 	writes := 0
-	expect := func(status corev1.ConditionStatus, reason, repair string, since time.Time) {
+	expect := func(more int, status corev1.ConditionStatus, reason, repair string, since time.Time) {
 		t.Helper()
 		for range 2 {
 			if _, err := r.Reconcile(t.Context(), reconcile.Request{NamespacedName: types.NamespacedName{Name: "node"}}); err != nil {
 				t.Fatal(err)
 			}
 		}
-		if writes++; w.writes["patch Node"] != writes {
+		if writes += more; w.writes["patch Node"] != writes {
 			t.Errorf("%d writes, want %d: %v", w.writes["patch Node"], writes, w.writes)
 		}
 		now := &corev1.Node{}
@@ -121,14 +122,16 @@ func TestConditions(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	expect(corev1.ConditionTrue, conditionHealthy, "False/NoFault", w.clock)
+	expect(2, corev1.ConditionTrue, conditionHealthy, "False/NoFault", w.clock)
 	set(func(g *v1alpha1.GPUNode) {
 		g.Status.Devices[1].UnhealthyReason, g.Status.Devices[1].Repair = "XID: XID 79", v1alpha1.RepairReboot
 	})
 	since := w.clock
-	expect(corev1.ConditionFalse, "XID", "True/Reboot", since)
+	expect(2, corev1.ConditionFalse, "XID", "True/Reboot", since)
 	set(func(g *v1alpha1.GPUNode) { g.Status.Devices[1].UnhealthyReason = "Lost: gone" })
-	expect(corev1.ConditionFalse, "Lost", "True/Reboot", since)
+	expect(2, corev1.ConditionFalse, "Lost", "True/Reboot", since)
 	set(func(g *v1alpha1.GPUNode) { g.Status.Devices, g.Status.Waiting = nil, "no NVIDIA driver" })
-	expect(corev1.ConditionUnknown, conditionUnknown, "Unknown/NotServed", w.clock)
+	expect(1, corev1.ConditionUnknown, conditionUnknown, "True/Reboot", w.clock)
+	set(func(g *v1alpha1.GPUNode) { g.Status.Waiting = "" })
+	expect(2, corev1.ConditionUnknown, conditionUnknown, "Unknown/NotServed", w.clock.Add(-time.Minute))
 }

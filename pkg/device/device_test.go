@@ -62,6 +62,7 @@ func TestHealthOfPartition(t *testing.T) {
 	}
 	failure, xid := Health{Reason: ReasonRowRemapFailure}, Health{Reason: ReasonXID, XID: 95, Evict: true}
 	p.Health = xid
+	xid.Needs = RepairReplace // for the row of its GPU
 	if got := (Device{GPU{UUID: "GPU-1", Health: failure}, p}).Health(); got != xid {
 		t.Errorf("health is %v, want its own, which is worse than its GPU's", got)
 	}

@@ -20,6 +20,8 @@ type Health struct {
 	XID int
 	// Evict is set if the node configuration ends the pods of the device's claims.
 	Evict bool
+	// Needs is set if another fault of the device than the reason needs a worse repair.
+	Needs Repair
 }
 
 // Reasons for which a device is unhealthy.
@@ -114,20 +116,39 @@ const (
 	RepairReplace Repair = "Replace"
 )
 
-// Repair returns what ends a fault. A fault that a repair does not end comes again, and the tool then takes the next one.
-func (h Health) Repair() Repair {
+// repairs are all repairs, from the least to the worst.
+var repairs = []Repair{RepairNone, RepairReset, RepairReboot, RepairReplace}
+
+func worstRepair(a, b Repair) Repair {
+	if slices.Index(repairs, a) > slices.Index(repairs, b) {
+		return a
+	}
+	return b
+}
+
+// Repair returns the worst repair that the faults of a device need. It is RepairNone for what neither a reset nor another GPU ends: a service
+// of the node's fabric, or peers that use the GPU's memory.
+func (h Health) Repair() Repair { return worstRepair(h.Needs, h.ownRepair()) }
+
+// ownRepair is that of the reason.
+func (h Health) ownRepair() Repair {
 	switch h.Class() {
-	case FaultNone, FaultApplication:
-		return RepairNone
+	case FaultReset:
+		if h.Reason == ReasonDrainP2P {
+			return RepairNone
+		}
+		return RepairReset
 	case FaultMemory:
 		if !h.MayEndByReset() {
 			return RepairReplace
 		}
 		return RepairReset
-	case FaultContained, FaultReset:
+	case FaultContained:
 		return RepairReset
-	default:
+	case FaultReboot, FaultLost:
 		return RepairReboot
+	default:
+		return RepairNone
 	}
 }
 
@@ -178,6 +199,7 @@ func (h Health) Class() FaultClass {
 // Worst returns the worst of several faults, with the worst XID of all of them; the zero value for none. Equal faults keep their order.
 func Worst(faults ...Health) Health {
 	var worst, xid Health
+	var needs Repair
 	evict := false
 	for _, f := range faults {
 		if f.Healthy() {
@@ -189,9 +211,12 @@ func Worst(faults ...Health) Health {
 		if f.XID != 0 && (xid.XID == 0 || (Health{Reason: ReasonXID, XID: f.XID}).Compare(xid) < 0) {
 			xid = Health{Reason: ReasonXID, XID: f.XID}
 		}
-		evict = evict || f.Evict
+		evict, needs = evict || f.Evict, worstRepair(needs, f.Repair())
 	}
 	worst.XID, worst.Evict = xid.XID, evict
+	if worst.Needs = needs; needs == worst.ownRepair() {
+		worst.Needs = RepairNone
+	}
 	return worst
 }
 

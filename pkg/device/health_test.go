@@ -144,3 +144,29 @@ func TestRepair(t *testing.T) {
 		t.Errorf("a healthy GPU needs %s", got)
 	}
 }
+
+// TestRepairOfSeveralFaults: the worst repair is that of all faults, whichever of them is shown.
+func TestRepairOfSeveralFaults(t *testing.T) {
+	fault := func(reason string) Health { return Health{Reason: reason} }
+	xid := func(n int) Health { return Health{Reason: ReasonXID, XID: n} }
+	for name, c := range map[string]struct {
+		faults []Health
+		shown  string
+		want   Repair
+	}{
+		"none":                           {nil, "", RepairNone},
+		"one":                            {[]Health{fault(ReasonLost)}, ReasonLost, RepairReboot},
+		"a row and its XID":              {[]Health{fault(ReasonRowRemapFailure), xid(64)}, ReasonXID, RepairReplace},
+		"a row and a reset":              {[]Health{fault(ReasonResetRequired), fault(ReasonRowRemapFailure)}, ReasonResetRequired, RepairReplace},
+		"a row and a lost GPU":           {[]Health{fault(ReasonRowRemapFailure), fault(ReasonLost)}, ReasonLost, RepairReplace},
+		"the fabric and a row":           {[]Health{fault(ReasonFabric), fault(ReasonRowRemapPending)}, ReasonRowRemapPending, RepairReset},
+		"peers":                          {[]Health{fault(ReasonDrainP2P)}, ReasonDrainP2P, RepairNone},
+		"what is no fault and one":       {[]Health{fault(ReasonNotClean), xid(94)}, ReasonXID, RepairReset},
+		"a fault of an application only": {[]Health{xid(13)}, ReasonXID, RepairNone},
+	} {
+		got := Worst(c.faults...)
+		if got.Reason != c.shown || got.Repair() != c.want || Worst(got).Repair() != c.want {
+			t.Errorf("%s: %+v needs %q, want %s, which needs %q", name, got, got.Repair(), c.shown, c.want)
+		}
+	}
+}

@@ -173,6 +173,7 @@ func (w *writer) next() (request func(context.Context) error, urgent bool) {
 		return func(ctx context.Context) error { return w.create(ctx, node) }, false
 	}
 	status := bounded(Status(w.facts()))
+	status.Devices = withSince(status.Devices, object.Status.Devices, w.sent.Devices)
 	w.metrics.inService.Store(&status)
 	// The API server may have dropped a part of what was sent, and would do so again.
 	if same(object.Status, status) || object.ResourceVersion == w.answered && same(w.sent, status) {
@@ -218,7 +219,6 @@ func (o *Object) nextBeat() time.Duration { return wait.Jitter(o.times.heartbeat
 // same reports whether two statuses differ in nothing but their times.
 func same(a, b v1alpha1.GPUNodeStatus) bool {
 	a.Seen, a.WaitingSince = b.Seen, b.WaitingSince
-	a.Devices, b.Devices = withoutSince(a.Devices), withoutSince(b.Devices)
 	return apiequality.Semantic.DeepEqual(a, b)
 }
 
@@ -307,31 +307,24 @@ func (o *Object) updateStatus(ctx context.Context, object *v1alpha1.GPUNode, sta
 	if status.Waiting != "" {
 		status.WaitingSince = cmp.Or(object.Status.WaitingSince, &now)
 	}
-	status.Devices = withSince(status.Devices, object.Status.Devices, now)
+	status.Devices = withSince(status.Devices, object.Status.Devices, nil)
 	next := *object
 	next.Status, next.ManagedFields = status, nil // the API server keeps its own
 	return o.request(ctx, "status", o.client.Put().Name(object.Name).SubResource("status"), &next)
 }
 
-// withSince returns a copy of the devices with the times since when they are unhealthy: that of before, or now.
-func withSince(devices, before []v1alpha1.DeviceStatus, now metav1.Time) []v1alpha1.DeviceStatus {
+// withSince returns a copy of the devices with the times since when they are unhealthy: that which the API server has, or was sent, or now.
+func withSince(devices, stored, sent []v1alpha1.DeviceStatus) []v1alpha1.DeviceStatus {
+	now := metav1.Now().Rfc3339Copy()
 	since := map[string]*metav1.Time{}
-	for _, d := range before {
-		since[d.Name+d.UUID] = d.UnhealthySince
+	for _, d := range slices.Concat(sent, stored) {
+		since[d.Name+d.UUID] = cmp.Or(d.UnhealthySince, since[d.Name+d.UUID])
 	}
 	devices = slices.Clone(devices)
 	for i, d := range devices {
 		if d.UnhealthyReason != "" {
-			devices[i].UnhealthySince = cmp.Or(since[d.Name+d.UUID], &now)
+			devices[i].UnhealthySince = cmp.Or(d.UnhealthySince, since[d.Name+d.UUID], &now)
 		}
-	}
-	return devices
-}
-
-func withoutSince(devices []v1alpha1.DeviceStatus) []v1alpha1.DeviceStatus {
-	devices = slices.Clone(devices)
-	for i := range devices {
-		devices[i].UnhealthySince = nil
 	}
 	return devices
 }

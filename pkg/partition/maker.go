@@ -107,7 +107,7 @@ func (m *Maker) lock(ctx context.Context, gpu string) (unlock func(), err error)
 type Request struct {
 	device.Partition
 	// Reserved returns an error if the claim has no longer reserved the partition. It is called when the partition is recorded: from then on
-	// the ledger's hold ends only after Destroy. TestUnpreparedBeforeCreate fails if it is called before.
+	// the ledger's hold ends only after Destroy. TestUnpreparedBeforeCreate fails if it is called before the record.
 	Reserved func() error
 	// Publish writes what container runtimes need to know of the created partition, before another caller can destroy it.
 	Publish func(context.Context, device.Partition) error
@@ -133,7 +133,10 @@ func (m *Maker) Create(ctx context.Context, request Request) (_ device.Partition
 	if err != nil {
 		return device.Partition{}, err
 	}
-	return created, request.Publish(ctx, created)
+	if err := request.Publish(ctx, created); err != nil {
+		return device.Partition{}, fmt.Errorf("write its CDI device: %w", err)
+	}
+	return created, nil
 }
 
 // record records that want is about to be created. Under the GPU's lock.
@@ -272,11 +275,11 @@ func (m *Maker) disableStatic(ctx context.Context, ref device.Ref, others bool) 
 func (m *Maker) EnsureWhole(ctx context.Context, uuid string, reserved func() error) error {
 	unlock, err := m.lock(ctx, uuid)
 	if err != nil {
-		return err
+		return wrap(err, "make GPU %s whole", uuid)
 	}
 	defer unlock()
 	if err := reserved(); err != nil {
-		return err
+		return wrap(err, "make GPU %s whole", uuid)
 	}
 	gpu, ok := m.Inventory().ByUUID(uuid)
 	if !ok || !gpu.Dynamic || !gpu.MIGEnabled {

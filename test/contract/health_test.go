@@ -193,13 +193,19 @@ func (s *story) places(gpus []int) []place {
 			if err != nil {
 				return err
 			}
-			is := map[corev1.NodeConditionType]corev1.ConditionStatus{}
+			is := map[corev1.NodeConditionType]corev1.NodeCondition{}
 			for _, c := range node.Status.Conditions {
-				is[c.Type] = c.Status
+				is[c.Type] = c
 			}
-			return errors.Join(
-				differ("GPUsHealthy", is[controller.ConditionGPUsHealthy] == corev1.ConditionFalse, unhealthy),
-				differ("GPURepairNeeded", is[controller.ConditionGPURepairNeeded] == corev1.ConditionTrue, unhealthy))
+			healthy, repair := is[controller.ConditionGPUsHealthy], is[controller.ConditionGPURepairNeeded]
+			object, err := s.GPUNodeObject()
+			if err != nil {
+				return err
+			}
+			if want := controller.GPURepairNeeded(object.Status); repair.Status != want.Status || repair.Reason != want.Reason {
+				return fmt.Errorf("the condition %s is %s, %s, want %s, %s", want.Type, repair.Status, repair.Reason, want.Status, want.Reason)
+			}
+			return differ(healthy.Message, healthy.Status == corev1.ConditionFalse, unhealthy)
 		}},
 		{"metric", func(unhealthy bool) (err error) {
 			for _, gpu := range gpus {
