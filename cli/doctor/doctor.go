@@ -295,8 +295,11 @@ func (e *examination) nodes() {
 		has[n.Name] = true
 		switch {
 		case missing(n.Name):
-			e.add(Error, "node "+n.Name, pageInstallation,
-				"let the DaemonSet select the node, or delete its GPUNode, which ends the maintenance of its GPUs: kubectl delete gpunode "+n.Name,
+			remove := "kubectl delete gpunode " + n.Name
+			if len(n.Spec.Maintenance) > 0 {
+				remove = "kubectl gpu undrain " + n.Name + " && " + remove
+			}
+			e.add(Error, "node "+n.Name, pageInstallation, "let the DaemonSet select the node, or delete its GPUNode: "+remove,
 				"it has a GPUNode and no agent, so that what the GPUNode says is outdated")
 		case n.Status.Waiting != "" && !e.starting[n.Name]:
 			e.add(Error, "node "+n.Name, pageInstallation, "see the events of the node: kubectl describe node "+n.Name, "%s", explain.WhyUnserved(n.Status))
@@ -490,7 +493,7 @@ func (e *examination) webhook() {
 }
 
 // guards are the policies without which a stolen token of an agent or of the controller can do more than its job, by the end of their names.
-var guards = []string{"-resourceslices", "-gpunode-status", "-resourceclaims", "-agent-events", "-node-labels", "-controller-gpunodes",
+var guards = []string{"-resourceslices", "-gpunode-status", "-gpunode-maintenance", "-resourceclaims", "-agent-events", "-node-labels", "-controller-gpunodes",
 	"-controller-gpunode-taints", "-controller-pods", "-controller-evictions", "-controller-nodes", "-controller-leases", "-controller-protected", "-controller-events"}
 
 func (e *examination) policies() {

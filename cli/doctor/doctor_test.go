@@ -161,10 +161,12 @@ var faults = map[string]struct {
 		f.Agents[1] = agent("node-2", corev1.ConditionFalse, time.Hour)
 		f.Agents[1].Status.ContainerStatuses = []corev1.ContainerStatus{{Name: "kubelet-plugin", State: corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "ImagePullBackOff"}}}}
 	}, []string{"error node node-2"}},
-	"an agent starts":  {func(f *Facts) { f.Agents[1] = agent("node-2", corev1.ConditionFalse, time.Minute) }, []string{"warning node node-2"}},
-	"an agent is gone": {func(f *Facts) { f.Agents = f.Agents[:1] }, []string{"error node node-2"}},
-	"no agent":         {func(f *Facts) { f.Agents, f.GPUNodes = f.Agents[:1], f.GPUNodes[:1] }, []string{"error node node-2"}},
-	"no driver":        {func(f *Facts) { f.GPUNodes[0].Status.Waiting = "no NVIDIA driver" }, []string{"error node node-1"}},
+	"an agent starts": {func(f *Facts) { f.Agents[1] = agent("node-2", corev1.ConditionFalse, time.Minute) }, []string{"warning node node-2"}},
+	"an agent is gone": {func(f *Facts) {
+		f.Agents, f.GPUNodes[1].Spec.Maintenance = f.Agents[:1], []v1alpha1.GPUMaintenance{{UUID: "GPU-0"}}
+	}, []string{"error node node-2"}},
+	"no agent":  {func(f *Facts) { f.Agents, f.GPUNodes = f.Agents[:1], f.GPUNodes[:1] }, []string{"error node node-2"}},
+	"no driver": {func(f *Facts) { f.GPUNodes[0].Status.Waiting = "no NVIDIA driver" }, []string{"error node node-1"}},
 	"another driver": {func(f *Facts) {
 		f.Withheld["node-1"] = true
 		f.Events = []corev1.Event{event("node-1", "OtherDevicePlugin", "nvidia.sock serves GPUs", time.Minute)}

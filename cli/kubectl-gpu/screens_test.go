@@ -207,7 +207,7 @@ func installed() []runtime.Object {
 		objects = append(objects, &rbacv1.ClusterRoleBinding{ObjectMeta: of(name, component), Subjects: []rbacv1.Subject{
 			{Kind: rbacv1.ServiceAccountKind, Namespace: "tandem-system", Name: name}}})
 	}
-	for _, suffix := range []string{"-resourceslices", "-gpunode-status", "-resourceclaims", "-agent-events", "-node-labels", "-controller-gpunodes",
+	for _, suffix := range []string{"-resourceslices", "-gpunode-status", "-gpunode-maintenance", "-resourceclaims", "-agent-events", "-node-labels", "-controller-gpunodes",
 		"-controller-gpunode-taints", "-controller-pods", "-controller-evictions", "-controller-nodes", "-controller-leases", "-controller-protected", "-controller-events"} {
 		objects = append(objects, &admissionv1.ValidatingAdmissionPolicy{ObjectMeta: of("tandem"+suffix, "policy")}, &admissionv1.ValidatingAdmissionPolicyBinding{
 			ObjectMeta: of("tandem"+suffix, "policy"), Spec: admissionv1.ValidatingAdmissionPolicyBindingSpec{PolicyName: "tandem" + suffix}})

@@ -4,6 +4,7 @@ package helm_test
 
 import (
 	"io"
+	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -131,7 +132,7 @@ func policies(agent, controller string) map[string]string {
 func TestPoliciesFailClosed(t *testing.T) {
 	t.Parallel()
 	for _, name := range cases {
-		for suffix := range policies("", "") {
+		for _, suffix := range append(slices.Collect(maps.Keys(policies("", ""))), "-gpunode-maintenance") {
 			policy := policyOf(t, name, suffix)
 			if *policy.Spec.FailurePolicy != admissionv1.Fail {
 				t.Errorf("%s%s: failure policy is %s", name, suffix, *policy.Spec.FailurePolicy)
@@ -416,7 +417,7 @@ func TestAgentsGPUNodePolicy(t *testing.T) {
 	t.Parallel()
 	const (
 		agent       = "system:serviceaccount:tandem-system:tandem"
-		spec, owner = "only the controller and administrators may", "may not change the owner"
+		spec, owner = "only the controller and administrators may", "may not write the owner"
 	)
 	ownedBy := func(name string, owners ...any) object {
 		return object{"metadata": object{"name": name, "ownerReferences": owners}, "spec": object{}, "status": object{"mode": "Dual"}}
@@ -425,7 +426,7 @@ func TestAgentsGPUNodePolicy(t *testing.T) {
 		return object{"apiVersion": apiVersion, "kind": kind, "name": name, "uid": "u"}
 	}
 	node := func(name string, claims ...any) object {
-		o := ownedBy(name, reference("v1", "Node", name))
+		o := object{"metadata": object{"name": name}, "spec": object{}, "status": object{"mode": "Dual"}}
 		if len(claims) > 0 {
 			o["spec"] = object{"claims": claims}
 		}
@@ -437,7 +438,7 @@ func TestAgentsGPUNodePolicy(t *testing.T) {
 	}
 	claim := object{"uid": "u", "namespace": "n", "name": "c", "devices": []any{"gpu-0"}}
 	maintained := with(node("a"), "spec", object{"maintenance": []any{object{"uuid": "GPU-0"}}})
-	withoutSpec, withoutOwner := node("a"), object{"metadata": object{"name": "a"}, "spec": object{}}
+	withoutSpec, owned := node("a"), ownedBy("a", reference("v1", "Node", "a"))
 	delete(withoutSpec, "spec")
 	slice := ownedBy("a", reference("resource.k8s.io/v1", "ResourceSlice", "own"))
 	for name, c := range map[string]struct {
@@ -466,21 +467,18 @@ func TestAgentsGPUNodePolicy(t *testing.T) {
 		"drop a maintenance":         {agent, onNode("a"), "UPDATE", maintained, node("a"), spec},
 		"create with one":            {agent, onNode("a"), "CREATE", nil, maintained, spec},
 		"keep a maintenance":         {agent, onNode("a"), "UPDATE", maintained, maintained, ""},
-		"create without an owner":    {agent, onNode("a"), "CREATE", nil, withoutOwner, owner},
-		"create for another node":    {agent, onNode("a"), "CREATE", nil, ownedBy("a", reference("v1", "Node", "b")), owner},
+		"create for its node":        {agent, onNode("a"), "CREATE", nil, owned, owner},
 		"create for its slice":       {agent, onNode("a"), "CREATE", nil, slice, owner},
-		"create for a like kind":     {agent, onNode("a"), "CREATE", nil, ownedBy("a", reference("example.com/v1", "Node", "a")), owner},
-		"create for two": {agent, onNode("a"), "CREATE", nil, ownedBy("a", reference("v1", "Node", "a"),
-			reference("resource.k8s.io/v1", "ResourceSlice", "own")), owner},
-		"drop the owner":        {agent, onNode("a"), "UPDATE", node("a"), withoutOwner, owner},
-		"change the owner":      {agent, onNode("a"), "UPDATE", node("a"), slice, owner},
-		"change its UID":        {agent, onNode("a"), "UPDATE", node("a"), ownedBy("a", with(reference("v1", "Node", "a"), "uid", "gone")), owner},
-		"keep another's owner":  {agent, onNode("a"), "UPDATE", withoutOwner, with(withoutOwner, "status", object{}), ""},
-		"unbound token":         {agent, nil, "UPDATE", node("a"), node("a"), "bound to its pod"},
-		"unbound deletion":      {agent, nil, "DELETE", node("a"), nil, "bound to its pod"},
-		"the controller":        {agent + "-controller", nil, "UPDATE", node("a"), node("a", claim), "-"},
-		"the garbage collector": {"system:serviceaccount:kube-system:generic-garbage-collector", nil, "DELETE", maintained, nil, "-"},
-		"an administrator":      {"kubernetes-admin", nil, "DELETE", maintained, nil, "-"},
+		"take an owner":              {agent, onNode("a"), "UPDATE", node("a"), owned, owner},
+		"drop the owner":             {agent, onNode("a"), "UPDATE", owned, node("a"), owner},
+		"change the owner":           {agent, onNode("a"), "UPDATE", owned, slice, owner},
+		"change its UID":             {agent, onNode("a"), "UPDATE", owned, ownedBy("a", with(reference("v1", "Node", "a"), "uid", "gone")), owner},
+		"keep an owner":              {agent, onNode("a"), "UPDATE", owned, with(ownedBy("a", reference("v1", "Node", "a")), "status", object{}), ""},
+		"unbound token":              {agent, nil, "UPDATE", node("a"), node("a"), "bound to its pod"},
+		"unbound deletion":           {agent, nil, "DELETE", node("a"), nil, "bound to its pod"},
+		"the controller":             {agent + "-controller", nil, "UPDATE", node("a"), node("a", claim), "-"},
+		"the garbage collector":      {"system:serviceaccount:kube-system:generic-garbage-collector", nil, "DELETE", maintained, nil, "-"},
+		"an administrator":           {"kubernetes-admin", nil, "DELETE", maintained, nil, "-"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			user := object{"username": c.user}
@@ -489,6 +487,27 @@ func TestAgentsGPUNodePolicy(t *testing.T) {
 			}
 			judge(t, "-gpunode-status", object{"operation": c.operation, "userInfo": user}, c.before, c.after, c.want)
 		})
+	}
+}
+
+// No user deletes a GPUNode with GPUs under maintenance.
+func TestMaintenancePolicy(t *testing.T) {
+	t.Parallel()
+	gpuNodeWith := func(spec any) object { return object{"metadata": object{"name": "a"}, "spec": spec} }
+	for name, c := range map[string]struct {
+		before object
+		want   string
+	}{
+		"without a spec":    {object{"metadata": object{"name": "a"}}, ""},
+		"no entry":          {gpuNodeWith(object{"claims": []any{object{}}}), ""},
+		"an empty list":     {gpuNodeWith(object{"maintenance": []any{}}), ""},
+		"under maintenance": {gpuNodeWith(object{"maintenance": []any{object{"uuid": "GPU-0"}}}), "kubectl gpu undrain a"},
+	} {
+		for _, user := range []string{"kubernetes-admin", "system:serviceaccount:kube-system:generic-garbage-collector"} {
+			t.Run(name+" "+user, func(t *testing.T) {
+				judge(t, "-gpunode-maintenance", object{"operation": "DELETE", "userInfo": object{"username": user}}, c.before, nil, c.want)
+			})
+		}
 	}
 }
 
@@ -556,6 +575,13 @@ func TestControllersPolicies(t *testing.T) {
 		}
 		return o
 	}
+	ownedBy := func(kinds ...string) object {
+		var owners []any
+		for _, kind := range kinds {
+			owners = append(owners, object{"kind": kind, "name": "n", "uid": "u"})
+		}
+		return change(node("8", "4"), "metadata.ownerReferences", owners)
+	}
 	preconditions := func(p object) object {
 		return object{"metadata": object{"name": "p"}, "deleteOptions": object{"preconditions": p}}
 	}
@@ -602,7 +628,10 @@ func TestControllersPolicies(t *testing.T) {
 		"claims of a node":       {"-controller-gpunodes", change(node("8", "4"), "spec.claims", []any{}), change(node("8", "4"), "spec.claims", []any{object{}}), ""},
 		"maintenance of a GPU":   {"-controller-gpunodes", node("8", "4"), change(node("8", "4"), "spec.maintenance", []any{object{"uuid": "GPU-0"}}), "spec.maintenance of a GPUNode"},
 		"its end":                {"-controller-gpunodes", change(node("8", "4"), "spec.maintenance", []any{object{"uuid": "GPU-0"}}), node("8", "4"), "spec.maintenance of a GPUNode"},
-		"owner of a GPUNode":     {"-controller-gpunodes", node("8", "4"), change(node("8", "4"), "metadata.ownerReferences", []any{object{}}), "the metadata of a GPUNode"},
+		"owner of a GPUNode":     {"-controller-gpunodes", node("8", "4"), change(node("8", "4"), "metadata.ownerReferences", []any{object{"kind": "Node"}}), "the metadata of a GPUNode"},
+		"without its Node":       {"-controller-gpunodes", ownedBy("Node", "Machine"), ownedBy("Machine"), ""},
+		"without another owner":  {"-controller-gpunodes", ownedBy("Node", "Machine"), ownedBy("Node"), "the metadata of a GPUNode"},
+		"without any":            {"-controller-gpunodes", ownedBy("Node"), node("8", "4"), ""},
 		"its Secret":             {"-controller-secrets", nil, secret("tandem-webhook", "kubernetes.io/tls"), ""},
 		"another Secret":         {"-controller-secrets", nil, secret("tandem", "kubernetes.io/tls"), "no Secret but tandem-webhook"},
 		"a token":                {"-controller-secrets", nil, secret("tandem-webhook", "kubernetes.io/service-account-token"), "of type kubernetes.io/tls"},

@@ -149,9 +149,9 @@ func withCapacity(requests []resourceapi.DeviceRequest) (kept []resourceapi.Devi
 
 // trimGPUNode drops what only people read. It copies the slices because the JSON decoder makes room for four elements, and most have one.
 func trimGPUNode(node *v1alpha1.GPUNode) {
-	generation := node.Generation
+	generation, owners := node.Generation, node.OwnerReferences
 	node.ObjectMeta = identity(node.ObjectMeta)
-	node.Generation, node.Status.Seen = generation, nil
+	node.Generation, node.OwnerReferences, node.Status.Seen = generation, owners, nil
 	node.Spec.Claims = slices.Clone(node.Spec.Claims)
 	for i := range node.Spec.Claims {
 		c := &node.Spec.Claims[i]

@@ -77,7 +77,7 @@ func TestTrimmedGPUNodeChangesNoDecision(t *testing.T) {
 		s.Daemons, s.UnknownDaemons = filled[[]v1alpha1.MPSDaemon](1), []string{"unknown"}
 		s.Conflicts, s.BootID, s.Holders = filled[[]v1alpha1.ConflictingClaim](1), "boot", "holders"
 	})
-	whole.Generation, whole.Labels = 3, map[string]string{"a": "b"}
+	whole.Generation, whole.Labels, whole.OwnerReferences = 3, map[string]string{"a": "b"}, []metav1.OwnerReference{{Kind: "Node"}}
 	whole.Spec.Claims = Relay([]resourceapi.ResourceClaim{*newClaim("a", "gpu-0")}, testDriver, "node-1")
 	trimmed := whole.DeepCopy()
 	trimGPUNode(trimmed)
@@ -86,7 +86,7 @@ func TestTrimmedGPUNodeChangesNoDecision(t *testing.T) {
 		condition, served := GPUsHealthy(n.Status)
 		plan := PlanDaemons(n, nil, DaemonPods{DriverRoots: []string{"text-of-usual-length-1"}}, time.Unix(0, 0))
 		waiting := map[types.UID][]types.UID{"uid-a": {"p"}}
-		return []any{number, known, condition, served, GPURepairNeeded(n.Status), plan, Retries(n.Status, n.Spec.Claims, waiting), n.Spec, n.Generation, n.UID, n.ResourceVersion}
+		return []any{number, known, condition, served, GPURepairNeeded(n.Status), plan, Retries(n.Status, n.Spec.Claims, waiting), n.Spec, n.Generation, n.UID, n.ResourceVersion, n.OwnerReferences}
 	}
 	if diff := cmp.Diff(decide(whole), decide(trimmed)); diff != "" {
 		t.Errorf("of the whole (-) and the trimmed (+) GPUNode: %s", diff)

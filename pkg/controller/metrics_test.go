@@ -8,6 +8,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/testutil"
+	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 
@@ -25,11 +26,14 @@ func TestMetricsBeginAtZero(t *testing.T) {
 	}
 }
 
-// Only nodes with GPUs need an agent.
+// Only nodes with GPUs need an agent. A GPUNode with GPUs under maintenance outlives its Node.
 func TestGPUNodesMetric(t *testing.T) {
 	gpu := v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{Name: "gpu"}, Status: v1alpha1.GPUNodeStatus{Devices: []v1alpha1.DeviceStatus{{Name: "gpu-0"}}}}
 	bare := v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{Name: "bare"}}
-	w := newWorld(t, interceptor.Funcs{}, &gpu, &bare)
+	gone := gpu.DeepCopy()
+	gone.Name = "gone"
+	node := func(name string) *corev1.Node { return &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}} }
+	w := newWorld(t, interceptor.Funcs{}, &gpu, &bare, gone, node("gpu"), node("bare"))
 	synced := false
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(gpuNodes{cache: w.client, synced: func() bool { return synced }})

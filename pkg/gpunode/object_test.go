@@ -264,8 +264,8 @@ func TestCreatesAndReports(t *testing.T) {
 	f := newFixture(t)
 	object, _ := f.start()
 	o := f.awaitStatus("a status with two free GPUs", free(2))
-	if len(o.OwnerReferences) != 1 || o.OwnerReferences[0].UID != "node-uid" || o.OwnerReferences[0].Kind != "Node" || o.OwnerReferences[0].Name != "node-1" {
-		t.Errorf("owned by %+v, want the node", o.OwnerReferences)
+	if len(o.OwnerReferences) > 0 {
+		t.Errorf("owned by %+v", o.OwnerReferences)
 	}
 	if got, want := f.api.written(), []string{"post node-1", "put node-1/status"}; !slices.Equal(got, want) {
 		t.Errorf("wrote %q, want %q", got, want)
@@ -792,63 +792,36 @@ func TestDeletedWhileAway(t *testing.T) {
 	}
 }
 
-// TestNodeReplaced: the agent keeps the GPUNode of a former Node, and the maintenance in it, until the garbage collector deletes it.
+// TestNodeReplaced: the agent keeps the GPUNode of a former Node, and the maintenance in it. While another client deletes it, it waits.
 func TestNodeReplaced(t *testing.T) {
 	t.Parallel()
-	for _, finalizers := range []bool{false, true} {
-		t.Run(fmt.Sprintf("finalizers=%t", finalizers), func(t *testing.T) {
-			t.Parallel()
-			f := newFixture(t)
-			o, _ := f.start()
-			before := f.awaitStatus("a status", free(2))
-			f.api.maintain("node-1", v1alpha1.GPUMaintenance{UUID: "GPU-1"})
-			f.awaitStatus("the maintenance", func(s v1alpha1.GPUNodeStatus) bool { return s.Counts.Maintenance == 1 })
-			f.node.set("")
-			f.quiet()
-			f.node.set("another-uid")
-			f.hold("c1", "GPU-0")
-			f.awaitStatus("the status in the GPUNode of the former node", free(0))
-			if now := f.api.object("node-1"); now.UID != before.UID || now.OwnerReferences[0].UID != "node-uid" || !o.Maintenance()["GPU-1"] {
-				t.Errorf("the agent has GPUNode %+v", now.ObjectMeta)
-			}
-			f.release("c1")
-			f.awaitStatus("more of it", free(1))
-			if got := strings.Count(f.logger.GetSink().(ktesting.Underlier).GetBuffer().String(), "This Node does not own its GPUNode"); got != 1 {
-				t.Errorf("said %d times that another Node owns the GPUNode, want once", got)
-			}
-			if finalizers {
-				f.api.terminate("node-1")
-				f.quiet()
-			}
-			f.api.drop("node-1")
-			f.await("an object with the new owner", func() bool {
-				o := f.api.object("node-1")
-				return o != nil && o.UID != before.UID && o.OwnerReferences[0].UID == "another-uid" && o.Status.Counts.Free == 2
-			})
-			f.quiet()
-			for _, request := range f.api.written() {
-				if !strings.HasPrefix(request, "post") && !strings.HasSuffix(request, "/status") {
-					t.Errorf("the agent sent %q", request)
-				}
-			}
-		})
-	}
-}
-
-// TestNoOwner: the garbage collector never deletes a GPUNode that no Node owns, and the log says what does.
-func TestNoOwner(t *testing.T) {
-	t.Parallel()
 	f := newFixture(t)
-	f.api.set(func() {
-		f.api.store(&v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{Name: "node-1", UID: "by-hand"}})
-	})
-	f.start()
-	f.awaitStatus("a status", free(2))
+	o, _ := f.start()
+	before := f.awaitStatus("a status", free(2))
+	f.api.maintain("node-1", v1alpha1.GPUMaintenance{UUID: "GPU-1"})
+	f.awaitStatus("the maintenance", func(s v1alpha1.GPUNodeStatus) bool { return s.Counts.Maintenance == 1 })
+	f.node.set("")
+	f.quiet()
+	f.node.set("another-uid")
 	f.hold("c1", "GPU-0")
+	f.awaitStatus("the status in the GPUNode of the former node", free(0))
+	if now := f.api.object("node-1"); now.UID != before.UID || !o.Maintenance()["GPU-1"] {
+		t.Errorf("the agent has GPUNode %+v", now.ObjectMeta)
+	}
+	f.release("c1")
 	f.awaitStatus("more of it", free(1))
-	log := f.logger.GetSink().(ktesting.Underlier).GetBuffer().String()
-	if strings.Count(log, "No Node owns the GPUNode") != 1 || !strings.Contains(log, "kubectl delete gpunode") || strings.Contains(log, "The garbage collector deletes") {
-		t.Errorf("the log says %s", log)
+	f.api.terminate("node-1")
+	f.quiet()
+	f.api.drop("node-1")
+	f.await("another object", func() bool {
+		o := f.api.object("node-1")
+		return o != nil && o.UID != before.UID && o.Status.Counts.Free == 2
+	})
+	f.quiet()
+	for _, request := range f.api.written() {
+		if !strings.HasPrefix(request, "post") && !strings.HasSuffix(request, "/status") {
+			t.Errorf("the agent sent %q", request)
+		}
 	}
 }
 

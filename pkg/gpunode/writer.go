@@ -103,8 +103,6 @@ type writer struct {
 	beat time.Time
 	// pruned logs once that the API server dropped a part of the status.
 	pruned sync.Once
-	// foreign is the UID of the last object that this Node did not own.
-	foreign types.UID
 	// missed is what was reported of the rules that do not select what they seem to mean.
 	missed map[string]string
 }
@@ -134,7 +132,6 @@ func (o *Object) write(ctx context.Context) {
 
 // look makes at most one request if one is due. It returns when to look again if nothing changes; zero for never.
 func (w *writer) look(ctx context.Context, now time.Time) time.Time {
-	w.noteOwner(ctx)
 	w.reportMissed()
 	request, urgent := w.next()
 	if request == nil {
@@ -165,12 +162,11 @@ func (w *writer) look(ctx context.Context, now time.Time) time.Time {
 // next returns the next request; nil if none is needed or possible. An urgent one is not delayed for other changes.
 func (w *writer) next() (request func(context.Context) error, urgent bool) {
 	object, synced := w.view.current()
-	node := w.config.Node.UID()
 	switch {
-	case !synced || node == "" || object != nil && object.DeletionTimestamp != nil:
+	case !synced || w.config.Node.UID() == "" || object != nil && object.DeletionTimestamp != nil:
 		return nil, false
 	case object == nil:
-		return func(ctx context.Context) error { return w.create(ctx, node) }, false
+		return w.create, false
 	}
 	status := bounded(Status(w.facts()))
 	status.Devices = withSince(status.Devices, object.Status.Devices, w.sent.Devices)
@@ -222,26 +218,6 @@ func same(a, b v1alpha1.GPUNodeStatus) bool {
 	return apiequality.Semantic.DeepEqual(a, b)
 }
 
-// noteOwner logs once that this Node does not own the object. An agent may neither delete a GPUNode nor change its owner, which would delete
-// it as well: what administrators wrote into the spec would be lost.
-func (w *writer) noteOwner(ctx context.Context) {
-	object, _ := w.view.current()
-	node := w.config.Node.UID()
-	if object == nil || node == "" || object.UID == w.foreign {
-		return
-	}
-	switch {
-	case len(object.OwnerReferences) == 0:
-		w.foreign = object.UID
-		klog.FromContext(ctx).Info("No Node owns the GPUNode, so that it stays when the Node is deleted. After \"kubectl delete gpunode NODE\", which ends "+
-			"the maintenance of its GPUs, the agent creates one that its Node owns", "node", w.config.NodeName, "nodeUID", node)
-	case len(object.OwnerReferences) != 1 || object.OwnerReferences[0].Kind != "Node" || object.OwnerReferences[0].UID != node:
-		w.foreign = object.UID
-		klog.FromContext(ctx).Info("This Node does not own its GPUNode. The garbage collector deletes the GPUNode of a former Node, and the agent then "+
-			"creates another one", "node", w.config.NodeName, "nodeUID", node, "owners", object.OwnerReferences)
-	}
-}
-
 // expire returns when the first conflict of the ledger expires; zero for never. No change announces that.
 func (w *writer) expire() time.Time {
 	var first time.Time
@@ -291,12 +267,10 @@ func (o *Object) leave(ctx context.Context) {
 	}
 }
 
-// create creates the object. The node owns it, so it is deleted with the node.
-func (o *Object) create(ctx context.Context, node types.UID) error {
-	_, err := o.request(ctx, "create", o.client.Post(), &v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{
-		Name:            o.config.NodeName,
-		OwnerReferences: []metav1.OwnerReference{{APIVersion: "v1", Kind: "Node", Name: o.config.NodeName, UID: node}},
-	}})
+// create creates the object, unless there is one, for whatever Node it was made. Its Node does not own it: the garbage collector would delete
+// it with the Node, and with it what administrators wrote into the spec.
+func (o *Object) create(ctx context.Context) error {
+	_, err := o.request(ctx, "create", o.client.Post(), &v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{Name: o.config.NodeName}})
 	return err
 }
 

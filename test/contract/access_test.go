@@ -184,6 +184,7 @@ func TestWhoMayWriteWhat(t *testing.T) {
 		maintenance = `{"spec":{"maintenance":[{"uuid":"GPU-0"}]}}`
 		taint       = `{"spec":{"taints":[{"rule":"forged","key":"example.com/x","effect":"NoExecute"}]}}`
 		labels      = `{"metadata":{"labels":{"stolen":"true"}}}`
+		owner       = `{"metadata":{"ownerReferences":[{"apiVersion":"v1","kind":"Node","name":"gone","uid":"u"}]}}`
 		ofNode      = "the agent on node '" + gpuNode + "' may write the GPUNode of that node only"
 		notByRBAC   = "cannot "
 		mayNotTaint = "only who may create DeviceTaintRules may write spec.taints"
@@ -203,20 +204,21 @@ func TestWhoMayWriteWhat(t *testing.T) {
 		"controller: a taint":          {s.patchGPUNode(control, gpuNode, taint), ""},
 		"drainer: a maintenance":       {s.patchGPUNode(drains, gpuNode, maintenance), ""},
 		"drainer: a taint":             {s.patchGPUNode(drains, gpuNode, taint), mayNotTaint},
-		"drainer: create with a taint": {s.createGPUNodeWith(drains, "node-3", `{"taints":[{"rule":"r","key":"k","effect":"NoSchedule"}]}`), mayNotTaint},
-		"drainer: create without":      {s.createGPUNode(drains, "node-3"), ""},
+		"drainer: create with a taint": {s.createGPUNode(drains, "node-3", "", `{"taints":[{"rule":"r","key":"k","effect":"NoSchedule"}]}`, dryRun...), mayNotTaint},
+		"drainer: create without":      {s.createGPUNode(drains, "node-3", "", "{}", dryRun...), ""},
 		"administrator: a taint":       {s.patchGPUNode(theClient, gpuNode, taint), ""},
 		"controller: a maintenance":    {s.patchGPUNode(control, gpuNode, maintenance), "may not write spec.maintenance"},
 		"agent: another's status":      {s.patchGPUNode(own, numaNode+"/status", status), ofNode},
 		"agent: delete its own":        {s.deleteGPUNode(own, gpuNode), notByRBAC},
 		"agent: delete another's":      {s.deleteGPUNode(own, numaNode), notByRBAC},
-		"agent: create another's":      {s.createGPUNode(own, "node-3"), ofNode},
+		"agent: create another's":      {s.createGPUNode(own, "node-3", "", "{}", dryRun...), ofNode},
 		"agent: token bound to none":   {s.patchGPUNode(unbound, gpuNode+"/status", status), "bound to its pod"},
 		"controller: a spec":           {s.patchGPUNode(control, numaNode, spec), ""},
 		"controller: a status":         {s.patchGPUNode(control, gpuNode+"/status", status), notByRBAC},
 		"controller: metadata":         {s.patchGPUNode(control, gpuNode, labels), "may not write the metadata of a GPUNode"},
-		"controller: create":           {s.createGPUNode(control, "node-3"), notByRBAC},
-		"controller: delete":           {s.deleteGPUNode(control, gpuNode), notByRBAC},
+		"controller: an owner":         {s.patchGPUNode(control, gpuNode, owner), "may not write the metadata of a GPUNode"},
+		"controller: create":           {s.createGPUNode(control, "node-3", "", "{}", dryRun...), notByRBAC},
+		"controller: delete":           {s.deleteGPUNode(control, gpuNode), ""},
 		"controller: a pod's image":    {s.patchPod(control, agent, `{"spec":{"containers":[{"name":"kubelet-plugin","image":"stolen"}]}}`), "may not write the spec of a pod"},
 		"controller: a pod's label":    {s.patchPod(control, agent, labels), "no metadata of a pod but"},
 		"controller: an annotation":    {s.patchPod(control, agent, `{"metadata":{"annotations":{"stolen":"true"}}}`), "no metadata of a pod but"},
@@ -273,27 +275,30 @@ func TestWhoMayWriteWhat(t *testing.T) {
 	}
 }
 
-// createsItsGPUNode: an agent creates a GPUNode without a spec, which its node owns. The API server asks the policies before it finds that
+// createsItsGPUNode: an agent creates a GPUNode without a spec and without an owner. The API server asks the policies before it finds that
 // the GPUNode exists already.
 func (s *story) createsItsGPUNode(agent kubernetes.Interface) {
 	s.Helper()
-	const notOwned = "may not change the owner"
-	const own = `{"apiVersion":"v1","kind":"Node","name":"` + gpuNode + `","uid":"u"}`
+	const owner = "may not write the owner"
 	for name, c := range map[string]struct{ owners, spec, want string }{
-		"as it does":         {own, `{}`, "already exists"},
-		"under maintenance":  {own, `{"maintenance":[{"uuid":"GPU-0"}]}`, "may not write the spec"},
-		"owned by none":      {``, `{}`, notOwned},
-		"owned by its slice": {`{"apiVersion":"resource.k8s.io/v1","kind":"ResourceSlice","name":"s","uid":"u"}`, `{}`, notOwned},
-		"owned by another":   {`{"apiVersion":"v1","kind":"Node","name":"` + numaNode + `","uid":"u"}`, `{}`, notOwned},
+		"as it does":         {``, `{}`, "already exists"},
+		"under maintenance":  {``, `{"maintenance":[{"uuid":"GPU-0"}]}`, "may not write the spec"},
+		"owned by its node":  {`{"apiVersion":"v1","kind":"Node","name":"` + gpuNode + `","uid":"u"}`, `{}`, owner},
+		"owned by its slice": {`{"apiVersion":"resource.k8s.io/v1","kind":"ResourceSlice","name":"s","uid":"u"}`, `{}`, owner},
 	} {
-		body := fmt.Sprintf(`{"apiVersion":"tandem-gpu.dev/v1alpha1","kind":"GPUNode","metadata":{"name":%q,"ownerReferences":[%s]},"spec":%s}`,
-			gpuNode, c.owners, c.spec)
-		err := agent.CoreV1().RESTClient().Post().AbsPath(gpuNodesPath).Param("dryRun", metav1.DryRunAll).
-			SetHeader("Content-Type", "application/json").Body([]byte(body)).Do(s.Ctx).Error()
-		if err == nil || !strings.Contains(err.Error(), c.want) {
+		if err := s.createGPUNode(agent, gpuNode, c.owners, c.spec, dryRun...); err == nil || !strings.Contains(err.Error(), c.want) {
 			s.Errorf("create its GPUNode, %s: %v, which should say %q", name, err, c.want)
 		}
 	}
+}
+
+func (s *story) createGPUNode(client kubernetes.Interface, name, owners, spec string, dryRun ...string) error {
+	body := fmt.Sprintf(`{"apiVersion":"tandem-gpu.dev/v1alpha1","kind":"GPUNode","metadata":{"name":%q,"ownerReferences":[%s]},"spec":%s}`, name, owners, spec)
+	request := client.CoreV1().RESTClient().Post().AbsPath(gpuNodesPath).SetHeader("Content-Type", "application/json").Body([]byte(body))
+	for _, dry := range dryRun {
+		request.Param("dryRun", dry)
+	}
+	return request.Do(s.Ctx).Error()
 }
 
 // patchWebhook merges fields into the one webhook, and into its clientConfig.
@@ -357,16 +362,6 @@ func (s *story) controllerPod() corev1.Pod {
 func (s *story) patchGPUNode(client kubernetes.Interface, path, patch string) error {
 	return client.CoreV1().RESTClient().Patch(types.MergePatchType).AbsPath(gpuNodesPath+"/"+path).Param("dryRun", metav1.DryRunAll).
 		Body([]byte(patch)).Do(s.Ctx).Error()
-}
-
-func (s *story) createGPUNode(client kubernetes.Interface, name string) error {
-	return s.createGPUNodeWith(client, name, `{}`)
-}
-
-func (s *story) createGPUNodeWith(client kubernetes.Interface, name, spec string) error {
-	body := fmt.Sprintf(`{"apiVersion":"tandem-gpu.dev/v1alpha1","kind":"GPUNode","metadata":{"name":%q},"spec":%s}`, name, spec)
-	return client.CoreV1().RESTClient().Post().AbsPath(gpuNodesPath).Param("dryRun", metav1.DryRunAll).
-		SetHeader("Content-Type", "application/json").Body([]byte(body)).Do(s.Ctx).Error()
 }
 
 func (s *story) deleteGPUNode(client kubernetes.Interface, name string) error {

@@ -448,11 +448,15 @@ func TestAgentsOverlap(t *testing.T) {
 }
 
 // TestNodeCreatedAnew: an administrator deletes the node object, and kubelet creates another one. The published slices belong to
-// the new one.
+// the new one, and the GPUNode stays.
 func TestNodeCreatedAnew(t *testing.T) {
 	s := begin(t)
 	before := s.Occupy()
 	old := s.nodeUID()
+	kept, err := s.GPUNodeObject()
+	if err != nil {
+		t.Fatal(err)
+	}
 	s.withoutKubelet(func() { s.Kubectl("delete", "node", gpuNode) })
 	s.Await(soon, "kubelet to make another", func() error {
 		n, err := theClient.CoreV1().Nodes().Get(s.Ctx, gpuNode, metav1.GetOptions{})
@@ -461,30 +465,22 @@ func TestNodeCreatedAnew(t *testing.T) {
 		}
 		return err
 	})
-	s.Await(patient, "the slices and the GPUNode to belong to it", func() error {
+	s.Await(patient, "the slices to belong to it", func() error {
 		all, err := s.Slices(gpuNode)
-		if err != nil {
-			return err
+		if err == nil && len(all) == 0 {
+			err = errors.New("no slices")
 		}
-		object, err := s.GPUNodeObject()
-		if err != nil {
-			return err
-		}
-		owners := [][]metav1.OwnerReference{object.OwnerReferences}
 		for _, slice := range all {
-			owners = append(owners, slice.OwnerReferences)
-		}
-		if len(owners) < 2 {
-			return errors.New("no slices")
-		}
-		for _, of := range owners {
-			if len(of) != 1 || string(of[0].UID) != s.nodeUID() {
-				return fmt.Errorf("owned by %v", of)
+			if of := slice.OwnerReferences; len(of) != 1 || string(of[0].UID) != s.nodeUID() {
+				err = fmt.Errorf("owned by %v", of)
 			}
 		}
-		return nil
+		return err
 	})
 	s.Ready()
+	if now, err := s.GPUNodeObject(); err != nil || now.UID != kept.UID || len(now.OwnerReferences) > 0 {
+		t.Errorf("the GPUNode was %s and is %+v, %v", kept.UID, now.ObjectMeta, err)
+	}
 	s.Undisturbed(before)
 }
 

@@ -56,7 +56,7 @@ func TestDrainBelievesNoThief(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	until(t, "create its GPUNode", "", func() error { return createGPUNode(t, thief, nil, ownersOf(ownNode), nil) })
+	until(t, "create its GPUNode", "", func() error { return createGPUNode(t, thief, nil, nil) })
 	status := gpunode.GPUNodeStatus{
 		Mode: "Dual", ObservedGeneration: 1 << 40,
 		Devices: []gpunode.DeviceStatus{{
@@ -86,6 +86,9 @@ func TestDrainBelievesNoThief(t *testing.T) {
 	}
 	err = d.Run(t.Context(), ownNode, "0", drain.Options{Wait: true, Timeout: 20 * time.Second, Evict: true, Force: true})
 	t.Logf("%v\n%s", err, strings.Join(said, "\n"))
+	if err := d.End(t.Context(), ownNode, ""); err != nil {
+		t.Error(err)
+	}
 	if err == nil {
 		t.Error("drain says that the GPU is free, although pods that it refused to evict hold it")
 	}

@@ -124,16 +124,9 @@ func TestForgedEvents(t *testing.T) {
 
 var gpunodes = schema.GroupVersionResource{Group: "tandem-gpu.dev", Version: "v1alpha1", Resource: "gpunodes"}
 
-// ownersOf are those that an agent gives the GPUNode of a node.
-func ownersOf(node string) []any {
-	return []any{map[string]any{"apiVersion": "v1", "kind": "Node", "name": node, "uid": "u"}}
-}
-
 // createGPUNode creates the GPUNode of ownNode. It is no error that there is one: policies are asked first.
-func createGPUNode(t *testing.T, client dynamic.Interface, dryRun []string, owners []any, change func(map[string]any)) error {
-	node := map[string]any{
-		"apiVersion": "tandem-gpu.dev/v1alpha1", "kind": "GPUNode", "metadata": map[string]any{"name": ownNode, "ownerReferences": owners},
-	}
+func createGPUNode(t *testing.T, client dynamic.Interface, dryRun []string, change func(map[string]any)) error {
+	node := map[string]any{"apiVersion": "tandem-gpu.dev/v1alpha1", "kind": "GPUNode", "metadata": map[string]any{"name": ownNode}}
 	if change != nil {
 		change(node)
 	}
@@ -158,16 +151,21 @@ func TestMaintenanceStays(t *testing.T) {
 			return err
 		}
 	}
-	create := func(owners []any, change func(map[string]any)) func() error {
-		return func() error { return createGPUNode(t, agent, dry, owners, change) }
+	create := func(change func(map[string]any)) func() error {
+		return func() error { return createGPUNode(t, agent, dry, change) }
+	}
+	ownedBy := func(apiVersion, kind, name string) func() error {
+		return create(func(o map[string]any) {
+			o["metadata"].(map[string]any)["ownerReferences"] = []any{map[string]any{"apiVersion": apiVersion, "kind": kind, "name": name, "uid": "u"}}
+		})
 	}
 	remove := func() error {
 		return agent.Resource(gpunodes).Delete(t.Context(), ownNode, metav1.DeleteOptions{DryRun: dry})
 	}
-	until(t, "create its GPUNode", "", func() error { return createGPUNode(t, agent, nil, ownersOf(ownNode), nil) })
+	until(t, "create its GPUNode", "", func() error { return createGPUNode(t, agent, nil, nil) })
 	const (
-		spec, owner      = "may not write the spec of a GPUNode", "may not change the owner"
-		maintain, disown = `{"spec":{"maintenance":[{"uuid":"GPU-0"}]}}`, `{"metadata":{"ownerReferences":[]}}`
+		spec, owner   = "may not write the spec of a GPUNode", "may not write the owner"
+		maintain, own = `{"spec":{"maintenance":[{"uuid":"GPU-0"}]}}`, `{"metadata":{"ownerReferences":[{"apiVersion":"v1","kind":"Node","name":"gone","uid":"u"}]}}`
 	)
 	for name, c := range map[string]struct {
 		try  func() error
@@ -175,16 +173,14 @@ func TestMaintenanceStays(t *testing.T) {
 	}{
 		"write the status":    {patch(`{"status":{"mode":"Dual"}}`, "status"), ""},
 		"write the spec":      {patch(maintain), `cannot patch resource "gpunodes"`},
-		"write the owner":     {patch(disown), `cannot patch resource "gpunodes"`},
+		"write the owner":     {patch(own), `cannot patch resource "gpunodes"`},
 		"delete it":           {remove, `cannot delete resource "gpunodes"`},
-		"create as its agent": {create(ownersOf(ownNode), nil), ""},
-		"create with a spec": {create(ownersOf(ownNode), func(o map[string]any) {
+		"create as its agent": {create(nil), ""},
+		"create with a spec": {create(func(o map[string]any) {
 			o["spec"] = map[string]any{"maintenance": []any{map[string]any{"uuid": "GPU-0"}}}
 		}), spec},
-		"create without an owner": {create(nil, nil), owner},
-		"create for another node": {create(ownersOf(otherNode), nil), owner},
-		"create for a slice": {create([]any{map[string]any{
-			"apiVersion": "resource.k8s.io/v1", "kind": "ResourceSlice", "name": "own", "uid": "u"}}, nil), owner},
+		"create for its node":  {ownedBy("v1", "Node", ownNode), owner},
+		"create for its slice": {ownedBy("resource.k8s.io/v1", "ResourceSlice", "own"), owner},
 	} {
 		until(t, name, c.want, c.try)
 	}
@@ -213,11 +209,64 @@ func TestMaintenanceStays(t *testing.T) {
 	}
 	until(t, "write a label", "", patch(`{"metadata":{"labels":{"a":"b"}}}`))
 	until(t, "write the spec, with the right", spec, patch(maintain))
-	until(t, "write the owner, with the right", owner, patch(disown))
+	until(t, "write the owner, with the right", owner, patch(own))
 	until(t, "delete it, with the right", "may not delete a GPUNode", remove)
 	until(t, "delete all, with the right", "may not delete a GPUNode", func() error {
 		return agent.Resource(gpunodes).DeleteCollection(t.Context(), metav1.DeleteOptions{DryRun: dry}, metav1.ListOptions{})
 	})
+}
+
+// TestMaintenanceKeepsItsGPUNode from all users until it ends. The definition of GPUNode can be deleted all the same.
+func TestMaintenanceKeepsItsGPUNode(t *testing.T) {
+	config, err := theCluster.RESTConfig()
+	if err != nil {
+		t.Fatal(err)
+	}
+	admin, err := dynamic.NewForConfig(config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	until(t, "create a GPUNode", "", func() error { return createGPUNode(t, admin, nil, nil) })
+	write := func(entries string) error {
+		patch := []byte(`{"spec":{"maintenance":[` + entries + `]}}`)
+		_, err := admin.Resource(gpunodes).Patch(t.Context(), ownNode, types.MergePatchType, patch, metav1.PatchOptions{})
+		return err
+	}
+	until(t, "drain", "", func() error { return write(`{"uuid":"GPU-0"}`) })
+	const want = "to end it, run: kubectl gpu undrain " + ownNode
+	remove := func(dry []string) error {
+		return admin.Resource(gpunodes).Delete(t.Context(), ownNode, metav1.DeleteOptions{DryRun: dry})
+	}
+	dry := []string{metav1.DryRunAll}
+	until(t, "delete it", want, func() error { return remove(dry) })
+	until(t, "delete all", want, func() error {
+		return admin.Resource(gpunodes).DeleteCollection(t.Context(), metav1.DeleteOptions{DryRun: dry}, metav1.ListOptions{})
+	})
+
+	definitions := schema.GroupVersionResource{Group: "apiextensions.k8s.io", Version: "v1", Resource: "customresourcedefinitions"}
+	name := gpunodes.GroupResource().String()
+	definition, err := admin.Resource(definitions).Get(t.Context(), name, metav1.GetOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := admin.Resource(definitions).Delete(t.Context(), name, metav1.DeleteOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	until(t, "delete the definition", "not found", func() error {
+		_, err := admin.Resource(definitions).Get(t.Context(), name, metav1.GetOptions{})
+		return err
+	})
+	definition.SetResourceVersion("")
+	definition.SetUID("")
+	delete(definition.Object, "status")
+	if _, err := admin.Resource(definitions).Create(t.Context(), definition, metav1.CreateOptions{}); err != nil {
+		t.Fatal(err)
+	}
+	until(t, "create a GPUNode again", "", func() error { return createGPUNode(t, admin, nil, nil) })
+	until(t, "drain again", "", func() error { return write(`{"uuid":"GPU-0"}`) })
+	until(t, "delete it again", want, func() error { return remove(dry) })
+	until(t, "undrain", "", func() error { return write("") })
+	until(t, "delete it after undrain", "", func() error { return remove(nil) })
 }
 
 // An agent's objects end with it: no finalizer keeps them.
@@ -237,7 +286,7 @@ func TestFinalizers(t *testing.T) {
 		_, err := agent.ResourceV1().ResourceSlices().Create(t.Context(), slice, metav1.CreateOptions{})
 		return err
 	})
-	until(t, "own GPUNode", "", func() error { return createGPUNode(t, dynamicAgent, nil, ownersOf(ownNode), nil) })
+	until(t, "own GPUNode", "", func() error { return createGPUNode(t, dynamicAgent, nil, nil) })
 	patch := []byte(`{"metadata":{"finalizers":["example.com/stay"]}}`)
 	const want = "may not set finalizers"
 	until(t, "on a slice", want, func() error {
@@ -249,7 +298,7 @@ func TestFinalizers(t *testing.T) {
 		return err
 	})
 	until(t, "on a new GPUNode", want, func() error {
-		return createGPUNode(t, dynamicAgent, dry, ownersOf(ownNode), func(o map[string]any) {
+		return createGPUNode(t, dynamicAgent, dry, func(o map[string]any) {
 			o["metadata"].(map[string]any)["finalizers"] = []any{"example.com/stay"}
 		})
 	})

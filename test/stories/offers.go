@@ -145,10 +145,13 @@ func (s *Story) ExtendedResources() bool {
 }
 
 // GPUNodeObject is the node's current GPUNode.
-func (s *Story) GPUNodeObject() (gpunode.GPUNode, error) {
+func (s *Story) GPUNodeObject() (gpunode.GPUNode, error) { return s.GPUNodeOf(GPUNode) }
+
+// GPUNodeOf is the current GPUNode of a node.
+func (s *Story) GPUNodeOf(node string) (gpunode.GPUNode, error) {
 	var object gpunode.GPUNode
 	text, err := s.Client.Discovery().RESTClient().Get().
-		AbsPath("/apis", gpunode.GroupVersion.Group, gpunode.GroupVersion.Version, gpunode.Resource.Resource, GPUNode).DoRaw(s.Ctx)
+		AbsPath("/apis", gpunode.GroupVersion.Group, gpunode.GroupVersion.Version, gpunode.Resource.Resource, node).DoRaw(s.Ctx)
 	if err == nil {
 		err = json.Unmarshal(text, &object)
 	}

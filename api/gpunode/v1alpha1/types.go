@@ -30,9 +30,10 @@ func AddToScheme(s *runtime.Scheme) error {
 	return nil
 }
 
-// GPUNode reports which pod has which GPU of a node, and which GPUs the scheduler has allocated. It has the name of its Node, which
-// owns it. The node's agent creates it and writes the status. The controller writes the spec, except its maintenance, which administrators
-// write. Admission policies restrict the agent and the controller to their parts, and taints to those who may create DeviceTaintRules.
+// GPUNode reports which pod has which GPU of a node, and which GPUs the scheduler has allocated. It has the name of its Node and
+// outlives it. The node's agent creates it and writes the status. The controller writes the spec, except its maintenance, which administrators
+// write, and deletes it. Admission policies restrict the agent and the controller to their parts, and taints to those who may create
+// DeviceTaintRules.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
