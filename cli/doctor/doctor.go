@@ -427,7 +427,7 @@ func listed(before string, names []string) string {
 func (e *examination) maintenance(n v1alpha1.GPUNode) {
 	gpus, since, tainted := map[string][]string{}, map[string]time.Time{}, map[string][]string{}
 	for _, d := range n.Status.Devices {
-		for _, t := range d.Taints {
+		for _, t := range d.RuleTaints() {
 			tainted[t.String()] = append(tainted[t.String()], d.Name)
 		}
 		if d.Maintenance == nil || d.Parent != "" {

@@ -26,7 +26,7 @@ import (
 
 const (
 	ours = "app.kubernetes.io/part-of=tandem"
-	// withheldTaint is the taint of devices that no new holder gets (pkg/driver: TaintUnhealthy and its value Withheld).
+	// withheldTaint is the taint of devices that no new holder gets (pkg/device: TaintUnhealthy and its value Withheld).
 	withheldTaint, withheld = "tandem-gpu.dev/unhealthy", "Withheld"
 	// mostEvents bounds the events that are read.
 	mostEvents = 5000

@@ -313,10 +313,10 @@ func (a Request) all(n int64) string {
 	return "all " + a.noun(n)
 }
 
-// taintsOf returns the taints of a node's devices, each once and a few of many.
+// taintsOf returns the taints by rules of a node's devices, each once and a few of many.
 func taintsOf(status v1alpha1.GPUNodeStatus) (texts []string) {
 	for _, d := range status.Devices {
-		for _, t := range d.Taints {
+		for _, t := range d.RuleTaints() {
 			texts = append(texts, OneLine(t.String()))
 		}
 	}

@@ -18,7 +18,7 @@ type Health struct {
 	Message string
 	// XID is the worst XID of the device that has not ended; zero for none. The reason may be a worse one than ReasonXID.
 	XID int
-	// Evict is set if the node configuration ends the pods of the device's claims.
+	// Evict is set if the node configuration ends the pods that have the device.
 	Evict bool
 	// Needs is set if another fault of the device than the reason needs a worse repair.
 	Needs Repair
@@ -152,6 +152,34 @@ func (h Health) ownRepair() Repair {
 	}
 }
 
+// Keys of the taints of an unhealthy device. They are part of the API: users write tolerations and dashboards for them.
+const (
+	// TaintUnhealthy marks a device that cannot run work; the value is the reason.
+	TaintUnhealthy = "tandem-gpu.dev/unhealthy"
+	// TaintXID and TaintGPULost are those of NVIDIA's driver (kubernetes-sigs/dra-driver-nvidia-gpu, cmd/gpu-kubelet-plugin/device_health.go),
+	// beside TaintUnhealthy. The value of the first is the worst XID that has not ended; the second has none.
+	TaintXID     = "gpu.nvidia.com/xid"
+	TaintGPULost = "gpu.nvidia.com/gpu-lost"
+)
+
+// Taint is a taint of a device. Its effect is NoExecute if Health.Evict is set, otherwise NoSchedule.
+type Taint struct{ Key, Value string }
+
+// Taints returns those of an unhealthy device, for both APIs.
+func (h Health) Taints() (taints []Taint) {
+	if h.Healthy() {
+		return nil
+	}
+	taints = append(taints, Taint{TaintUnhealthy, h.Reason})
+	if h.XID != 0 {
+		taints = append(taints, Taint{TaintXID, strconv.Itoa(h.XID)})
+	}
+	if h.Reason == ReasonLost || h.Reason == ReasonMissing {
+		taints = append(taints, Taint{TaintGPULost, ""})
+	}
+	return taints
+}
+
 // FaultClass groups faults by what ends them. The node configuration has an action for each class.
 type FaultClass string
 
@@ -233,7 +261,7 @@ const (
 	FaultIgnore FaultAction = "Ignore"
 	// FaultNoSchedule gives the device to no new holder.
 	FaultNoSchedule FaultAction = "NoSchedule"
-	// FaultNoExecute also ends the pods of the claims that have the device.
+	// FaultNoExecute also ends the pods that have the device.
 	FaultNoExecute FaultAction = "NoExecute"
 	// FaultResetWhenIdle is FaultNoSchedule, and resets the GPU once it has no holder.
 	FaultResetWhenIdle FaultAction = "ResetWhenIdle"

@@ -9,7 +9,6 @@ import (
 	"maps"
 	"reflect"
 	"slices"
-	"strconv"
 	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
@@ -342,8 +341,8 @@ func earlier(a, b time.Time) time.Time {
 	return a
 }
 
-// Keys of the taints by which a device is withdrawn from the scheduler. The effect is NoSchedule, or NoExecute for a fault that the node
-// configuration gives that action. They are part of the API: users write tolerations and dashboards for them.
+// Keys of the taints by which a healthy device is withdrawn from the scheduler, with the effect NoSchedule. They are part of the API: users
+// write tolerations and dashboards for them. device.Health has those of an unhealthy one.
 const (
 	// TaintHeldByPod marks a device that a pod holds through an extended resource; the value is "true".
 	TaintHeldByPod = "tandem-gpu.dev/held-by-pod"
@@ -354,12 +353,6 @@ const (
 	TaintDraining = "tandem-gpu.dev/draining"
 	// TaintMaintenance marks a device that an administrator has taken out of service, and the partitions of such a GPU; the value is "true".
 	TaintMaintenance = "tandem-gpu.dev/maintenance"
-	// TaintUnhealthy marks a device that cannot run work; the value is the reason (device.Health).
-	TaintUnhealthy = "tandem-gpu.dev/unhealthy"
-	// TaintXID and TaintGPULost are those of NVIDIA's driver (kubernetes-sigs/dra-driver-nvidia-gpu, cmd/gpu-kubelet-plugin/device_health.go),
-	// beside TaintUnhealthy. The value of the first is the worst XID that has not ended; the second has none.
-	TaintXID     = "gpu.nvidia.com/xid"
-	TaintGPULost = "gpu.nvidia.com/gpu-lost"
 )
 
 // drainGrace is how long a claim's hold may drain before its device is withdrawn. The hold of a pod that ends normally drains for
@@ -390,7 +383,7 @@ func (w withdrawal) compareReason(other withdrawal) int {
 }
 
 var taintKeys = map[availability.Reason]string{
-	availability.Unhealthy: TaintUnhealthy, availability.HeldByPod: TaintHeldByPod,
+	availability.Unhealthy: device.TaintUnhealthy, availability.HeldByPod: TaintHeldByPod,
 	availability.HeldByClaim: TaintHeldByClaim, availability.Draining: TaintDraining, availability.Maintenance: TaintMaintenance,
 }
 
@@ -400,12 +393,13 @@ func (w withdrawal) taints() []resourceapi.DeviceTaint {
 	if w.health.Evict {
 		effect = resourceapi.DeviceTaintEffectNoExecute
 	}
-	taints := []resourceapi.DeviceTaint{{Key: taintKeys[w.Reason], Value: cmp.Or(w.health.Reason, "true"), Effect: effect}}
-	if w.health.XID != 0 {
-		taints = append(taints, resourceapi.DeviceTaint{Key: TaintXID, Value: strconv.Itoa(w.health.XID), Effect: effect})
+	of := w.health.Taints()
+	if w.Reason != availability.Unhealthy {
+		of = []device.Taint{{Key: taintKeys[w.Reason], Value: "true"}}
 	}
-	if w.health.Reason == device.ReasonLost || w.health.Reason == device.ReasonMissing {
-		taints = append(taints, resourceapi.DeviceTaint{Key: TaintGPULost, Effect: effect})
+	taints := make([]resourceapi.DeviceTaint, len(of))
+	for i, t := range of {
+		taints[i] = resourceapi.DeviceTaint{Key: t.Key, Value: t.Value, Effect: effect}
 	}
 	return taints
 }

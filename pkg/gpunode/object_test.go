@@ -749,6 +749,49 @@ func TestConflict(t *testing.T) {
 	}
 }
 
+// The status has the taints of a GPU whose holders are evicted, since when it has them, also after a restart.
+func TestTaintsOfFaults(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	broken := unhealthy(gpu(1, "GPU-1"), device.ReasonLost, "")
+	broken.Health.Evict, broken.Health.XID = true, 79
+	breaks := func() { f.inventory.set(device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0"), broken}}) }
+	breaks()
+	_, stop := f.start()
+	f.awaitStatus("the fault", func(s v1alpha1.GPUNodeStatus) bool { return s.Counts.Unhealthy == 1 })
+	f.quiet()
+	stop()
+	old := metav1.NewTime(time.Unix(1000, 0))
+	f.api.set(func() {
+		d := &f.api.objects["node-1"].Status.Devices[1]
+		d.UnhealthySince = &old
+		for i := range d.Taints {
+			d.Taints[i].Since = &old
+		}
+	})
+	f.start()
+	s := f.awaitStatus("the fault again", func(s v1alpha1.GPUNodeStatus) bool { return s.Waiting == "" }).Status
+	want := []string{"tandem-gpu.dev/unhealthy=Lost:NoExecute", "gpu.nvidia.com/xid=79:NoExecute", "gpu.nvidia.com/gpu-lost:NoExecute"}
+	var got []string
+	for _, taint := range s.Devices[1].Taints {
+		if got = append(got, taint.String()); !taint.Since.Time.Equal(old.Time) {
+			t.Errorf("%s since %s", taint, taint.Since)
+		}
+	}
+	if !slices.Equal(got, want) || s.Devices[0].Taints != nil {
+		t.Errorf("taints %q, want %q", got, want)
+	}
+	broken.Health = device.Health{Reason: device.ReasonResetRequired, Evict: true}
+	breaks()
+	f.awaitStatus("the taint of another fault", func(s v1alpha1.GPUNodeStatus) bool {
+		of := s.Devices[1].Taints
+		return len(of) == 1 && of[0].Value == device.ReasonResetRequired && time.Since(of[0].Since.Time) < time.Hour
+	})
+	broken.Health.Evict = false
+	breaks()
+	f.awaitStatus("no taint of a fault that evicts no pod", func(s v1alpha1.GPUNodeStatus) bool { return s.Counts.Unhealthy == 1 && s.Devices[1].Taints == nil })
+}
+
 func TestDeletedByHand(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)

@@ -59,10 +59,8 @@ type taintedDevices struct {
 func tainted(status v1alpha1.GPUNodeStatus) taintedDevices {
 	found := taintedDevices{devices: map[v1alpha1.DeviceTaint][]string{}}
 	for _, d := range status.Devices {
-		for _, t := range d.Taints {
-			if t.Since = nil; t.Rule == "" {
-				continue
-			}
+		for _, t := range d.RuleTaints() {
+			t.Since = nil
 			if found.devices[t] == nil {
 				found.order = append(found.order, t)
 			}
@@ -147,7 +145,7 @@ var (
 	maintenanceDescription = prometheus.NewDesc("tandem_gpu_maintenance",
 		"1 for each GPU that an administrator has taken out of service (kubectl gpu drain).", []string{"device", "uuid"}, nil)
 	taintDescription = prometheus.NewDesc("tandem_device_taint",
-		"1 for each taint of a device: no new pod with limits gets the device. rule is the DeviceTaintRule that the taint is from.",
+		"1 for each taint of a device: no new pod with limits gets the device. rule is the DeviceTaintRule that the taint is from; empty for a fault with action NoExecute.",
 		[]string{"device", "uuid", "rule", "key", "value", "effect"}, nil)
 )
 

@@ -78,9 +78,9 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 			d.UnhealthyReason = cmp.Or(d.UnhealthyReason, "its GPU instance has no compute instance")
 		}
 		d.Repair = v1alpha1.Repair(of.Health().Repair())
-		d.Maintenance = f.maintenance(of.GPU.UUID)
+		d.Maintenance, d.Taints = f.maintenance(of.GPU.UUID), evicting(of.Health())
 		if f.Taints != nil {
-			d.Taints = f.Taints(of.GPU, d.Name)
+			d.Taints = append(d.Taints, f.Taints(of.GPU, d.Name)...)
 		}
 		d.ExtendedResource = resources[d.UUID]
 		lists := listed[d.ExtendedResource][d.UUID]
@@ -116,6 +116,17 @@ func (f Facts) maintenance(uuid string) *v1alpha1.DeviceMaintenance {
 		return nil
 	}
 	return &v1alpha1.DeviceMaintenance{Reason: entry.Reason, Since: entry.Since}
+}
+
+// evicting returns the taints, without a time, of a device whose holders are evicted. Claims see the same ones in the slices.
+func evicting(health device.Health) (taints []v1alpha1.DeviceTaint) {
+	if !health.Evict {
+		return nil
+	}
+	for _, t := range health.Taints() {
+		taints = append(taints, v1alpha1.DeviceTaint{Taint: v1alpha1.Taint{Key: t.Key, Value: t.Value, Effect: v1alpha1.TaintNoExecute}})
+	}
+	return taints
 }
 
 // heldUnknown returns the GPUs that have holders and are not in the inventory, as without a driver.

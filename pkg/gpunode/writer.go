@@ -287,20 +287,46 @@ func (o *Object) updateStatus(ctx context.Context, object *v1alpha1.GPUNode, sta
 	return o.request(ctx, "status", o.client.Put().Name(object.Name).SubResource("status"), &next)
 }
 
-// withSince returns a copy of the devices with the times since when they are unhealthy: that which the API server has, or was sent, or now.
+// withSince returns a copy of the devices with the times since when they are unhealthy and have the taints of faults: those that the API server
+// has, or was sent, or now.
 func withSince(devices, stored, sent []v1alpha1.DeviceStatus) []v1alpha1.DeviceStatus {
 	now := metav1.Now().Rfc3339Copy()
-	since := map[string]*metav1.Time{}
-	for _, d := range slices.Concat(sent, stored) {
-		since[d.Name+d.UUID] = cmp.Or(d.UnhealthySince, since[d.Name+d.UUID])
+	before := map[string][]v1alpha1.DeviceStatus{}
+	for _, d := range slices.Concat(stored, sent) {
+		before[d.Name+d.UUID] = append(before[d.Name+d.UUID], d)
 	}
 	devices = slices.Clone(devices)
-	for i, d := range devices {
+	for i := range devices {
+		d := &devices[i]
+		d.Taints = slices.Clone(d.Taints)
+		known := before[d.Name+d.UUID]
 		if d.UnhealthyReason != "" {
-			devices[i].UnhealthySince = cmp.Or(d.UnhealthySince, since[d.Name+d.UUID], &now)
+			for _, was := range known {
+				d.UnhealthySince = cmp.Or(d.UnhealthySince, was.UnhealthySince)
+			}
+			d.UnhealthySince = cmp.Or(d.UnhealthySince, &now)
+		}
+		for j, t := range d.Taints {
+			if t.Rule != "" {
+				continue // the rule has its time
+			}
+			for _, was := range known {
+				t.Since = cmp.Or(t.Since, sinceOf(was.Taints, t))
+			}
+			d.Taints[j].Since = cmp.Or(t.Since, &now)
 		}
 	}
 	return devices
+}
+
+// sinceOf returns the time of a taint of a fault among those of before; nil if there is none.
+func sinceOf(before []v1alpha1.DeviceTaint, taint v1alpha1.DeviceTaint) *metav1.Time {
+	for _, t := range before {
+		if taint.Since = t.Since; t == taint {
+			return t.Since
+		}
+	}
+	return nil
 }
 
 // updateSeen writes no more than that the agent is there.

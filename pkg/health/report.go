@@ -143,7 +143,7 @@ func (i *Inventory) reportHealth(ctx context.Context, inventory device.Inventory
 func (i *Inventory) remedy(d device.Device, health device.Health) string {
 	text := "No new claim or pod gets it until it has recovered. "
 	if health.Evict {
-		text = "The pods of its claims are evicted, and no new claim or pod gets it until it has recovered. "
+		text = "Its pods are evicted, and no new claim or pod gets it until it has recovered. "
 	}
 	after := ""
 	if health.Reason == device.ReasonXID && d.GPU.Recovery == "" {

@@ -433,6 +433,16 @@ type DeviceStatus struct {
 // OutOfService reports whether the agent gives the device to no new pod with limits, by maintenance or by a taint.
 func (d DeviceStatus) OutOfService() bool { return d.Maintenance != nil || len(d.Taints) > 0 }
 
+// RuleTaints returns the taints of DeviceTaintRules. The others are of a fault, which UnhealthyReason has.
+func (d DeviceStatus) RuleTaints() (taints []DeviceTaint) {
+	for _, t := range d.Taints {
+		if t.Rule != "" {
+			taints = append(taints, t)
+		}
+	}
+	return taints
+}
+
 // DeviceTaint is a taint of a device.
 type DeviceTaint struct {
 	// Rule is the name of the DeviceTaintRule that the taint is from; empty for a taint of the agent's own.
