@@ -168,9 +168,13 @@ func trimGPUNode(node *v1alpha1.GPUNode) {
 		d := &node.Status.Devices[i]
 		d.UUID, d.Model, d.Profile, d.Slowdown = "", "", "", ""
 		d.Holders = slices.Clone(d.Holders)
+		ends := endsPods(*d)
 		for j := range d.Holders {
 			h := &d.Holders[j]
-			h.Namespace, h.Name, h.Pods, h.WaitsFor, h.WaitsSince = "", "", nil, "", nil
+			h.Namespace, h.Name, h.WaitsFor, h.WaitsSince = "", "", "", nil
+			if !ends {
+				h.Pods = nil
+			}
 		}
 	}
 }

@@ -74,6 +74,7 @@ func TestTrimmedGPUNodeChangesNoDecision(t *testing.T) {
 		}
 		s.Devices[0].Holders[0].Kind, s.Devices[0].Holders[0].State, s.Devices[0].Holders[0].UID = v1alpha1.HolderClaim, v1alpha1.HoldRestored, "uid-a"
 		s.Devices[0].UnhealthyReason = ""
+		s.Devices[1].Taints = []v1alpha1.DeviceTaint{broken}
 		s.Daemons, s.UnknownDaemons = filled[[]v1alpha1.MPSDaemon](1), []string{"unknown"}
 		s.Conflicts, s.BootID, s.Holders = filled[[]v1alpha1.ConflictingClaim](1), "boot", "holders"
 	})
@@ -86,7 +87,7 @@ func TestTrimmedGPUNodeChangesNoDecision(t *testing.T) {
 		condition, served := GPUsHealthy(n.Status)
 		plan := PlanDaemons(n, nil, DaemonPods{DriverRoots: []string{"text-of-usual-length-1"}}, time.Unix(0, 0))
 		waiting := map[types.UID][]types.UID{"uid-a": {"p"}}
-		return []any{number, known, condition, served, GPURepairNeeded(n.Status), plan, Retries(n.Status, n.Spec.Claims, waiting), n.Spec, n.Generation, n.UID, n.ResourceVersion, n.OwnerReferences}
+		return []any{number, known, condition, served, GPURepairNeeded(n.Status), plan, Retries(n.Status, n.Spec.Claims, waiting), n.Spec, n.Generation, n.UID, n.ResourceVersion, n.OwnerReferences, concerned(n)}
 	}
 	if diff := cmp.Diff(decide(whole), decide(trimmed)); diff != "" {
 		t.Errorf("of the whole (-) and the trimmed (+) GPUNode: %s", diff)

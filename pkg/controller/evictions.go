@@ -27,7 +27,7 @@ type loss struct {
 }
 
 // evictions limits how often one owner's pods are evicted for one device. Its memory ends with the process: a new leader starts
-// anew. Only the worker of heal uses it.
+// anew. Only one worker uses it.
 type evictions struct {
 	now    func() time.Time
 	losses map[loss]*evicted
@@ -49,11 +49,11 @@ func newEvictions(now func() time.Time) *evictions {
 	return &evictions{now: now, losses: map[loss]*evicted{}}
 }
 
-// lossesOf returns the losses that an eviction is for, each with the creation time of its newest pod.
-func lossesOf(plan EvictionPlan, node string) map[loss]time.Time {
+// lossesOf returns the losses of devices that an eviction of pods is for, each with the creation time of its newest pod.
+func lossesOf(node string, devices []string, pods ...*corev1.Pod) map[loss]time.Time {
 	losses := map[loss]time.Time{}
-	for _, pod := range plan.Evict {
-		for _, device := range plan.Conflict.Devices {
+	for _, pod := range pods {
+		for _, device := range devices {
 			l := loss{controllerOf(pod), node, device}
 			if newest, known := losses[l]; !known || pod.CreationTimestamp.After(newest) {
 				losses[l] = pod.CreationTimestamp.Time

@@ -164,7 +164,7 @@ func TestLossesOf(t *testing.T) {
 	b.OwnerReferences = append([]metav1.OwnerReference{{UID: "no controller"}}, b.OwnerReferences...)
 	newest := time.Unix(1700000000, 0)
 	a.CreationTimestamp = metav1.NewTime(newest)
-	got := lossesOf(EvictionPlan{Conflict: pendingEviction("a", "gpu-0", "gpu-1"), Evict: []*corev1.Pod{a, b}}, "node-1")
+	got := lossesOf("node-1", []string{"gpu-0", "gpu-1"}, a, b)
 	if len(got) != 2 || !got[loss{"uid-rs", "node-1", "gpu-0"}].Equal(newest) || !got[loss{"uid-rs", "node-1", "gpu-1"}].Equal(newest) {
 		t.Errorf("%v", got)
 	}

@@ -11,15 +11,12 @@ import (
 
 	batchv1 "k8s.io/api/batch/v1"
 	corev1 "k8s.io/api/core/v1"
-	policyv1 "k8s.io/api/policy/v1"
 	resourceapi "k8s.io/api/resource/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/events"
 	"k8s.io/klog/v2"
-	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
@@ -224,7 +221,7 @@ func (h *healer) heal(ctx context.Context, node string, key types.NamespacedName
 
 // carryOut evicts the pods of a plan, unless the same owners' pods were evicted for the same devices a short time ago.
 func (h *healer) carryOut(ctx context.Context, node string, plan EvictionPlan, claim *resourceapi.ResourceClaim) error {
-	losses := lossesOf(plan, node)
+	losses := lossesOf(node, plan.Conflict.Devices, plan.Evict...)
 	if wait := h.evictions.wait(losses); wait > 0 {
 		klog.FromContext(ctx).V(2).Info("Not evicting again so soon", "claim", klog.KObj(claim), "devices", plan.Conflict.Devices, "wait", wait)
 		return nil
@@ -272,27 +269,18 @@ func (h *healer) spareJobs(ctx context.Context, plan EvictionPlan) (EvictionPlan
 	return plan, nil
 }
 
-// evict evicts a pod. evicted is false if the pod is gone, or if a disruption budget or an admission policy refuses. It returns an error, and the reconciler retries, if the pod has changed since it was read.
+// evict evicts a pod of a claim in conflict. evicted is false if the pod is gone, or if the API server refuses.
 func (h *healer) evict(
 	ctx context.Context, conflict v1alpha1.ConflictingClaim, claim *resourceapi.ResourceClaim, pod *corev1.Pod,
 ) (evicted bool, err error) {
-	eviction := &policyv1.Eviction{
-		ObjectMeta: metav1.ObjectMeta{Name: pod.Name, Namespace: pod.Namespace},
-		DeleteOptions: &metav1.DeleteOptions{
-			Preconditions: &metav1.Preconditions{UID: ptr.To(pod.UID), ResourceVersion: ptr.To(pod.ResourceVersion)},
-		},
+	evicted, refused, err := evict(ctx, h.client, pod)
+	h.metrics.evicted(causeConflict, evicted, refused)
+	if refused != nil {
+		klog.FromContext(ctx).V(2).Info("The API server refused to evict a pod", "pod", klog.KObj(pod), "claim", klog.KObj(claim), "reason", refused.Error())
 	}
-	switch err := h.client.SubResource("eviction").Create(ctx, pod, eviction); {
-	case apierrors.IsNotFound(err):
-		return false, nil
-	case apierrors.IsTooManyRequests(err), apierrors.IsForbidden(err): // a budget, or a protected namespace
-		h.metrics.evictions.WithLabelValues("refused").Inc()
-		klog.FromContext(ctx).V(2).Info("The API server refused to evict a pod", "pod", klog.KObj(pod), "claim", klog.KObj(claim), "reason", err.Error())
-		return false, nil
-	case err != nil:
-		return false, fmt.Errorf("evict pod %s/%s of claim %s: %w", pod.Namespace, pod.Name, claim.Name, err)
+	if !evicted || err != nil {
+		return false, err
 	}
-	h.metrics.evictions.WithLabelValues("evicted").Inc()
 	klog.FromContext(ctx).Info("Evicted pod of claim in conflict", "pod", klog.KObj(pod), "claim", klog.KObj(claim), "devices", conflict.Devices)
 	text := shorten(fmt.Sprintf("Pod %s was evicted because its claim %s cannot have the GPU that it was allocated; its owner creates a pod that gets another GPU: %s",
 		pod.Name, claim.Name, conflict.Message), noteLimit)

@@ -16,6 +16,22 @@ func setNode(gauge *prometheus.GaugeVec, node string, n int) {
 	gauge.WithLabelValues(node).Set(float64(n))
 }
 
+// Causes and results of evictions.
+const (
+	causeConflict, causeTaint    = "conflict", "taint"
+	resultEvicted, resultRefused = "evicted", "refused"
+)
+
+// evicted counts an eviction, if there was one or the API server refused it.
+func (m *metrics) evicted(cause string, evicted bool, refused error) {
+	switch {
+	case evicted:
+		m.evictions.WithLabelValues(cause, resultEvicted).Inc()
+	case refused != nil:
+		m.evictions.WithLabelValues(cause, resultRefused).Inc()
+	}
+}
+
 type metrics struct {
 	evictions      *prometheus.CounterVec
 	notMovable     *prometheus.GaugeVec
@@ -36,12 +52,21 @@ func newMetrics(registerer prometheus.Registerer) *metrics {
 		}
 		return c
 	}
+	evictions := factory.NewCounterVec(prometheus.CounterOpts{
+		Name: "tandem_controller_evictions_total",
+		Help: "Evictions of pods because their claim is in conflict (cause conflict), or because they have a GPU by a limit that has a taint with effect " +
+			"NoExecute (cause taint): evicted, or refused by a disruption budget or an admission policy.",
+	}, []string{"cause", "result"})
+	for _, cause := range []string{causeConflict, causeTaint} {
+		for _, result := range []string{resultEvicted, resultRefused} {
+			evictions.WithLabelValues(cause, result)
+		}
+	}
 	perNode := func(name, help string) *prometheus.GaugeVec {
 		return factory.NewGaugeVec(prometheus.GaugeOpts{Name: name, Help: help}, []string{"node"})
 	}
 	return &metrics{
-		evictions: counter("tandem_controller_evictions_total",
-			"Evictions of pods whose claim is in conflict: evicted, or refused by a disruption budget or an admission policy.", "result", "evicted", "refused"),
+		evictions: evictions,
 		notMovable: perNode("tandem_controller_pending_evictions_not_movable",
 			"Claims pending eviction whose pods cannot be evicted because one of them has started or has no owner that is known to replace it."),
 		retries: factory.NewCounter(prometheus.CounterOpts{

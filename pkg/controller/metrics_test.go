@@ -19,7 +19,7 @@ import (
 func TestMetricsBeginAtZero(t *testing.T) {
 	registry := prometheus.NewRegistry()
 	newMetrics(registry)
-	for name, want := range map[string]int{"tandem_controller_evictions_total": 2, "tandem_controller_allocatable_patches_total": 3} {
+	for name, want := range map[string]int{"tandem_controller_evictions_total": 4, "tandem_controller_allocatable_patches_total": 3} {
 		if n, err := testutil.GatherAndCount(registry, name); err != nil || n != want {
 			t.Errorf("%s has %d series, want %d (%v)", name, n, want, err)
 		}

@@ -144,7 +144,7 @@ func (t Taint) String() string {
 	return t.Key + "=" + t.Value + ":" + string(t.Effect)
 }
 
-// TaintEffect is what a taint does to claims that do not tolerate it, and to pods with limits, which tolerate none.
+// TaintEffect is what a taint does to claims and pods with limits that do not tolerate it. A new pod with limits tolerates none.
 //
 // +kubebuilder:validation:Enum=NoSchedule;NoExecute
 type TaintEffect string

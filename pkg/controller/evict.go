@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package controller
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	policyv1 "k8s.io/api/policy/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/events"
+	"k8s.io/klog/v2"
+	"k8s.io/utils/ptr"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/podstatus"
+	"github.com/tandem-gpu/tandem/pkg/availability"
+	"github.com/tandem-gpu/tandem/pkg/device"
+)
+
+// Removal is what to do about a pod with limits that has a tainted device.
+type Removal struct {
+	// Device that the pod has, and a taint of it that ends the pod; empty if none does.
+	Device string
+	Taint  v1alpha1.DeviceTaint
+	// Due is when the pod is to be evicted: later than now if it tolerates the taint for a while.
+	Due time.Time
+	// Refused is why it is not evicted all the same.
+	Refused string
+}
+
+// PlanRemoval returns whether to evict a pod that has devices by limits. Both objects have to be read live. It is a pure function.
+//
+// It evicts what Kubernetes evicts of pods with claims: each pod that has a device with a taint of effect NoExecute and does not tolerate it,
+// whatever owner it has. The tolerations are those of the pod, as for taints of nodes. The GPUNode's word alone evicts no pod: its pod must be
+// on that node and request a resource of Tandem, and a taint of a rule must be in the spec, which the agent cannot write. What a silent agent
+// has reported may be over.
+func PlanRemoval(node *v1alpha1.GPUNode, pod *corev1.Pod, limits device.Resources, now time.Time) (r Removal) {
+	silent := node.Status.Seen != nil && now.Sub(node.Status.Seen.Time) > availability.SilentAfter
+	if silent || pod.DeletionTimestamp != nil || podstatus.Ended(pod) || pod.Spec.NodeName != node.Name || len(requested(pod, limits)) == 0 {
+		return Removal{}
+	}
+	for _, d := range node.Status.Devices {
+		if !slices.ContainsFunc(heldByPods(d), func(p v1alpha1.PodReference) bool { return p.UID == pod.UID }) {
+			continue
+		}
+		for _, taint := range d.Taints {
+			due, ends := endsAt(node, pod, taint)
+			if ends && (r.Device == "" || due.Before(r.Due)) {
+				r.Device, r.Taint, r.Due = d.Name, taint, due
+			}
+		}
+	}
+	if r.Device != "" {
+		r.Refused = comesBack(pod)
+	}
+	return r
+}
+
+// endsAt returns when a taint ends a pod. ends is false for a taint that does not.
+func endsAt(node *v1alpha1.GPUNode, pod *corev1.Pod, taint v1alpha1.DeviceTaint) (at time.Time, ends bool) {
+	known := func(of v1alpha1.RuleTaint) bool {
+		return of.Rule == taint.Rule && of.Key == taint.Key && of.Effect == taint.Effect
+	}
+	if taint.Effect != v1alpha1.TaintNoExecute || taint.Rule != "" && !slices.ContainsFunc(node.Spec.Taints, known) {
+		return at, false
+	}
+	if taint.Since != nil {
+		at = taint.Since.Time
+	}
+	like := &corev1.Taint{Key: taint.Key, Value: taint.Value, Effect: corev1.TaintEffectNoExecute}
+	for _, t := range pod.Spec.Tolerations {
+		if t.ToleratesTaint(klog.Logger{}, like, false) {
+			if t.TolerationSeconds == nil {
+				return at, false
+			}
+			return at.Add(time.Duration(max(*t.TolerationSeconds, 0)) * time.Second), true
+		}
+	}
+	return at, true
+}
+
+// comesBack returns why an eviction would not move a pod; empty if it may.
+func comesBack(pod *corev1.Pod) string {
+	of := metav1.GetControllerOfNoCopy(pod)
+	switch _, mirror := pod.Annotations[corev1.MirrorPodAnnotationKey]; {
+	case mirror:
+		return "it is a static pod, which kubelet would start again"
+	case of != nil && of.Kind == "DaemonSet":
+		return "DaemonSet " + of.Name + " would start it on the same node again"
+	}
+	return ""
+}
+
+// endsPods reports whether a device has a taint that ends the pods that have it.
+func endsPods(d v1alpha1.DeviceStatus) bool {
+	return slices.ContainsFunc(d.Taints, func(t v1alpha1.DeviceTaint) bool { return t.Effect == v1alpha1.TaintNoExecute })
+}
+
+// heldByPods returns the pods that have a device by limits, if a taint of it ends pods.
+func heldByPods(d v1alpha1.DeviceStatus) (pods []v1alpha1.PodReference) {
+	if !endsPods(d) {
+		return nil
+	}
+	for _, h := range d.Holders {
+		if h.Kind == v1alpha1.HolderPod {
+			pods = append(pods, h.Pods...)
+		}
+	}
+	return pods
+}
+
+// concerned returns the pods that taints of a node's devices may end, each once.
+func concerned(node *v1alpha1.GPUNode) (pods []v1alpha1.PodReference) {
+	seen := map[types.UID]bool{}
+	for _, d := range node.Status.Devices {
+		for _, p := range heldByPods(d) {
+			if p.Name != "" && !seen[p.UID] {
+				seen[p.UID] = true
+				pods = append(pods, p)
+			}
+		}
+	}
+	return pods
+}
+
+// evictor evicts the pods with limits from tainted devices. Kubernetes does that for pods with claims.
+type evictor struct {
+	client    client.Client
+	live      client.Reader
+	recorder  events.EventRecorder
+	metrics   *metrics
+	limits    device.Resources
+	evictions *evictions
+	now       func() time.Time
+
+	turns map[string]podTurn // by node
+}
+
+// podTurn is how far the pass over a node's pods has come, and when the first of those before has to be looked at again.
+type podTurn struct {
+	next  int
+	again time.Duration
+}
+
+const (
+	// podsATurn is how many pods are read live before other nodes have their turn.
+	podsATurn = 16
+	// blockedInterval is when an eviction that the API server refused is tried again. kubectl drain waits as long.
+	blockedInterval = 5 * time.Second
+)
+
+func (r *evictor) register(m manager.Manager) error {
+	concerns := changed(func(n *v1alpha1.GPUNode) any {
+		var of []any
+		for _, d := range n.Status.Devices {
+			if held := heldByPods(d); len(held) > 0 {
+				of = append(of, d.Taints, held)
+			}
+		}
+		return []any{n.UID, n.Spec.Taints, of}
+	})
+	return builder.ControllerManagedBy(m).Named("evict").
+		For(&v1alpha1.GPUNode{}, builder.WithPredicates(concerns)).
+		WithOptions(options(1)). // evictions is not safe for concurrent use
+		Complete(r)
+}
+
+// Reconcile implements reconcile.Reconciler for one node. It is idempotent.
+func (r *evictor) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
+	node := &v1alpha1.GPUNode{}
+	if err := r.client.Get(ctx, request.NamespacedName, node); client.IgnoreNotFound(err) != nil {
+		return reconcile.Result{}, err
+	}
+	pods := concerned(node)
+	t := r.turns[request.Name]
+	first := min(t.next, len(pods))
+	t.next = min(first+podsATurn, len(pods))
+	var errs []error
+	for _, pod := range pods[first:t.next] {
+		again, err := r.remove(ctx, request.Name, pod)
+		if again > 0 && (t.again == 0 || again < t.again) {
+			t.again = again
+		}
+		errs = append(errs, err)
+	}
+	if t.next < len(pods) {
+		r.turns[request.Name] = t
+		return requeue(anotherTurn, errs)
+	}
+	delete(r.turns, request.Name)
+	return requeue(t.again, errs)
+}
+
+// remove evicts a pod if that is due. again is when to look at it again; zero for when the GPUNode changes.
+func (r *evictor) remove(ctx context.Context, node string, named v1alpha1.PodReference) (again time.Duration, err error) {
+	pod, now := &corev1.Pod{}, &v1alpha1.GPUNode{}
+	key := types.NamespacedName{Namespace: named.Namespace, Name: named.Name}
+	if err := r.live.Get(ctx, key, pod); err != nil {
+		return 0, client.IgnoreNotFound(fmt.Errorf("get pod %s, which has a tainted device: %w", key, err))
+	}
+	// The node is read last: its taint may be over.
+	if err := r.live.Get(ctx, types.NamespacedName{Name: node}, now); err != nil {
+		return 0, client.IgnoreNotFound(err)
+	}
+	plan := PlanRemoval(now, pod, r.limits, r.now())
+	if plan.Device == "" {
+		return 0, nil
+	}
+	say := func(kind, reason, format string, args ...any) {
+		has := fmt.Sprintf("Pod %s has %s of node %s, which has the taint %s", pod.Name, plan.Device, node, plan.Taint)
+		r.recorder.Eventf(pod, nil, kind, reason, "Evict", "%s", shorten(has+fmt.Sprintf(format, args...), noteLimit))
+	}
+	losses := lossesOf(node, []string{plan.Device}, pod)
+	wait := max(plan.Due.Sub(r.now()), r.evictions.wait(losses))
+	switch {
+	case wait > 0:
+		return wait, nil
+	case plan.Refused != "":
+		say(corev1.EventTypeWarning, "NotEvicted", ". It is not evicted: %s", plan.Refused)
+		return 0, nil
+	}
+	evicted, refused, err := evict(ctx, r.client, pod)
+	r.metrics.evicted(causeTaint, evicted, refused)
+	switch {
+	case err != nil:
+		return 0, err
+	case refused != nil:
+		say(corev1.EventTypeWarning, "NotEvicted", ". The API server does not allow to evict it now, and is asked again: %s", refused)
+		return blockedInterval, nil
+	case evicted:
+		r.evictions.record(losses)
+		klog.FromContext(ctx).Info("Evicted pod with a tainted device", "pod", klog.KObj(pod), "node", node, "device", plan.Device, "taint", plan.Taint.String())
+		say(corev1.EventTypeNormal, "EvictedByTaint", ", and was evicted")
+	}
+	return 0, nil
+}
+
+// evict evicts the version of a pod that was read, with its own grace period. evicted is false if the pod is gone. refused is the answer of a
+// disruption budget or an admission policy. An error, with which the reconciler retries, may say that the pod has changed.
+func evict(ctx context.Context, c client.Client, pod *corev1.Pod) (evicted bool, refused, err error) {
+	eviction := &policyv1.Eviction{
+		ObjectMeta: metav1.ObjectMeta{Name: pod.Name, Namespace: pod.Namespace},
+		DeleteOptions: &metav1.DeleteOptions{
+			Preconditions: &metav1.Preconditions{UID: ptr.To(pod.UID), ResourceVersion: ptr.To(pod.ResourceVersion)},
+		},
+	}
+	switch err := c.SubResource("eviction").Create(ctx, pod, eviction); {
+	case apierrors.IsNotFound(err):
+		return false, nil, nil
+	case apierrors.IsTooManyRequests(err), apierrors.IsForbidden(err):
+		return false, err, nil
+	case err != nil:
+		return false, nil, fmt.Errorf("evict pod %s/%s: %w", pod.Namespace, pod.Name, err)
+	}
+	return true, nil, nil
+}
