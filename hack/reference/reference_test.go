@@ -202,3 +202,45 @@ func selects(t *testing.T, expression string, d resourceapi.Device) {
 		t.Errorf("%s does not select %s: %v", expression, d.Name, err)
 	}
 }
+
+// TestReactions: the table of reactions in docs/user/health.md names events, metrics, fields, conditions and taints that exist.
+func TestReactions(t *testing.T) {
+	read := func(path string) string {
+		data, err := os.ReadFile(filepath.Join(root, path))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(data)
+	}
+	_, table, found := strings.Cut(read("docs/user/health.md"), "## All reactions in one table")
+	if table, _, _ = strings.Cut(table, "\n## "); !found {
+		t.Fatal("there is no such table")
+	}
+	events, metrics, fields := read("docs/reference/events.md"), read("docs/reference/metrics.md"), read("docs/reference/gpunode.md")
+	code := read("pkg/controller/condition.go") + read("pkg/device/health.go") + read("pkg/driver/offer.go")
+	exists := map[int]func(string) bool{ // by column
+		2: func(taint string) bool { return strings.Contains(code, `"`+taint+`"`) },
+		5: func(event string) bool { return strings.Contains(events, "\n### "+event+"\n") },
+		6: func(field string) bool { return strings.Contains(fields, "`status.devices[]."+field) },
+		7: func(event string) bool { return strings.Contains(events, "\n### "+event+"\n") },
+		8: func(metric string) bool { return strings.Contains(metrics, "`"+metric+"`") },
+		9: func(condition string) bool { return strings.Contains(code, `"`+condition+`"`) },
+	}
+	checked := 0
+	for line := range strings.Lines(table) {
+		cells := strings.Split(line, "|")
+		if len(cells) != 12 {
+			continue
+		}
+		for column, is := range exists {
+			for _, name := range regexp.MustCompile("`([^`]+)`").FindAllStringSubmatch(cells[column], -1) {
+				if checked++; !is(name[1]) {
+					t.Errorf("%s of column %d does not exist", name[1], column)
+				}
+			}
+		}
+	}
+	if checked < 30 {
+		t.Errorf("the table has %d names", checked)
+	}
+}
