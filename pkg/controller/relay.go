@@ -125,7 +125,7 @@ func (r *relay) Reconcile(ctx context.Context, request reconcile.Request) (recon
 	return reconcile.Result{}, patchSpec(ctx, r.client, node, "claims", claims)
 }
 
-// patchSpec replaces one list of the spec and leaves concurrent writes to the status and to the other list alone. With the UID the API
+// patchSpec replaces one list of the spec and leaves concurrent writes to the status and to the other lists alone. With the UID the API
 // server rejects the patch for a recreated object of the same name.
 func patchSpec[T any](ctx context.Context, c client.Client, node *v1alpha1.GPUNode, list string, value []T) error {
 	patch, err := json.Marshal(map[string]any{

@@ -141,8 +141,8 @@ type PodRequest struct {
 	Resource string
 	Device   device.Ref
 	Share    device.Share
-	// Keep is why only a pod that has the device already gets it, and another one ErrWithdrawn. Empty: any pod gets it.
-	Keep string
+	// OutOfService is why only a pod that has the device already gets it, and another one ErrWithdrawn. Empty: any pod gets it.
+	OutOfService string
 }
 
 // ErrWithdrawn says that a device is given to no new holder.

@@ -58,8 +58,8 @@ func (l *Ledger) tryReservePod(requests []PodRequest) ([]Hold, error) {
 		return conflicts, nil
 	}
 	for _, r := range requests {
-		if _, held := l.holds[key{Holder{KindPod, r.ID}, r.Device}]; r.Keep != "" && !held {
-			return nil, fmt.Errorf("reserve device %s for a pod: %w: %s", r.ID, ErrWithdrawn, r.Keep)
+		if _, held := l.holds[key{Holder{KindPod, r.ID}, r.Device}]; r.OutOfService != "" && !held {
+			return nil, fmt.Errorf("reserve device %s for a pod: %w: %s", r.ID, ErrWithdrawn, r.OutOfService)
 		}
 	}
 	// New holds come first: writing them fails more often, and is easy to undo.

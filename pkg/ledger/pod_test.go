@@ -49,7 +49,7 @@ func TestKeep(t *testing.T) {
 	const broken = "its fan is broken"
 	ask := func(id, keep string) error {
 		return l.ReservePod([]PodRequest{{ID: "free", Resource: "nvidia.com/gpu", Device: whole("free")},
-			{ID: id, Resource: "nvidia.com/gpu", Device: whole(id), Keep: keep}})
+			{ID: id, Resource: "nvidia.com/gpu", Device: whole(id), OutOfService: keep}})
 	}
 	if err := ask("a", broken); !errors.Is(err, ErrWithdrawn) || !strings.Contains(err.Error(), broken) || len(l.Holds()) > 0 {
 		t.Errorf("a new pod: %v, holds %v", err, l.Holds())

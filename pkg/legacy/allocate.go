@@ -174,7 +174,7 @@ func (p *Plugin) reserve(ctx context.Context, resource string, containers [][]it
 	for _, items := range containers {
 		for _, i := range items {
 			requests = append(requests, ledger.PodRequest{
-				ID: i.id, Resource: resource, Device: i.Ref(), Share: i.share, Keep: outOfService(i.Device),
+				ID: i.id, Resource: resource, Device: i.Ref(), Share: i.share, OutOfService: outOfService(i.Device),
 			})
 		}
 	}
