@@ -3,16 +3,17 @@
 package gpunode
 
 import (
+	"slices"
 	"strings"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 )
 
 // bounded returns the status without what exceeds the bounds of the API, with the number of omitted entries. The API server would refuse
-// the whole status otherwise. It changes the elements of devices and conflicts, which Status has made.
+// the whole status otherwise. It changes the holders of devices and the elements of conflicts, which Status has made.
 func bounded(status v1alpha1.GPUNodeStatus) v1alpha1.GPUNodeStatus {
 	var omitted int
-	status.Devices = cut(status.Devices, v1alpha1.MaxDevices, &omitted)
+	status.Devices = slices.Clone(cut(status.Devices, v1alpha1.MaxDevices, &omitted))
 	status.Conflicts = cut(status.Conflicts, v1alpha1.MaxConflicts, &omitted)
 	status.Daemons = cut(status.Daemons, v1alpha1.MaxDaemons, &omitted)
 	status.UnknownDaemons = cut(status.UnknownDaemons, v1alpha1.MaxDaemons, &omitted)

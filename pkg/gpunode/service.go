@@ -5,6 +5,7 @@ package gpunode
 import (
 	"cmp"
 	"fmt"
+	"maps"
 	"slices"
 	"strings"
 	"sync/atomic"
@@ -17,8 +18,8 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// reportService reports in events on the node which devices have been taken out of service or back between two written statuses. So a
-// restart of the agent repeats no event.
+// reportService reports in events on the node which GPUs have been taken out of service or back between two written statuses. So a
+// restart of the agent repeats no event, unless the agent did not have the GPU in between.
 func (o *Object) reportService(before, now v1alpha1.GPUNodeStatus) {
 	known := map[string]v1alpha1.DeviceStatus{}
 	for _, d := range before.Devices {
@@ -35,17 +36,43 @@ func (o *Object) reportService(before, now v1alpha1.GPUNodeStatus) {
 			o.event("GPUInService", "%s (%s) is in service again: its maintenance has ended", d.Name, d.UUID)
 		}
 	}
+}
+
+// reportTaints reports in events on the node which devices rules taint. before is the status of an earlier agent, or of this one. A device that
+// is gone for a time, as a partition is, keeps its taint: the rule is still there. now has all taints, also those that are not written.
+func (w *writer) reportTaints(before, now v1alpha1.GPUNodeStatus) {
+	if w.told == nil {
+		w.told = tainted(before).devices
+	}
 	// One event for a rule, which may select each partition of the node.
-	had, has := tainted(before), tainted(now)
+	has := tainted(now)
 	for _, t := range has.order {
-		if names := without(has.devices[t], had.devices[t]); len(names) > 0 {
-			o.event("GPUTainted", "%s: taint %s. No new pod with limits gets a device with a taint, and no claim that does not tolerate it. "+
+		if names := without(has.devices[t], w.told[t]); len(names) > 0 {
+			w.told[t] = append(w.told[t], names...)
+			w.event("GPUTainted", "%s: taint %s. No new pod with limits gets a device with a taint, and no claim that does not tolerate it. "+
 				"The taint ends with the rule", some(names), t)
 		}
 	}
-	for _, t := range had.order {
-		if names := without(had.devices[t], has.devices[t]); len(names) > 0 {
-			o.event("GPUTaintEnded", "%s: taint %s has ended", some(names), t)
+	var there []string
+	for _, d := range now.Devices {
+		there = append(there, d.Name)
+	}
+	rules := map[v1alpha1.DeviceTaint]bool{}
+	if object, _ := w.view.current(); object != nil {
+		for _, t := range object.Spec.Taints {
+			t.Since = nil
+			rules[v1alpha1.DeviceTaint{Rule: t.Rule, Taint: t.Taint}] = true
+		}
+	}
+	for _, t := range slices.SortedFunc(maps.Keys(w.told), func(a, b v1alpha1.DeviceTaint) int { return cmp.Compare(a.Rule, b.Rule) }) {
+		left := without(w.told[t], has.devices[t])
+		gone := without(left, there)
+		if ended := without(left, gone); len(ended) > 0 {
+			w.told[t] = without(w.told[t], ended)
+			w.event("GPUTaintEnded", "%s: taint %s has ended", some(ended), t)
+		}
+		if len(has.devices[t]) == 0 && !rules[t] {
+			delete(w.told, t)
 		}
 	}
 }

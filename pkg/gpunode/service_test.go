@@ -4,6 +4,7 @@ package gpunode
 
 import (
 	"context"
+	"fmt"
 	"maps"
 	"slices"
 	"strings"
@@ -189,6 +190,60 @@ func TestTaints(t *testing.T) {
 	if got := f.metric("tandem_device_taint", labels...); got != 0 {
 		t.Errorf("the metric is %v, want 0", got)
 	}
+}
+
+// While a device is gone, or the status has no room for all of its taints, its rules stay: no event says that they have ended or begun again.
+func TestTaintEvents(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t)
+	o, _ := f.start()
+	o.Place(nil)
+	f.awaitStatus("a status", free(2))
+	begins := func(of, rule, effect string) string {
+		return "Normal GPUTainted " + of + ": taint example.com/repair=fan:" + effect + " of DeviceTaintRule " + rule + ". No new pod with limits gets a device " +
+			"with a taint, and no claim that does not tolerate it. The taint ends with the rule"
+	}
+	ends := func(of, rule string) string {
+		return "Normal GPUTaintEnded " + of + ": taint example.com/repair=fan:NoSchedule of DeviceTaintRule " + rule + " has ended"
+	}
+	both, one := f.inventory.get(), device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0")}}
+	has := func(devices int) func(v1alpha1.GPUNodeStatus) bool {
+		return func(s v1alpha1.GPUNodeStatus) bool { return len(s.Devices) == devices }
+	}
+	fans, other := rule("fans", "", "", v1alpha1.TaintNoSchedule), rule("other", "", "gpu-1", v1alpha1.TaintNoSchedule)
+	f.api.taint("node-1", fans, other)
+	f.awaitEvent(begins("gpu-0, gpu-1", "fans", "NoSchedule"))
+	f.awaitEvent(begins("gpu-1", "other", "NoSchedule"))
+	f.inventory.set(one)
+	f.awaitStatus("one GPU", has(1))
+	f.inventory.set(both)
+	f.awaitStatus("both GPUs", has(2))
+	f.inventory.set(one)
+	f.awaitStatus("one GPU", has(1))
+	f.api.taint("node-1")
+	f.awaitEvent(ends("gpu-0", "fans"))
+	f.inventory.set(both)
+	f.awaitStatus("both GPUs", has(2))
+	f.api.taint("node-1", other)
+	f.awaitEvent(begins("gpu-1", "other", "NoSchedule"))
+
+	var rules []v1alpha1.RuleTaint
+	for i := range v1alpha1.MaxDeviceTaints {
+		rules = append(rules, rule(fmt.Sprint("rule-", i), "", "gpu-0", v1alpha1.TaintNoSchedule))
+	}
+	f.api.taint("node-1", append(rules, other)...)
+	for _, r := range rules {
+		f.awaitEvent(begins("gpu-0", r.Rule, "NoSchedule"))
+	}
+	f.api.taint("node-1", append(rules, other, rule("worse", "", "gpu-0", v1alpha1.TaintNoExecute))...)
+	f.awaitStatus("the worse one, instead of another", func(s v1alpha1.GPUNodeStatus) bool {
+		return len(s.Devices[0].Taints) == v1alpha1.MaxDeviceTaints && s.Devices[0].Taints[0].Rule == "worse"
+	})
+	f.awaitEvent(begins("gpu-0", "worse", "NoExecute"))
+	f.api.taint("node-1", rules...)
+	f.awaitStatus("the other one again", func(s v1alpha1.GPUNodeStatus) bool { return s.Devices[0].Taints[0].Rule == "rule-0" })
+	f.awaitEvent(ends("gpu-1", "other"))
+	f.awaitEvent("Normal GPUTaintEnded gpu-0: taint example.com/repair=fan:NoExecute of DeviceTaintRule worse has ended")
 }
 
 // A rule selects a device by its own name and its pool, as the scheduler's. A rule that names the pool of the node for a dynamic GPU selects

@@ -105,6 +105,8 @@ type writer struct {
 	pruned sync.Once
 	// missed is what was reported of the rules that do not select what they seem to mean.
 	missed map[string]string
+	// told are the devices that an event has called tainted, by rule and taint without its time; nil before the first write.
+	told map[v1alpha1.DeviceTaint][]string
 }
 
 // write follows everything that the object depends on until ctx is done.
@@ -168,9 +170,10 @@ func (w *writer) next() (request func(context.Context) error, urgent bool) {
 	case object == nil:
 		return w.create, false
 	}
-	status := bounded(Status(w.facts()))
+	all := Status(w.facts())
+	status := bounded(all)
 	status.Devices = withSince(status.Devices, object.Status.Devices, w.sent.Devices)
-	w.metrics.inService.Store(&status)
+	w.metrics.outOfService.Store(&status)
 	// The API server may have dropped a part of what was sent, and would do so again.
 	if same(object.Status, status) || object.ResourceVersion == w.answered && same(w.sent, status) {
 		if time.Now().Before(w.beat) {
@@ -193,6 +196,7 @@ func (w *writer) next() (request func(context.Context) error, urgent bool) {
 		w.sent = status
 		w.wrote(updated)
 		w.reportService(object.Status, updated.Status)
+		w.reportTaints(object.Status, all)
 		if !same(updated.Status, status) {
 			w.pruned.Do(func() {
 				klog.FromContext(ctx).Info("The API server does not keep all of the GPUNode's status: its CustomResourceDefinition has another version")
@@ -395,10 +399,9 @@ func outdated(err error) bool {
 func latest(moments ...time.Time) time.Time { return slices.MaxFunc(moments, time.Time.Compare) }
 
 type metrics struct {
-	writes *prometheus.CounterVec
-	served prometheus.Gauge
-	// inService has the devices that are out of service.
-	inService service
+	writes       *prometheus.CounterVec
+	served       prometheus.Gauge
+	outOfService service
 }
 
 // newMetrics panics if the metrics are registered already.
@@ -415,7 +418,7 @@ func newMetrics(registerer prometheus.Registerer) *metrics {
 				"GPUs allocated to claims are then withdrawn from pods only once they are prepared.",
 		}),
 	}
-	registerer.MustRegister(&m.inService)
+	registerer.MustRegister(&m.outOfService)
 	return m
 }
 
