@@ -19,10 +19,11 @@ func bounded(status v1alpha1.GPUNodeStatus) v1alpha1.GPUNodeStatus {
 	status.UnknownDaemons = cut(status.UnknownDaemons, v1alpha1.MaxDaemons, &omitted)
 	status.Waiting = clip(status.Waiting, v1alpha1.MaxReason)
 	status.Holders = clip(status.Holders, v1alpha1.MaxLine)
+	most := mostTaints(status.Devices)
 	for i := range status.Devices {
 		d := &status.Devices[i]
 		d.UnhealthyReason = clip(d.UnhealthyReason, v1alpha1.MaxReason)
-		d.Taints = cut(d.Taints, v1alpha1.MaxDeviceTaints, &omitted)
+		d.Taints = cut(d.Taints, most, new(int)) // not omitted: the spec has the others
 		d.Holders = cut(d.Holders, v1alpha1.MaxHolders, &omitted)
 		for j := range d.Holders {
 			d.Holders[j].Pods = cut(d.Holders[j].Pods, v1alpha1.MaxPods, &omitted)
@@ -35,6 +36,20 @@ func bounded(status v1alpha1.GPUNodeStatus) v1alpha1.GPUNodeStatus {
 	}
 	status.Omitted = int32(omitted)
 	return status
+}
+
+// mostTaints returns how many taints each device may have, the worst ones. One is enough to withdraw it.
+func mostTaints(devices []v1alpha1.DeviceStatus) int {
+	for most := v1alpha1.MaxDeviceTaints; most > 1; most-- {
+		all := 0
+		for _, d := range devices {
+			all += min(len(d.Taints), most)
+		}
+		if all <= v1alpha1.MaxAllTaints {
+			return most
+		}
+	}
+	return 1
 }
 
 // cut returns at most so many entries of a list and counts the others.

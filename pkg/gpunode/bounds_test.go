@@ -9,9 +9,11 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 	"unicode/utf8"
 
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/yaml"
 
@@ -144,5 +146,45 @@ func TestBounded(t *testing.T) {
 	small := v1alpha1.GPUNodeStatus{Holders: "gpu-0=a/b(pod)", UnknownDaemons: []string{"a"}}
 	if got := bounded(small); got.Omitted != 0 || got.Holders != small.Holders || len(got.UnknownDaemons) != 1 {
 		t.Errorf("%+v", got)
+	}
+}
+
+// TestSizeOfTaints: with the longest taints on all devices, etcd accepts what rules put into the spec and into the status, and each device
+// has its worst taint. etcd refuses 1.5 MB, and managed fields add at most as much again.
+func TestSizeOfTaints(t *testing.T) {
+	long := func(n int) string { return strings.Repeat("x", n) }
+	taint := v1alpha1.Taint{Key: long(317), Value: long(63), Effect: v1alpha1.TaintNoSchedule, Since: &metav1.Time{Time: time.Unix(1700000000, 0)}}
+	size := func(value any) int {
+		t.Helper()
+		data, err := json.Marshal(value)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return len(data)
+	}
+	const most = 400_000
+	spec := make([]v1alpha1.RuleTaint, v1alpha1.MaxTaints)
+	for i := range spec {
+		spec[i] = v1alpha1.RuleTaint{Rule: long(253), Pool: long(253), Device: long(128), Taint: taint}
+	}
+	if got := size(spec); got > most {
+		t.Errorf("spec.taints has %d bytes", got)
+	}
+	for devices, each := range map[int]int{64: 8, 128: 4, 300: 1, v1alpha1.MaxDevices: 1} {
+		status := v1alpha1.GPUNodeStatus{Devices: make([]v1alpha1.DeviceStatus, devices)}
+		plain := size(status)
+		for i := range status.Devices {
+			worst := v1alpha1.DeviceTaint{Rule: "worst", Taint: taint}
+			status.Devices[i].Taints = append([]v1alpha1.DeviceTaint{worst}, slices.Repeat([]v1alpha1.DeviceTaint{{Rule: long(253), Taint: taint}}, 20)...)
+		}
+		got := bounded(status)
+		if added := size(got) - plain; added > most || got.Omitted > 0 {
+			t.Errorf("%d devices: the taints have %d bytes, %d entries are omitted", devices, added, got.Omitted)
+		}
+		for _, d := range got.Devices {
+			if len(d.Taints) != each || d.Taints[0].Rule != "worst" {
+				t.Fatalf("%d devices: one has %d taints, want %d", devices, len(d.Taints), each)
+			}
+		}
 	}
 }

@@ -403,7 +403,8 @@ type DeviceStatus struct {
 	// Maintenance is set while an administrator has taken the device, or the GPU of a partition, out of service: the agent gives it to no
 	// new claim or pod. Holders keep it.
 	Maintenance *DeviceMaintenance `json:"maintenance,omitempty"`
-	// Taints that the agent acts on, the worst first: no new pod with limits gets the device, and a new claim only if it tolerates them.
+	// Taints that the agent acts on, the worst first: no new pod with limits gets the device, and a new claim only if it tolerates them. If
+	// many devices have several, a part of them: spec.taints has all.
 	//
 	// +kubebuilder:validation:MaxItems=8
 	// +listType=atomic
