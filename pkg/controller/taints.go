@@ -151,19 +151,26 @@ func newRuleCache(api kubernetes.Interface) *ruleCache {
 // NeedLeaderElection implements manager.LeaderElectionRunnable: standby replicas fill the cache too.
 func (c *ruleCache) NeedLeaderElection() bool { return false }
 
+// unservedPolls is how often the API server must answer in a row that it does not serve rules. During an upgrade another API server of the
+// control plane may serve them, and the taints of nodes stay.
+const unservedPolls = 10
+
 // Start implements manager.Runnable. The watch of a kind that the API server does not serve, or not to this controller, would fail forever.
 func (c *ruleCache) Start(ctx context.Context) error {
-	refused := false
+	refused, unserved := false, 0
 	err := wait.PollUntilContextCancel(ctx, idleInterval, true, func(ctx context.Context) (bool, error) {
 		_, err := c.api.ResourceV1().DeviceTaintRules().List(ctx, metav1.ListOptions{Limit: 1})
 		switch {
 		case apierrors.IsNotFound(err):
-			c.isKnown.Do(func() { close(c.known) }) // there are none
+			if unserved++; unserved == unservedPolls {
+				c.isKnown.Do(func() { close(c.known) }) // there are none
+			}
 		case apierrors.IsForbidden(err):
 			if !refused {
-				klog.FromContext(ctx).Info("Ignoring DeviceTaintRules: the controller may not read them", "reason", err.Error())
+				klog.FromContext(ctx).Info("Not following DeviceTaintRules: the controller may not read them. Nodes keep the taints that they have",
+					"reason", err.Error())
 			}
-			refused = true
+			refused, unserved = true, 0
 		default:
 			return true, nil
 		}

@@ -259,8 +259,8 @@ func TestNodesOfARule(t *testing.T) {
 	}
 }
 
-// TestRuleCache: where the API server does not serve the kind there are no rules, and where the controller may not read them it is not known
-// which there are. In both cases one request a minute finds out whether that has changed.
+// TestRuleCache: where the API server does not serve the kind for some minutes there are no rules, and where the controller may not read them
+// it is not known which there are. In both cases one request a minute finds out whether that has changed.
 func TestRuleCache(t *testing.T) {
 	gvr := resourceapi.Resource("devicetaintrules")
 	for name, c := range map[string]struct {
@@ -294,7 +294,11 @@ func TestRuleCache(t *testing.T) {
 						return false
 					}
 				}
-				time.Sleep(10 * idleInterval)
+				time.Sleep((unservedPolls - 2) * idleInterval)
+				if got := known(); got != (c.err == nil) {
+					t.Errorf("known too early: %t after %d requests", got, requests.Load())
+				}
+				time.Sleep(2 * idleInterval)
 				if got := known(); got != c.known || c.err != nil && (requests.Load() > 12 || len(cache.list()) > 0) {
 					t.Errorf("known: %t after %d requests, with %v", got, requests.Load(), cache.list())
 				}
