@@ -144,7 +144,7 @@ func missedBy(t v1alpha1.RuleTaint, node string, gpus []device.GPU, pools map[st
 	for _, g := range gpus {
 		pool := cmp.Or(pools[g.UUID], node)
 		known = known || device.GPUName(t.Device) == g.Name()
-		if t.Device == g.Name() && !g.Dynamic && len(g.Partitions) > 0 {
+		if t.Device == g.Name() && isStatic(g) {
 			return fmt.Sprintf("selects %s and not its partitions, which are devices of their own: write one rule for each partition, or use "+
 				"kubectl gpu drain %s/%s", g.Name(), node, g.Name())
 		}

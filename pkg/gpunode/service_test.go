@@ -286,24 +286,29 @@ func TestTaintsOfPools(t *testing.T) {
 	})
 }
 
-// A taint of a GPU is not one of its partitions, nor the other way round. What a pod holds stays as kubelet has it, and the rest is withdrawn
-// before kubelet says so.
+// A taint of a GPU is not one of its partitions, nor the other way round. A GPU with static partitions has none, unless pods get it as a whole.
+// What a pod holds stays as kubelet has it, and the rest is withdrawn before kubelet says so.
 func TestStatusOfTaints(t *testing.T) {
 	f := partitioned()
 	names := map[string]bool{}
 	for _, d := range Status(f).Devices {
 		names[d.Name] = true
 	}
-	for tainted := range names {
-		f.Taints = func(_ device.GPU, name string) []v1alpha1.DeviceTaint {
-			return make([]v1alpha1.DeviceTaint, map[bool]int{true: 1}[name == tainted])
-		}
-		for _, d := range Status(f).Devices {
-			if (len(d.Taints) > 0) != (d.Name == tainted) {
-				t.Errorf("%s is tainted; %s: %v", tainted, d.Name, d.Taints)
+	for _, strategy := range []device.MIGStrategy{device.MIGStrategyMixed, device.MIGStrategyNone} {
+		f.Limits.Strategy = strategy
+		for tainted := range names {
+			f.Taints = func(_ device.GPU, name string) []v1alpha1.DeviceTaint {
+				return make([]v1alpha1.DeviceTaint, map[bool]int{true: 1}[name == tainted])
+			}
+			none := strategy == device.MIGStrategyMixed && slices.Contains([]string{"gpu-1", "gpu-2", "gpu-4"}, tainted)
+			for _, d := range Status(f).Devices {
+				if (len(d.Taints) > 0) != (d.Name == tainted && !none) {
+					t.Errorf("strategy %s, %s is tainted; %s: %v", strategy, tainted, d.Name, d.Taints)
+				}
 			}
 		}
 	}
+	f = partitioned()
 	many := func(device.GPU, string) []v1alpha1.DeviceTaint { return make([]v1alpha1.DeviceTaint, 20) }
 	f.Taints = many
 	if s := bounded(Status(f)); len(s.Devices[0].Taints) != v1alpha1.MaxDeviceTaints || s.Omitted > 0 {

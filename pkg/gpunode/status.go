@@ -79,10 +79,11 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 		}
 		d.Repair = v1alpha1.Repair(of.Health().Repair())
 		d.Maintenance, d.Taints = f.maintenance(of.GPU.UUID), evicting(of.Health())
-		if f.Taints != nil {
+		d.ExtendedResource = resources[d.UUID]
+		// A GPU in static partitions is no device for claims, nor for pods without a resource.
+		if f.Taints != nil && !(of.Whole() && isStatic(of.GPU) && d.ExtendedResource == "") {
 			d.Taints = append(d.Taints, f.Taints(of.GPU, d.Name)...)
 		}
-		d.ExtendedResource = resources[d.UUID]
 		lists := listed[d.ExtendedResource][d.UUID]
 		d.Sharing = f.sharing(of, replicas[of.Ref()], lists.replicas)
 		d.ExtendedResourceState = f.state(d, lists.whole)
@@ -108,6 +109,9 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 	}
 	return status
 }
+
+// isStatic reports whether a GPU has static partitions.
+func isStatic(g device.GPU) bool { return !g.Dynamic && len(g.Partitions) > 0 }
 
 // maintenance returns the entry of a GPU; nil if it is in service.
 func (f Facts) maintenance(uuid string) *v1alpha1.DeviceMaintenance {
