@@ -102,8 +102,9 @@ func (a *Agent) awaitSpecs(ctx context.Context, specs *cdi.Specs) bool {
 	return specs.Await(limited) || ctx.Err() == nil
 }
 
-// awaitService waits until it is known which devices are out of service, so that none is offered for a moment. It does not wait long:
-// an API server that serves everything but GPUNodes must not stop the node. It returns false if ctx ends.
+// awaitService waits until it is known which devices the GPUNode takes out of service, so that none is offered for a moment. A node without a
+// GPUNode has no maintenance, and offers devices that a DeviceTaintRule selects until the controller has copied the rule. It does not wait
+// long: an API server that serves everything but GPUNodes must not stop the node. It returns false if ctx ends.
 func (a *Agent) awaitService(ctx context.Context, object *gpunode.Object) bool {
 	limited, cancel := context.WithTimeout(ctx, a.times.maintenanceWait)
 	defer cancel()

@@ -172,8 +172,8 @@ func (o *Object) Synced() bool {
 	return synced
 }
 
-// AwaitSpec waits until the spec is known, or the API server has answered that it does not serve GPUNodes to this agent. It returns false if
-// ctx ends before. The agent calls it before it offers devices, which may be out of service.
+// AwaitSpec waits until the spec is known, or that there is no object yet, or that the API server does not serve GPUNodes to this agent. It
+// returns false if ctx ends before. The agent calls it before it offers devices, which may be out of service.
 func (o *Object) AwaitSpec(ctx context.Context) bool {
 	return broadcast.Await(ctx, o.Changed, func() bool {
 		o.view.mu.Lock()
