@@ -578,7 +578,7 @@ func TestControllersPolicies(t *testing.T) {
 	ownedBy := func(kinds ...string) object {
 		var owners []any
 		for _, kind := range kinds {
-			owners = append(owners, object{"kind": kind, "name": "n", "uid": "u"})
+			owners = append(owners, object{"apiVersion": "v1", "kind": kind, "name": "n", "uid": "u"})
 		}
 		return change(node("8", "4"), "metadata.ownerReferences", owners)
 	}
@@ -628,7 +628,7 @@ func TestControllersPolicies(t *testing.T) {
 		"claims of a node":       {"-controller-gpunodes", change(node("8", "4"), "spec.claims", []any{}), change(node("8", "4"), "spec.claims", []any{object{}}), ""},
 		"maintenance of a GPU":   {"-controller-gpunodes", node("8", "4"), change(node("8", "4"), "spec.maintenance", []any{object{"uuid": "GPU-0"}}), "spec.maintenance of a GPUNode"},
 		"its end":                {"-controller-gpunodes", change(node("8", "4"), "spec.maintenance", []any{object{"uuid": "GPU-0"}}), node("8", "4"), "spec.maintenance of a GPUNode"},
-		"owner of a GPUNode":     {"-controller-gpunodes", node("8", "4"), change(node("8", "4"), "metadata.ownerReferences", []any{object{"kind": "Node"}}), "the metadata of a GPUNode"},
+		"owner of a GPUNode":     {"-controller-gpunodes", node("8", "4"), change(node("8", "4"), "metadata.ownerReferences", []any{object{"apiVersion": "v1", "kind": "Node"}}), "the metadata of a GPUNode"},
 		"without its Node":       {"-controller-gpunodes", ownedBy("Node", "Machine"), ownedBy("Machine"), ""},
 		"without another owner":  {"-controller-gpunodes", ownedBy("Node", "Machine"), ownedBy("Node"), "the metadata of a GPUNode"},
 		"without any":            {"-controller-gpunodes", ownedBy("Node"), node("8", "4"), ""},

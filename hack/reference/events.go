@@ -40,7 +40,7 @@ var events = map[string][]event{
 		{"ClaimPendingEviction", warning, "The controller is evicting the pod of a claim that was reported with `DeviceHeld` before.",
 			"Nothing. If it lasts longer than a minute, check that the controller runs: `kubectl -n tandem-system get deployments`."},
 		{"DeviceUnhealthy", warning, "The claim was allocated an unhealthy device. A claim with admin access is prepared without that device.",
-			"Nothing if the pod is evicted. Otherwise delete the pod and create it again. The event `GPUUnhealthy` on the node has the fault."},
+			"Nothing if the pod is evicted. Otherwise delete the pod and create it again. The event `GPUUnhealthy` on the node has the fault, `GPUTainted` the rule."},
 		{"UnknownDevice", warning, "The claim was allocated a device that the node does not have, or that is in MIG mode now.",
 			"Nothing if the pod is evicted. Otherwise delete the pod and create it again."},
 		{"DeviceNotClean", warning, "The device is used by a process outside all pods or of a pod that does not hold it, or could not be restored or reset after its last holder.",

@@ -4,8 +4,10 @@ package controller
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -41,9 +43,9 @@ type Removal struct {
 // PlanRemoval returns whether to evict a pod that has devices by limits. Both objects have to be read live. It is a pure function.
 //
 // It evicts what Kubernetes evicts of pods with claims: each pod that has a device with a taint of effect NoExecute and does not tolerate it,
-// whatever owner it has. The tolerations are those of the pod, as for taints of nodes. The GPUNode's word alone evicts no pod: its pod must be
-// on that node and request a resource of Tandem, and a taint of a rule must be in the spec, which the agent cannot write. What a silent agent
-// has reported may be over.
+// whatever owner it has. The tolerations are those of the pod, as for taints of nodes. The GPUNode's word is not enough: its pod must
+// be on that node and request a resource of Tandem, and a taint of a rule must be in the spec, which the agent cannot write. What a silent
+// agent has reported may be over.
 func PlanRemoval(node *v1alpha1.GPUNode, pod *corev1.Pod, limits device.Resources, now time.Time) (r Removal) {
 	silent := node.Status.Seen != nil && now.Sub(node.Status.Seen.Time) > availability.SilentAfter
 	if silent || pod.DeletionTimestamp != nil || podstatus.Ended(pod) || pod.Spec.NodeName != node.Name || len(requested(pod, limits)) == 0 {
@@ -54,7 +56,7 @@ func PlanRemoval(node *v1alpha1.GPUNode, pod *corev1.Pod, limits device.Resource
 			continue
 		}
 		for _, taint := range d.Taints {
-			due, ends := endsAt(node, pod, taint)
+			due, ends := endsAt(node, pod, d.Name, taint)
 			if ends && (r.Device == "" || due.Before(r.Due)) {
 				r.Device, r.Taint, r.Due = d.Name, taint, due
 			}
@@ -66,12 +68,20 @@ func PlanRemoval(node *v1alpha1.GPUNode, pod *corev1.Pod, limits device.Resource
 	return r
 }
 
-// endsAt returns when a taint ends a pod. ends is false for a taint that does not.
-func endsAt(node *v1alpha1.GPUNode, pod *corev1.Pod, taint v1alpha1.DeviceTaint) (at time.Time, ends bool) {
-	known := func(of v1alpha1.RuleTaint) bool {
-		return of.Rule == taint.Rule && of.Key == taint.Key && of.Effect == taint.Effect
+// faultTaints are the keys of taints that are not of a rule.
+var faultTaints = []string{device.TaintUnhealthy, device.TaintXID, device.TaintGPULost}
+
+// endsAt returns when a taint of a device ends a pod. ends is false for a taint that does not. Value and time of a rule's taint are those of the
+// spec.
+func endsAt(node *v1alpha1.GPUNode, pod *corev1.Pod, name string, taint v1alpha1.DeviceTaint) (at time.Time, ends bool) {
+	if taint.Rule == "" {
+		ends = slices.Contains(faultTaints, taint.Key)
+	} else if i := slices.IndexFunc(node.Spec.Taints, func(of v1alpha1.RuleTaint) bool { return of.Rule == taint.Rule }); i >= 0 {
+		of := node.Spec.Taints[i]
+		ends = of.Key == taint.Key && of.Effect == taint.Effect && (of.Device == "" || of.Device == name)
+		taint.Taint = of.Taint
 	}
-	if taint.Effect != v1alpha1.TaintNoExecute || taint.Rule != "" && !slices.ContainsFunc(node.Spec.Taints, known) {
+	if !ends || taint.Effect != v1alpha1.TaintNoExecute {
 		return at, false
 	}
 	if taint.Since != nil {
@@ -83,7 +93,7 @@ func endsAt(node *v1alpha1.GPUNode, pod *corev1.Pod, taint v1alpha1.DeviceTaint)
 			if t.TolerationSeconds == nil {
 				return at, false
 			}
-			return at.Add(time.Duration(max(*t.TolerationSeconds, 0)) * time.Second), true
+			return at.Add(time.Duration(min(max(*t.TolerationSeconds, 0), maxTolerationSeconds)) * time.Second), true
 		}
 	}
 	return at, true
@@ -155,9 +165,21 @@ type podTurn struct {
 const (
 	// podsATurn is how many pods are read live before other nodes have their turn.
 	podsATurn = 16
-	// blockedInterval is when an eviction that the API server refused is tried again. kubectl drain waits as long.
+	// blockedInterval is when an eviction that the API server refused is tried again. kubectl drain waits as long. deniedInterval is for one
+	// that an admission policy denied.
 	blockedInterval = 5 * time.Second
+	deniedInterval  = 5 * time.Minute
+	// lookInterval is how often the pods that have devices with such taints are looked at although nothing has changed: an agent may have
+	// been silent, or an eviction may have failed, when it was their turn.
+	lookInterval = time.Minute
+	// answerTime limits one eviction. While a disruption budget is being updated, the API server answers that the client is to ask again, and
+	// client-go does so ten times, up to ten seconds apart.
+	answerTime = 3 * time.Second
+	// maxTolerationSeconds bounds what a pod says, which may not fit into a Duration.
+	maxTolerationSeconds = 1 << 31
 )
+
+var errNoAnswer = errors.New("the API server did not decide in time, as while a disruption budget is being updated")
 
 func (r *evictor) register(m manager.Manager) error {
 	concerns := changed(func(n *v1alpha1.GPUNode) any {
@@ -198,6 +220,9 @@ func (r *evictor) Reconcile(ctx context.Context, request reconcile.Request) (rec
 		return requeue(anotherTurn, errs)
 	}
 	delete(r.turns, request.Name)
+	if t.again == 0 && len(pods) > 0 {
+		t.again = lookInterval
+	}
 	return requeue(t.again, errs)
 }
 
@@ -207,6 +232,10 @@ func (r *evictor) remove(ctx context.Context, node string, named v1alpha1.PodRef
 	key := types.NamespacedName{Namespace: named.Namespace, Name: named.Name}
 	if err := r.live.Get(ctx, key, pod); err != nil {
 		return 0, client.IgnoreNotFound(fmt.Errorf("get pod %s, which has a tainted device: %w", key, err))
+	}
+	// What a forged status names costs no more than this.
+	if pod.UID != named.UID || pod.Spec.NodeName != node || len(requested(pod, r.limits)) == 0 {
+		return 0, nil
 	}
 	// The node is read last: its taint may be over.
 	if err := r.live.Get(ctx, types.NamespacedName{Name: node}, now); err != nil {
@@ -236,6 +265,9 @@ func (r *evictor) remove(ctx context.Context, node string, named v1alpha1.PodRef
 		return 0, err
 	case refused != nil:
 		say(corev1.EventTypeWarning, "NotEvicted", ". The API server does not allow to evict it now, and is asked again: %s", refused)
+		if apierrors.IsForbidden(refused) {
+			return deniedInterval, nil
+		}
 		return blockedInterval, nil
 	case evicted:
 		r.evictions.record(losses)
@@ -254,11 +286,17 @@ func evict(ctx context.Context, c client.Client, pod *corev1.Pod) (evicted bool,
 			Preconditions: &metav1.Preconditions{UID: ptr.To(pod.UID), ResourceVersion: ptr.To(pod.ResourceVersion)},
 		},
 	}
-	switch err := c.SubResource("eviction").Create(ctx, pod, eviction); {
+	limited, cancel := context.WithTimeoutCause(ctx, answerTime, errNoAnswer)
+	defer cancel()
+	switch err := c.SubResource("eviction").Create(limited, pod, eviction); {
 	case apierrors.IsNotFound(err):
 		return false, nil, nil
 	case apierrors.IsTooManyRequests(err), apierrors.IsForbidden(err):
 		return false, err, nil
+	case apierrors.IsInternalError(err) && strings.Contains(err.Error(), "PodDisruptionBudget"):
+		return false, err, nil // the pod has two
+	case err != nil && ctx.Err() == nil && limited.Err() != nil:
+		return false, errNoAnswer, nil
 	case err != nil:
 		return false, nil, fmt.Errorf("evict pod %s/%s: %w", pod.Namespace, pod.Name, err)
 	}

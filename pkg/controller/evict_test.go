@@ -4,9 +4,11 @@ package controller
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	dto "github.com/prometheus/client_model/go"
@@ -164,7 +166,7 @@ func TestEvicts(t *testing.T) {
 		},
 	}, gpuNode(has(0, a, broken), has(0, b), has(1, c)), a, b, c)
 	w.clock = broken.Since.Time
-	if result := w.twice(w.evictor(), "node-1"); result.RequeueAfter != 0 {
+	if result := w.twice(w.evictor(), "node-1"); result.RequeueAfter != lookInterval {
 		t.Errorf("again after %s", result.RequeueAfter)
 	}
 	w.once(w.evictor(), requestFor("node-1").NamespacedName) // another leader
@@ -239,11 +241,14 @@ func TestEvictionTimes(t *testing.T) {
 		event  string // part of it
 	}{
 		"tolerated for a while": {pod: tolerating(corev1.Toleration{Operator: corev1.TolerationOpExists, TolerationSeconds: ptr.To[int64](90)}), again: 90 * time.Second},
-		"a DaemonSet":           {pod: func(p *corev1.Pod) { p.OwnerReferences[0].Kind = "DaemonSet" }, event: "Warning NotEvicted Pod pod-a has gpu-0"},
+		"a DaemonSet":           {pod: func(p *corev1.Pod) { p.OwnerReferences[0].Kind = "DaemonSet" }, event: "Warning NotEvicted Pod pod-a has gpu-0", again: lookInterval},
 		"a budget":              {answer: budget, again: 5 * time.Second, sent: 2, event: "disruption budget"},
-		"a protected namespace": {answer: apierrors.NewForbidden(pods, "pod-a", nil), again: 5 * time.Second, sent: 2, event: "forbidden"},
+		"a protected namespace": {answer: apierrors.NewForbidden(pods, "pod-a", nil), again: 5 * time.Minute, sent: 2, event: "forbidden"},
 		"the pod has changed":   {answer: apierrors.NewConflict(pods, "pod-a", nil), failed: true, sent: 2},
-		"the pod is gone":       {answer: apierrors.NewNotFound(pods, "pod-a"), sent: 2},
+		"the pod is gone":       {answer: apierrors.NewNotFound(pods, "pod-a"), sent: 2, again: lookInterval},
+		"two budgets":           {answer: apierrors.NewInternalError(errors.New("more than one PodDisruptionBudget")), again: 5 * time.Second, sent: 2, event: "more than one"},
+		"tolerated for longer than a Duration": {pod: tolerating(corev1.Toleration{Operator: corev1.TolerationOpExists, TolerationSeconds: ptr.To[int64](9223372037)}),
+			again: (1 << 31) * time.Second},
 	} {
 		t.Run(name, func(t *testing.T) {
 			pod := newPod("a", withLimit)
@@ -324,7 +329,7 @@ func TestEvictorIsFair(t *testing.T) {
 		if name == "node-2" {
 			before = reads
 		}
-		if result := w.once(r, types.NamespacedName{Name: name}); result.RequeueAfter > 0 {
+		if result := w.once(r, types.NamespacedName{Name: name}); result.RequeueAfter == anotherTurn {
 			queue = append(queue, name)
 		}
 	}
@@ -332,4 +337,22 @@ func TestEvictorIsFair(t *testing.T) {
 	if before > 20 || reads != 102 || len(r.turns) > 0 {
 		t.Errorf("%d reads until the other node's turn, %d in all, %v", before, reads, r.turns)
 	}
+}
+
+// An API server that asks to be asked again, as while a budget is being updated, does not keep the only worker.
+func TestEvictionWithoutAnAnswer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		pod := newPod("a", withLimit)
+		w := newWorld(t, interceptor.Funcs{
+			SubResourceCreate: func(ctx context.Context, _ client.Client, _ string, _, _ client.Object, _ ...client.SubResourceCreateOption) error {
+				<-ctx.Done()
+				return ctx.Err()
+			},
+		}, pod)
+		began := time.Now()
+		evicted, refused, err := evict(t.Context(), w.client, pod)
+		if took := time.Since(began); evicted || !errors.Is(refused, errNoAnswer) || err != nil || took != answerTime {
+			t.Errorf("evicted %t, refused %v, %v after %s", evicted, refused, err, took)
+		}
+	})
 }

@@ -63,11 +63,12 @@ func lossesOf(node string, devices []string, pods ...*corev1.Pod) map[loss]time.
 	return losses
 }
 
+// controllerOf returns the UID of a pod's controller, and that of the pod if it has none.
 func controllerOf(pod *corev1.Pod) types.UID {
 	if of := metav1.GetControllerOfNoCopy(pod); of != nil {
 		return of.UID
 	}
-	return ""
+	return pod.UID
 }
 
 // wait returns how long no pod may be evicted for one of the losses; zero if it may be now.

@@ -63,6 +63,9 @@ type lifecycle struct {
 	client client.Client
 	live   client.Reader
 	now    func() time.Time
+
+	// gone is since when a Node has been found gone, by name. A Node that is created again soon keeps its GPUNode, and so its MPS daemons.
+	gone map[string]time.Time
 }
 
 func (r *lifecycle) register(m manager.Manager) error {
@@ -80,6 +83,7 @@ func (r *lifecycle) register(m manager.Manager) error {
 func (r *lifecycle) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
 	object := &v1alpha1.GPUNode{}
 	if err := r.client.Get(ctx, request.NamespacedName, object); err != nil {
+		delete(r.gone, request.Name)
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
 	if slices.ContainsFunc(object.OwnerReferences, isNode) {
@@ -91,13 +95,20 @@ func (r *lifecycle) Reconcile(ctx context.Context, request reconcile.Request) (r
 	// The cache has no times, and may be old.
 	for _, from := range []client.Reader{r.client, r.live} {
 		if err := from.Get(ctx, request.NamespacedName, &corev1.Node{}); !apierrors.IsNotFound(err) {
+			delete(r.gone, request.Name)
 			return reconcile.Result{}, err
 		}
+	}
+	since, known := r.gone[request.Name]
+	if !known {
+		since = r.now()
+		r.gone[request.Name] = since
 	}
 	if err := r.live.Get(ctx, request.NamespacedName, object); err != nil {
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
-	if wait := lastSeen(object).Add(availability.SilentAfter).Sub(r.now()); wait > 0 {
+	silent, left := lastSeen(object).Add(availability.SilentAfter).Sub(r.now()), since.Add(availability.SilentAfter).Sub(r.now())
+	if wait := max(silent, left); wait > 0 {
 		return reconcile.Result{RequeueAfter: min(wait, availability.SilentAfter)}, nil
 	}
 	if len(object.Spec.Maintenance) > 0 {
@@ -107,6 +118,7 @@ func (r *lifecycle) Reconcile(ctx context.Context, request reconcile.Request) (r
 	if err := r.client.Delete(ctx, object, unchanged); err != nil {
 		return reconcile.Result{}, client.IgnoreNotFound(fmt.Errorf("delete GPUNode %s, whose Node is gone: %w", object.Name, err))
 	}
+	delete(r.gone, request.Name)
 	klog.FromContext(ctx).Info("Deleted the GPUNode of a Node that is gone", "node", object.Name)
 	return reconcile.Result{}, nil
 }
@@ -126,7 +138,7 @@ func (r *lifecycle) disown(ctx context.Context, object *v1alpha1.GPUNode) error 
 	return nil
 }
 
-func isNode(owner metav1.OwnerReference) bool { return owner.Kind == "Node" }
+func isNode(owner metav1.OwnerReference) bool { return owner.Kind == "Node" && owner.APIVersion == "v1" }
 
 // lastSeen returns when the agent wrote the status of a GPUNode last, or when it was created.
 func lastSeen(object *v1alpha1.GPUNode) time.Time {

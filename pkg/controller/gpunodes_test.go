@@ -44,12 +44,14 @@ func TestEndOfAGPUNode(t *testing.T) {
 		deleted       bool
 		again         time.Duration
 		maintainedNow bool // between the last look and the deletion
+		justGone      bool // the Node, which may be back soon
 	}{
 		"its Node is there":                  {object: of(time.Hour), cached: there, live: there},
 		"its Node is not in the cache":       {object: of(time.Hour), live: there},
 		"its agent is there":                 {object: of(30 * time.Second), again: 2 * time.Minute},
 		"its agent's clock is ahead":         {object: of(-time.Hour), again: 150 * time.Second},
 		"its agent is silent":                {object: of(3 * time.Minute), deleted: true},
+		"its Node has just gone":             {object: of(time.Hour), justGone: true, again: 150 * time.Second},
 		"no agent has ever seen it":          {object: of(0), deleted: true},
 		"it is new":                          {object: young, again: 90 * time.Second},
 		"a GPU is under maintenance":         {object: of(time.Hour, "GPU-1")},
@@ -88,7 +90,10 @@ func TestEndOfAGPUNode(t *testing.T) {
 					},
 				})
 			}
-			r := &lifecycle{client: read(c.cached, c.stale), live: read(c.live, nil), now: func() time.Time { return noon }}
+			r := &lifecycle{client: read(c.cached, c.stale), live: read(c.live, nil), now: func() time.Time { return noon }, gone: map[string]time.Time{}}
+			if !c.justGone {
+				r.gone["node-1"] = noon.Add(-time.Hour)
+			}
 			result, err := r.Reconcile(t.Context(), reconcile.Request{NamespacedName: types.NamespacedName{Name: "node-1"}})
 			if apierrors.IsConflict(err) != c.maintainedNow || err != nil && !c.maintainedNow || result.RequeueAfter != c.again {
 				t.Errorf("again after %s, %v", result.RequeueAfter, err)
@@ -109,7 +114,7 @@ func TestNoNodeOwnsAGPUNode(t *testing.T) {
 	object.OwnerReferences = []metav1.OwnerReference{ofNode, other}
 	object.Spec.Maintenance = []v1alpha1.GPUMaintenance{{UUID: "GPU-1"}}
 	w := newWorld(t, interceptor.Funcs{}, object)
-	w.twice(&lifecycle{client: w.client, live: w.client, now: w.now}, "node-1")
+	w.twice(&lifecycle{client: w.client, live: w.client, now: w.now, gone: map[string]time.Time{}}, "node-1")
 	now := w.gpuNode()
 	if diff := cmp.Diff([]metav1.OwnerReference{other}, now.OwnerReferences); diff != "" || len(now.Spec.Maintenance) != 1 {
 		t.Errorf("owners (-want +got):\n%s, spec %+v", diff, now.Spec)

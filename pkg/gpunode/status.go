@@ -27,6 +27,8 @@ type Facts struct {
 	Limits device.Resources
 	// OfferedToPods selects the GPUs that extended resources offer, whole or in partitions; nil selects all. It must be pure.
 	OfferedToPods func(device.GPU) bool
+	// FaultAction returns what the node configuration says of a fault; nil for nothing. It must be pure.
+	FaultAction func(gpu device.GPU, fault device.Health) device.FaultAction
 	// Excluded selects the GPUs that are excluded from both APIs; nil selects none. It must be pure.
 	Excluded func(device.GPU) bool
 	// Waiting is why new pods and claims get no GPU; empty while they get GPUs. BootID is the kernel's.
@@ -139,8 +141,9 @@ func (f Facts) heldUnknown() []device.Device {
 	for _, h := range f.Holds {
 		_, known := f.Inventory.ByUUID(h.Device.GPU)
 		if !known && !slices.ContainsFunc(unknown, func(d device.Device) bool { return d.GPU.UUID == h.Device.GPU }) {
-			missing := device.Health{Reason: device.ReasonMissing, Message: "not in the inventory"}
-			unknown = append(unknown, device.Device{GPU: device.GPU{UUID: h.Device.GPU, Health: missing}})
+			gpu := device.GPU{UUID: h.Device.GPU, Health: device.Health{Reason: device.ReasonMissing, Message: "not in the inventory"}}
+			gpu.Health.Evict = f.FaultAction != nil && f.FaultAction(gpu, gpu.Health) == device.FaultNoExecute
+			unknown = append(unknown, device.Device{GPU: gpu})
 		}
 	}
 	slices.SortFunc(unknown, func(a, b device.Device) int { return cmp.Compare(a.GPU.UUID, b.GPU.UUID) })

@@ -413,3 +413,16 @@ func TestStatusOfFaults(t *testing.T) {
 		t.Errorf("broken: %+v, urgent %v", broken.Devices[0], Urgent(slow, broken))
 	}
 }
+
+// A GPU that a restarted agent does not find has the taints that the node configuration asks for: its pod waits for its eviction.
+func TestTaintsOfAMissingGPU(t *testing.T) {
+	for action, want := range map[device.FaultAction]int{device.FaultNoSchedule: 0, device.FaultNoExecute: 2} {
+		status := Status(Facts{
+			Holds:       []ledger.Hold{{Holder: ledger.Holder{Kind: ledger.KindPod, ID: "GPU-lost"}, Device: device.Ref{GPU: "GPU-lost"}, State: ledger.StateHeld}},
+			FaultAction: func(device.GPU, device.Health) device.FaultAction { return action },
+		})
+		if len(status.Devices) != 1 || len(status.Devices[0].Taints) != want {
+			t.Errorf("%s: %+v", action, status.Devices)
+		}
+	}
+}

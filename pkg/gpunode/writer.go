@@ -297,13 +297,14 @@ func withSince(devices, stored, sent []v1alpha1.DeviceStatus) []v1alpha1.DeviceS
 	now := metav1.Now().Rfc3339Copy()
 	before := map[string][]v1alpha1.DeviceStatus{}
 	for _, d := range slices.Concat(stored, sent) {
-		before[d.Name+d.UUID] = append(before[d.Name+d.UUID], d)
+		key := cmp.Or(d.UUID, d.Name) // the name of a lost GPU changes with a restart
+		before[key] = append(before[key], d)
 	}
 	devices = slices.Clone(devices)
 	for i := range devices {
 		d := &devices[i]
 		d.Taints = slices.Clone(d.Taints)
-		known := before[d.Name+d.UUID]
+		known := before[cmp.Or(d.UUID, d.Name)]
 		if d.UnhealthyReason != "" {
 			for _, was := range known {
 				d.UnhealthySince = cmp.Or(d.UnhealthySince, was.UnhealthySince)

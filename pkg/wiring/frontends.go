@@ -72,7 +72,7 @@ func (p *Parts) gpuNodeConfig(s Serving) gpunode.Config {
 	c := s.Config
 	config := gpunode.Config{
 		REST: p.REST, DriverName: c.DriverName, NodeName: c.NodeName,
-		Facts:  gpunode.Facts{Mode: string(c.Mode), Excluded: c.Excluded, BootID: p.BootID},
+		Facts:  gpunode.Facts{Mode: string(c.Mode), Excluded: c.Excluded, FaultAction: c.FaultAction, BootID: p.BootID},
 		Claims: func(namespace string) gpunode.Claims { return p.Client.ResourceV1().ResourceClaims(namespace) },
 		Node:   p.Node, Ledger: p.Ledger, Inventory: p.Views.Offered, Sharing: p.Sharing, Recorder: p.Recorder, Registerer: s.Registerer,
 		Waiting: func() string {
