@@ -138,7 +138,9 @@ func (r *lifecycle) disown(ctx context.Context, object *v1alpha1.GPUNode) error 
 	return nil
 }
 
-func isNode(owner metav1.OwnerReference) bool { return owner.Kind == "Node" && owner.APIVersion == "v1" }
+func isNode(owner metav1.OwnerReference) bool {
+	return owner.Kind == "Node" && owner.APIVersion == "v1"
+}
 
 // lastSeen returns when the agent wrote the status of a GPUNode last, or when it was created.
 func lastSeen(object *v1alpha1.GPUNode) time.Time {
