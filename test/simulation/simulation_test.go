@@ -219,6 +219,7 @@ func (s *simulation) quiet() {
 	}
 	s.note("quiet")
 	s.host.setUnhealthy(map[string]bool{})
+	s.settle() // what that wakes parks before the next step, in every run
 	for _, l := range []*process{s.agentProcess(), s.kubelet.process, s.scheduler.process} {
 		l.frozen = time.Time{}
 	}
