@@ -56,6 +56,9 @@ func (g gpuNodes) Collect(metrics chan<- prometheus.Metric) {
 	}
 }
 
+// goneFor is how long a Node has to be gone before its GPUNode is deleted. Kubernetes deletes the pods of a Node that is gone after forty seconds.
+const goneFor = time.Minute
+
 // lifecycle deletes the GPUNodes whose Node is gone and whose agent is silent, except those with GPUs under maintenance: a Node is often
 // deleted and registered again during the very repair that the maintenance is for. The garbage collector would delete these as well, so
 // lifecycle removes their Node from the owners. Agents of earlier versions wrote it.
@@ -107,7 +110,7 @@ func (r *lifecycle) Reconcile(ctx context.Context, request reconcile.Request) (r
 	if err := r.live.Get(ctx, request.NamespacedName, object); err != nil {
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
-	silent, left := lastSeen(object).Add(availability.SilentAfter).Sub(r.now()), since.Add(availability.SilentAfter).Sub(r.now())
+	silent, left := lastSeen(object).Add(availability.SilentAfter).Sub(r.now()), since.Add(goneFor).Sub(r.now())
 	if wait := max(silent, left); wait > 0 {
 		return reconcile.Result{RequeueAfter: min(wait, availability.SilentAfter)}, nil
 	}

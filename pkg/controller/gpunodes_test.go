@@ -51,7 +51,7 @@ func TestEndOfAGPUNode(t *testing.T) {
 		"its agent is there":                 {object: of(30 * time.Second), again: 2 * time.Minute},
 		"its agent's clock is ahead":         {object: of(-time.Hour), again: 150 * time.Second},
 		"its agent is silent":                {object: of(3 * time.Minute), deleted: true},
-		"its Node has just gone":             {object: of(time.Hour), justGone: true, again: 150 * time.Second},
+		"its Node has just gone":             {object: of(time.Hour), justGone: true, again: goneFor},
 		"no agent has ever seen it":          {object: of(0), deleted: true},
 		"it is new":                          {object: young, again: 90 * time.Second},
 		"a GPU is under maintenance":         {object: of(time.Hour, "GPU-1")},

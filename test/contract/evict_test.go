@@ -16,6 +16,7 @@ import (
 	gpunode "github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/internal/podstatus"
+	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/test/gpufaults"
 	"github.com/tandem-gpu/tandem/test/manifests"
 )
@@ -127,7 +128,7 @@ spec:
 		pod := s.Pod(name)
 		forged.Devices = append(forged.Devices, gpunode.DeviceStatus{
 			Name: fmt.Sprintf("gpu-%d", i), UUID: fmt.Sprintf("GPU-%d", i), ExtendedResource: install.ResourceName,
-			Taints:  []gpunode.DeviceTaint{{Taint: gpunode.Taint{Key: "a", Effect: gpunode.TaintNoExecute, Since: &now}}},
+			Taints:  []gpunode.DeviceTaint{{Taint: gpunode.Taint{Key: device.TaintUnhealthy, Effect: gpunode.TaintNoExecute, Since: &now}}},
 			Holders: []gpunode.DeviceHolder{{Kind: gpunode.HolderPod, State: gpunode.HoldHeld, Pods: []gpunode.PodReference{{UID: pod.UID, Namespace: s.Namespace, Name: name}}}},
 		})
 	}
