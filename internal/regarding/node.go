@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package regarding names the objects that events regard.
+// Package regarding names the objects that events are about.
 package regarding
 
 import (

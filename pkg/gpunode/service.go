@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"maps"
 	"slices"
-	"strings"
 	"sync/atomic"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -18,9 +17,9 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// reportService reports in events on the node which GPUs have been taken out of service or back between two written statuses. So a
+// reportMaintenance reports in events on the node which GPUs have come under maintenance or back into service between two written statuses. So a
 // restart of the agent repeats no event, unless the agent did not have the GPU in between.
-func (o *Object) reportService(before, now v1alpha1.GPUNodeStatus) {
+func (o *Object) reportMaintenance(before, now v1alpha1.GPUNodeStatus) {
 	known := map[string]v1alpha1.DeviceStatus{}
 	for _, d := range before.Devices {
 		known[d.UUID] = d
@@ -50,7 +49,7 @@ func (w *writer) reportTaints(before, now v1alpha1.GPUNodeStatus) {
 		if names := without(has.devices[t], w.told[t]); len(names) > 0 {
 			w.told[t] = append(w.told[t], names...)
 			w.event("GPUTainted", "%s: taint %s. No new pod with limits gets a device with a taint, and no claim that does not tolerate it. "+
-				"The taint ends with the rule", some(names), t)
+				"The taint ends with the rule", regarding.Some(names), t)
 		}
 	}
 	var there []string
@@ -69,7 +68,7 @@ func (w *writer) reportTaints(before, now v1alpha1.GPUNodeStatus) {
 		gone := without(left, there)
 		if ended := without(left, gone); len(ended) > 0 {
 			w.told[t] = without(w.told[t], ended)
-			w.event("GPUTaintEnded", "%s: taint %s has ended", some(ended), t)
+			w.event("GPUTaintEnded", "%s: taint %s has ended", regarding.Some(ended), t)
 		}
 		if len(has.devices[t]) == 0 && !rules[t] {
 			delete(w.told, t)
@@ -106,18 +105,6 @@ func without(names, others []string) (left []string) {
 	return left
 }
 
-// namedDevices is how many devices an event names.
-const namedDevices = 4
-
-// some returns names for an event.
-func some(names []string) string {
-	text := strings.Join(names[:min(len(names), namedDevices)], ", ")
-	if more := len(names) - namedDevices; more > 0 {
-		text += fmt.Sprintf(" and %d more", more)
-	}
-	return text
-}
-
 // reportMissed reports rules that do not select what they seem to mean, once each. It reports nothing before the driver has placed the GPUs.
 func (w *writer) reportMissed() {
 	w.view.mu.Lock()
@@ -126,9 +113,9 @@ func (w *writer) reportMissed() {
 	if object == nil || pools == nil {
 		return
 	}
-	missed := map[string]string{}
+	missed, gpus := map[string]string{}, w.config.Inventory.Inventory().GPUs
 	for _, t := range object.Spec.Taints {
-		text := missedBy(t, w.config.NodeName, w.config.Inventory.Inventory().GPUs, pools)
+		text := missedBy(t, w.config.NodeName, gpus, pools)
 		if missed[t.Rule] = text; text != "" && w.missed[t.Rule] != text {
 			w.event("TaintRuleMisses", "DeviceTaintRule %s %s", t.Rule, text)
 		}
@@ -160,7 +147,7 @@ func missedBy(t v1alpha1.RuleTaint, node string, gpus []device.GPU, pools map[st
 		return ""
 	}
 	return fmt.Sprintf("has pool %s and so does not select %s: write pool: %s, one rule for each pool. A dynamic GPU has a pool of its own. "+
-		"A rule without a pool selects devices of all nodes", t.Pool, some(missed), in)
+		"A rule without a pool selects devices of all nodes", t.Pool, regarding.Some(missed), in)
 }
 
 // event records an event on the node.
@@ -176,19 +163,19 @@ var (
 		[]string{"device", "uuid", "rule", "key", "value", "effect"}, nil)
 )
 
-// service reports the devices of the last status that are out of service when metrics are collected. It is empty before the first status.
-type service struct {
+// outOfService reports the devices of the last status that are out of service when metrics are collected. It is empty before the first status.
+type outOfService struct {
 	atomic.Pointer[v1alpha1.GPUNodeStatus]
 }
 
 // Describe implements prometheus.Collector.
-func (s *service) Describe(descriptions chan<- *prometheus.Desc) {
+func (s *outOfService) Describe(descriptions chan<- *prometheus.Desc) {
 	descriptions <- maintenanceDescription
 	descriptions <- taintDescription
 }
 
 // Collect implements prometheus.Collector.
-func (s *service) Collect(metrics chan<- prometheus.Metric) {
+func (s *outOfService) Collect(metrics chan<- prometheus.Metric) {
 	status := s.Load()
 	if status == nil {
 		return

@@ -162,8 +162,8 @@ func (v *view) OutOfService() func(device.Device) string {
 		if maintenance[d.GPU.UUID] {
 			return "its GPU is under maintenance (kubectl gpu drain)"
 		}
-		for _, taint := range taints(d.GPU, d.Name()) {
-			return "it has the taint " + taint.String()
+		if found := taints(d.GPU, d.Name()); len(found) > 0 {
+			return "it has the taint " + found[0].String()
 		}
 		return ""
 	}

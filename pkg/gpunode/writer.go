@@ -195,7 +195,7 @@ func (w *writer) next() (request func(context.Context) error, urgent bool) {
 		w.pace.Took(time.Now())
 		w.sent = status
 		w.wrote(updated)
-		w.reportService(object.Status, updated.Status)
+		w.reportMaintenance(object.Status, updated.Status)
 		w.reportTaints(object.Status, all)
 		if !same(updated.Status, status) {
 			w.pruned.Do(func() {
@@ -216,7 +216,7 @@ func (w *writer) wrote(updated *v1alpha1.GPUNode) {
 // nextBeat returns how long an unchanged status is not written again.
 func (o *Object) nextBeat() time.Duration { return wait.Jitter(o.times.heartbeat*4/5, 0.2) }
 
-// same reports whether two statuses differ in nothing but their times.
+// same reports whether two statuses differ in nothing but when the agent wrote them and since when it waits.
 func same(a, b v1alpha1.GPUNodeStatus) bool {
 	a.Seen, a.WaitingSince = b.Seen, b.WaitingSince
 	return apiequality.Semantic.DeepEqual(a, b)
@@ -259,7 +259,9 @@ func (o *Object) leave(ctx context.Context) {
 		if object == nil || object.DeletionTimestamp != nil {
 			return
 		}
-		_, err := o.updateStatus(ctx, object, status)
+		stopped := status
+		stopped.Devices = withSince(status.Devices, object.Status.Devices, nil)
+		_, err := o.updateStatus(ctx, object, stopped)
 		if err == nil {
 			return
 		}
@@ -285,7 +287,6 @@ func (o *Object) updateStatus(ctx context.Context, object *v1alpha1.GPUNode, sta
 	if status.Waiting != "" {
 		status.WaitingSince = cmp.Or(object.Status.WaitingSince, &now)
 	}
-	status.Devices = withSince(status.Devices, object.Status.Devices, nil)
 	next := *object
 	next.Status, next.ManagedFields = status, nil // the API server keeps its own
 	return o.request(ctx, "status", o.client.Put().Name(object.Name).SubResource("status"), &next)
@@ -402,7 +403,7 @@ func latest(moments ...time.Time) time.Time { return slices.MaxFunc(moments, tim
 type metrics struct {
 	writes       *prometheus.CounterVec
 	served       prometheus.Gauge
-	outOfService service
+	outOfService outOfService
 }
 
 // newMetrics panics if the metrics are registered already.

@@ -324,9 +324,6 @@ func problems(inventory device.Inventory) map[device.Health][]string {
 	return found
 }
 
-// namedDevices is how many devices an event names.
-const namedDevices = 4
-
 func (i *Inventory) report(ctx context.Context, found map[device.Health][]string) {
 	i.metrics.unusable.Reset()
 	if len(found) == 0 {
@@ -337,17 +334,13 @@ func (i *Inventory) report(ctx context.Context, found map[device.Health][]string
 		names := found[why]
 		i.metrics.unusable.WithLabelValues(why.Reason).Add(float64(len(names)))
 		klog.FromContext(ctx).Info("Devices that work are not offered", "devices", names, "reason", why.Reason, "message", why.Message)
-		text := strings.Join(names[:min(len(names), namedDevices)], ", ")
-		if more := len(names) - namedDevices; more > 0 {
-			text += fmt.Sprintf(" and %d more", more)
-		}
 		reason, what := "DeviceNotInjectable", "the CDI spec or its hook cannot be written"
 		if why.Reason == device.ReasonNotRecordable {
 			reason, what = "DeviceNotRecordable", "the run directory cannot be written"
 		}
 		i.config.Recorder.Eventf(i.node(), corev1.EventTypeWarning, reason,
 			"Not offering %s, because %s: %s. Make the path writable, and free space or inodes on its disk; the agent then offers them within seconds",
-			text, what, why.Message)
+			regarding.Some(names), what, why.Message)
 	}
 }
 

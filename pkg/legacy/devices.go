@@ -7,11 +7,11 @@ import (
 	"context"
 	"fmt"
 	"slices"
-	"strings"
 	"time"
 
 	"k8s.io/klog/v2"
 
+	"github.com/tandem-gpu/tandem/internal/regarding"
 	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
@@ -437,9 +437,6 @@ func (s uses) exclude(request use) bool {
 	return len(availability.Conflicts(request, slices.Values(s[request.Device.GPU]))) > 0
 }
 
-// namedDevices is how many devices an event names.
-const namedDevices = 4
-
 // reportExcluded reports devices that no extended resource offers, if they are not those that it reported before.
 func (r *lists) reportExcluded(ctx context.Context, before []string) []string {
 	excluded := excludedByReason(r.table.Load().excluded)
@@ -461,11 +458,7 @@ func excludedByReason(excluded []device.LeftOut) []string {
 	}
 	var sentences []string
 	for reason, all := range names {
-		text := strings.Join(all[:min(len(all), namedDevices)], ", ")
-		if more := len(all) - namedDevices; more > 0 {
-			text += fmt.Sprintf(" and %d more", more)
-		}
-		sentences = append(sentences, text+": "+reason)
+		sentences = append(sentences, regarding.Some(all)+": "+reason)
 	}
 	slices.Sort(sentences)
 	return sentences

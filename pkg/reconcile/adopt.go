@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -148,12 +147,8 @@ func namesDevice(checkpoint podstate.DeviceCheckpoint, d podstate.PodDevice) boo
 	return slices.ContainsFunc(checkpoint.Devices, func(c podstate.PodDevice) bool { return c.ID == d.ID && c.Resource == d.Resource })
 }
 
-const (
-	// sourceUnknown is the reconciler's source of ledger.Withhold.
-	sourceUnknown = "devices of unknown GPUs"
-	// namedDevices is how many devices an event names.
-	namedDevices = 4
-)
+// sourceUnknown is the reconciler's source of ledger.Withhold.
+const sourceUnknown = "devices of unknown GPUs"
 
 // unknown returns the late devices whose ID does not tell which GPU they are on. Under lateMu, or before Run.
 func (r *Reconciler) unknown() []podstate.PodDevice {
@@ -186,13 +181,10 @@ func (r *Reconciler) withholdUnknown(ctx context.Context) {
 		return
 	}
 	var names []string
-	for _, d := range unknown[:min(len(unknown), namedDevices)] {
+	for _, d := range unknown {
 		names = append(names, fmt.Sprintf("%s of %s in %s", d.ID, d.Resource, describePod(r.Pods.Name(d.PodUID))))
 	}
-	text := strings.Join(names, ", ")
-	if more := len(unknown) - namedDevices; more > 0 {
-		text += fmt.Sprintf(" and %d more", more)
-	}
+	text := regarding.Some(names)
 	r.Ledger.Withhold(sourceUnknown, errUnknown)
 	if r.unknownBefore != text {
 		klog.FromContext(ctx).Info("Serving nothing new while pods have devices of unknown GPUs", "devices", text)

@@ -1,0 +1,20 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package regarding
+
+import (
+	"fmt"
+	"strings"
+)
+
+// named is how many objects an event names.
+const named = 4
+
+// Some returns names for the text of an event: "gpu-0, gpu-1, gpu-2, gpu-3 and 12 more". Pure.
+func Some(names []string) string {
+	text := strings.Join(names[:min(len(names), named)], ", ")
+	if more := len(names) - named; more > 0 {
+		text += fmt.Sprintf(" and %d more", more)
+	}
+	return text
+}
