@@ -123,13 +123,14 @@ func (m *Maker) Create(ctx context.Context, request Request) (_ device.Partition
 		return device.Partition{}, err
 	}
 	defer unlock()
-	if err := m.record(ctx, want); err != nil {
+	found, complete, err := m.record(ctx, want)
+	if err != nil {
 		return device.Partition{}, err
 	}
 	if err := request.Reserved(); err != nil {
 		return device.Partition{}, err
 	}
-	created, err := m.create(ctx, want)
+	created, err := m.create(ctx, want, found, complete)
 	if err != nil {
 		return device.Partition{}, err
 	}
@@ -139,22 +140,19 @@ func (m *Maker) Create(ctx context.Context, request Request) (_ device.Partition
 	return created, nil
 }
 
-// record records that want is about to be created. Under the GPU's lock.
-func (m *Maker) record(ctx context.Context, want device.Partition) error {
-	_, complete, err := m.find(ctx, want)
+// record records that want is about to be created, and returns what find has found. Under the GPU's lock.
+func (m *Maker) record(ctx context.Context, want device.Partition) (found *device.Partition, complete bool, err error) {
+	found, complete, err = m.find(ctx, want)
 	if err != nil || complete {
-		return err
+		return found, complete, err
 	}
 	want.UUID = "" // that of an earlier partition would not match the next one
-	return m.put(want)
+	return found, complete, m.put(want)
 }
 
-// create returns the recorded partition want, and creates it if it does not exist. Under the GPU's lock.
-func (m *Maker) create(ctx context.Context, want device.Partition) (device.Partition, error) {
-	found, complete, err := m.find(ctx, want)
+// create returns the recorded partition want, and creates it if record has not found it complete. Under the GPU's lock.
+func (m *Maker) create(ctx context.Context, want device.Partition, found *device.Partition, complete bool) (device.Partition, error) {
 	switch {
-	case err != nil:
-		return device.Partition{}, err
 	case complete:
 		found.Made = true
 		return *found, m.put(*found)

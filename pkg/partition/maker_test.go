@@ -627,7 +627,7 @@ func TestAnotherProfileAfterAnIntent(t *testing.T) {
 	h := newHardware()
 	h.gpu.Profiles = append(h.gpu.Profiles, device.Profile{ID: 20, Name: "1g.10gb+me", Placements: h.gpu.Profiles[1].Placements})
 	m := process(t, t.TempDir(), h)
-	if err := m.record(t.Context(), wanted("1g.10gb", 19, 2, 1)); err != nil {
+	if _, _, err := m.record(t.Context(), wanted("1g.10gb", 19, 2, 1)); err != nil {
 		t.Fatal(err)
 	}
 	if p, err := create(t.Context(), m, wanted("1g.10gb+me", 20, 2, 1), always); err != nil || !m.created(p) {
