@@ -38,7 +38,7 @@ func (a *Agent) serveAPIs(ctx context.Context, c components) error {
 		return group.Wait()
 	}
 	var waits sync.WaitGroup
-	waits.Go(func() { _ = a.awaitSpecs(ctx, c.CDI) && a.awaitService(ctx, object) })
+	waits.Go(func() { _ = a.awaitSpecs(ctx, c.CDI) && a.awaitSpec(ctx, object) })
 	if err := c.Adopt(ctx); err != nil && ctx.Err() == nil {
 		klog.FromContext(ctx).Error(err, "Giving no device to new pods and claims until the pods from before the start are known")
 		a.event(corev1.EventTypeWarning, "HoldersUnknown", fmt.Sprintf("Serving no GPU to new pods, because kubelet may have given some to other pods before the agent started: %v", err))
@@ -102,10 +102,10 @@ func (a *Agent) awaitSpecs(ctx context.Context, specs *cdi.Specs) bool {
 	return specs.Await(limited) || ctx.Err() == nil
 }
 
-// awaitService waits until it is known which devices the GPUNode takes out of service, so that none is offered for a moment. A node without a
+// awaitSpec waits until it is known which devices the GPUNode takes out of service, so that none is offered for a moment. A node without a
 // GPUNode has no maintenance, and offers devices that a DeviceTaintRule selects until the controller has copied the rule. It does not wait
 // long: an API server that serves everything but GPUNodes must not stop the node. It returns false if ctx ends.
-func (a *Agent) awaitService(ctx context.Context, object *gpunode.Object) bool {
+func (a *Agent) awaitSpec(ctx context.Context, object *gpunode.Object) bool {
 	limited, cancel := context.WithTimeout(ctx, a.times.maintenanceWait)
 	defer cancel()
 	known := object.AwaitSpec(limited)

@@ -19,12 +19,17 @@ const (
 	Silent  = "the agent is silent"
 )
 
+// IsSilent reports whether the agent of a status counts as gone. Pure.
+func IsSilent(now time.Time, status v1alpha1.GPUNodeStatus) bool {
+	return status.Seen != nil && now.Sub(status.Seen.Time) > SilentAfter
+}
+
 // AsOf returns a GPUNode as it is to be read at a time, by the clock of who reads it: if its agent is silent, status.waiting says so, behind a
-// reason that the agent gave. Every view reads GPUNodes through it. An agent of an older version does not write status.seen, and is never silent.
+// reason that the agent gave. Every view reads GPUNodes through it; the controller, which has no views, asks IsSilent. An agent of an older version does not write status.seen, and is never silent.
 // AsOf is a pure function and does not change the node.
 func AsOf(now time.Time, node v1alpha1.GPUNode) v1alpha1.GPUNode {
 	s := &node.Status
-	if s.Seen == nil || now.Sub(s.Seen.Time) <= SilentAfter {
+	if !IsSilent(now, *s) {
 		return node
 	}
 	switch suffix := "; " + Silent + " since " + s.Seen.UTC().Format(time.RFC3339); {

@@ -114,20 +114,22 @@ func (c *claimCache) get(_ context.Context, namespace, name string) (*resourceap
 
 // changes enqueues the nodes of claims whose allocation changed. The reconciler's workers start once the cache is filled.
 func (c *claimCache) changes() source.SyncingSource {
-	return claimChanges{&source.Informer{
+	return filledSource{&source.Informer{
 		Informer: c.informer, Handler: claimHandler(c.driver), Predicates: []predicate.Predicate{allocationChanged},
-	}, c}
+	}, "claims", c.synced}
 }
 
-type claimChanges struct {
+// filledSource is an informer whose reconciler starts its workers once a cache is filled. synced returns false if ctx is done first.
+type filledSource struct {
 	*source.Informer
-	cache *claimCache
+	what   string
+	synced func(ctx context.Context) bool
 }
 
 // WaitForSync implements source.SyncingSource.
-func (s claimChanges) WaitForSync(ctx context.Context) error {
-	if !s.cache.synced(ctx) && !errors.Is(ctx.Err(), context.Canceled) {
-		return fmt.Errorf("fill cache of claims: %w", context.Cause(ctx))
+func (s filledSource) WaitForSync(ctx context.Context) error {
+	if !s.synced(ctx) && !errors.Is(ctx.Err(), context.Canceled) {
+		return fmt.Errorf("fill cache of %s: %w", s.what, context.Cause(ctx))
 	}
 	return nil
 }

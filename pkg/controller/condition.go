@@ -86,33 +86,30 @@ func conditionMessage(faults []string) string {
 	return strings.ToValidUTF8(message[:min(len(message), maxConditionMessage)], "")
 }
 
-// GPURepairNeeded returns the condition of a node by the status of its GPUNode, without times. What keeps a GPU from new holders and is no fault
-// of the hardware, such as a full disk or a pause, needs no repair. It is a pure function.
+// GPURepairNeeded returns the condition of a node by the status of its GPUNode, without times. What keeps a GPU from new holders and is no
+// hardware fault, such as a full disk or a pause, needs no repair. It is a pure function.
 func GPURepairNeeded(status v1alpha1.GPUNodeStatus) corev1.NodeCondition {
 	condition := corev1.NodeCondition{
-		Type: ConditionGPURepairNeeded, Status: corev1.ConditionFalse, Reason: conditionNoFault, Message: "no GPU has a fault of the hardware",
+		Type: ConditionGPURepairNeeded, Status: corev1.ConditionFalse, Reason: conditionNoFault, Message: "no GPU has a hardware fault",
 	}
-	repairs := []v1alpha1.Repair{"", v1alpha1.RepairReset, v1alpha1.RepairReboot, v1alpha1.RepairReplace}
-	const reset = 1
-	worst := 0
+	worst := device.RepairNone
 	listed := map[string]bool{}
 	var faults []string
 	for _, d := range status.Devices {
 		// An older agent does not write the repair.
-		repair := cmp.Or(d.Repair, v1alpha1.Repair(device.ParseHealth(d.UnhealthyReason).Repair()))
-		at := slices.Index(repairs, repair)
+		repair := device.WorstRepair(cmp.Or(device.Repair(d.Repair), device.ParseHealth(d.UnhealthyReason).Repair()), device.RepairNone)
 		// A partition has the faults of its GPU, which is listed before it.
-		if at <= 0 || d.Excluded || listed[d.Parent] {
+		if repair == device.RepairNone || d.Excluded || listed[d.Parent] {
 			continue
 		}
 		listed[d.Name] = true
-		worst = max(worst, at)
+		worst = device.WorstRepair(worst, repair)
 		faults = append(faults, fmt.Sprintf("%s needs %s: %s", d.Name, repair, d.UnhealthyReason))
 	}
-	if worst > 0 {
-		condition.Reason, condition.Message = string(repairs[worst]), conditionMessage(faults)
+	if worst != device.RepairNone {
+		condition.Reason, condition.Message = string(worst), conditionMessage(faults)
 	}
-	if worst > reset {
+	if worst != device.RepairNone && worst != device.RepairReset {
 		condition.Status = corev1.ConditionTrue
 	}
 	return condition

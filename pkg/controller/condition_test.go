@@ -58,11 +58,11 @@ func TestGPURepairNeeded(t *testing.T) {
 		devices         []v1alpha1.DeviceStatus
 		status, message string
 	}{
-		"no GPU":                    {nil, "False/NoFault", "no GPU has a fault of the hardware"},
-		"no fault of the hardware":  {[]v1alpha1.DeviceStatus{device("gpu-0", "", "")}, "False/NoFault", "no GPU has a fault of the hardware"},
-		"an excluded GPU":           {[]v1alpha1.DeviceStatus{excluded}, "False/NoFault", "no GPU has a fault of the hardware"},
+		"no GPU":                    {nil, "False/NoFault", "no GPU has a hardware fault"},
+		"no hardware fault":         {[]v1alpha1.DeviceStatus{device("gpu-0", "", "")}, "False/NoFault", "no GPU has a hardware fault"},
+		"an excluded GPU":           {[]v1alpha1.DeviceStatus{excluded}, "False/NoFault", "no GPU has a hardware fault"},
 		"of an older agent":         {[]v1alpha1.DeviceStatus{{Name: "gpu-0", UnhealthyReason: "Lost: gone"}}, "True/Reboot", "gpu-0 needs Reboot: Lost: gone"},
-		"a repair of a newer agent": {[]v1alpha1.DeviceStatus{device("gpu-0", "", "Later")}, "False/NoFault", "no GPU has a fault of the hardware"},
+		"a repair of a newer agent": {[]v1alpha1.DeviceStatus{device("gpu-0", "", "Later")}, "False/NoFault", "no GPU has a hardware fault"},
 		"a partition":               {[]v1alpha1.DeviceStatus{device("gpu-0-mig-1", "gpu-0", "Reset")}, "False/Reset", "gpu-0-mig-1 needs Reset: Fault: of gpu-0-mig-1"},
 		"a GPU with its partition":  {[]v1alpha1.DeviceStatus{device("gpu-0", "", "Reboot"), device("gpu-0-mig-1", "gpu-0", "Reboot")}, "True/Reboot", "gpu-0 needs Reboot: Fault: of gpu-0"},
 		"the worst of several faults": {

@@ -47,8 +47,7 @@ type Removal struct {
 // be on that node and request a resource of Tandem, and a taint of a rule must be in the spec, which the agent cannot write. What a silent
 // agent has reported may be over.
 func PlanRemoval(node *v1alpha1.GPUNode, pod *corev1.Pod, limits device.Resources, now time.Time) (r Removal) {
-	silent := node.Status.Seen != nil && now.Sub(node.Status.Seen.Time) > availability.SilentAfter
-	if silent || pod.DeletionTimestamp != nil || podstatus.Ended(pod) || pod.Spec.NodeName != node.Name || len(requested(pod, limits)) == 0 {
+	if availability.IsSilent(now, node.Status) || pod.DeletionTimestamp != nil || podstatus.Ended(pod) || !mayHave(pod, node.Name, limits) {
 		return Removal{}
 	}
 	for _, d := range node.Status.Devices {
@@ -66,6 +65,11 @@ func PlanRemoval(node *v1alpha1.GPUNode, pod *corev1.Pod, limits device.Resource
 		r.Refused = comesBack(pod)
 	}
 	return r
+}
+
+// mayHave reports whether a pod may have a device of a node by a limit, whatever the GPUNode says.
+func mayHave(pod *corev1.Pod, node string, limits device.Resources) bool {
+	return pod.Spec.NodeName == node && len(requested(pod, limits)) > 0
 }
 
 // faultTaints are the keys of taints that are not of a rule.
@@ -234,7 +238,7 @@ func (r *evictor) remove(ctx context.Context, node string, named v1alpha1.PodRef
 		return 0, client.IgnoreNotFound(fmt.Errorf("get pod %s, which has a tainted device: %w", key, err))
 	}
 	// What a forged status names costs no more than this.
-	if pod.UID != named.UID || pod.Spec.NodeName != node || len(requested(pod, r.limits)) == 0 {
+	if pod.UID != named.UID || !mayHave(pod, node, r.limits) {
 		return 0, nil
 	}
 	// The node is read last: its taint may be over.

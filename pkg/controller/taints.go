@@ -5,8 +5,6 @@ package controller
 import (
 	"cmp"
 	"context"
-	"errors"
-	"fmt"
 	"slices"
 	"sync"
 
@@ -200,25 +198,17 @@ func (c *ruleCache) list() []*resourceapi.DeviceTaintRule {
 
 // changes calls a handler for rules whose spec changed. The reconciler's workers start once it is known which rules there are.
 func (c *ruleCache) changes(h handler.EventHandler) source.SyncingSource {
-	return ruleChanges{&source.Informer{Informer: c.informer, Handler: h, Predicates: []predicate.Predicate{
+	return filledSource{&source.Informer{Informer: c.informer, Handler: h, Predicates: []predicate.Predicate{
 		changed(func(r *resourceapi.DeviceTaintRule) any { return r.Spec }),
-	}}, c}
+	}}, "DeviceTaintRules", c.synced}
 }
 
-type ruleChanges struct {
-	*source.Informer
-	cache *ruleCache
-}
-
-// WaitForSync implements source.SyncingSource.
-func (s ruleChanges) WaitForSync(ctx context.Context) error {
+// synced waits until it is known which rules there are. It returns false if ctx is done first.
+func (c *ruleCache) synced(ctx context.Context) bool {
 	select {
-	case <-s.cache.known:
-		return nil
+	case <-c.known:
+		return true
 	case <-ctx.Done():
-		if errors.Is(ctx.Err(), context.Canceled) {
-			return nil
-		}
-		return fmt.Errorf("fill cache of DeviceTaintRules: %w", context.Cause(ctx))
+		return false
 	}
 }

@@ -119,7 +119,8 @@ const (
 // repairs are all repairs, from the least to the worst.
 var repairs = []Repair{RepairNone, RepairReset, RepairReboot, RepairReplace}
 
-func worstRepair(a, b Repair) Repair {
+// WorstRepair returns the worse of two repairs. One that is not known, as of a newer version, is the least. Pure.
+func WorstRepair(a, b Repair) Repair {
 	if slices.Index(repairs, a) > slices.Index(repairs, b) {
 		return a
 	}
@@ -128,7 +129,7 @@ func worstRepair(a, b Repair) Repair {
 
 // Repair returns the worst repair that the faults of a device need. It is RepairNone for what neither a reset nor another GPU ends: a service
 // of the node's fabric, or peers that use the GPU's memory.
-func (h Health) Repair() Repair { return worstRepair(h.Needs, h.ownRepair()) }
+func (h Health) Repair() Repair { return WorstRepair(h.Needs, h.ownRepair()) }
 
 // ownRepair is that of the reason.
 func (h Health) ownRepair() Repair {
@@ -239,7 +240,7 @@ func Worst(faults ...Health) Health {
 		if f.XID != 0 && (xid.XID == 0 || (Health{Reason: ReasonXID, XID: f.XID}).Compare(xid) < 0) {
 			xid = Health{Reason: ReasonXID, XID: f.XID}
 		}
-		evict, needs = evict || f.Evict, worstRepair(needs, f.Repair())
+		evict, needs = evict || f.Evict, WorstRepair(needs, f.Repair())
 	}
 	worst.XID, worst.Evict = xid.XID, evict
 	if worst.Needs = needs; needs == worst.ownRepair() {
