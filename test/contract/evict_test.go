@@ -49,8 +49,7 @@ spec: {minAvailable: 3, selector: {matchLabels: {app: infer}}}
 	}
 	victim := s.Pods()[0]
 	gpu := s.GPUs(victim.Name, "")[0]
-	at := slices.IndexFunc(gpufaults.All, func(f gpufaults.Fault) bool { return f.XID == 79 })
-	if err := gpufaults.All[at].Raise(machine, gpu); err != nil {
+	if err := gpufaults.XID79.Raise(machine, gpu); err != nil {
 		t.Fatal(err)
 	}
 	s.Event("Pod", victim.Name, "NotEvicted", fmt.Sprintf("gpu-%d of node %s", gpu, gpuNode), "tandem-gpu.dev/unhealthy=Lost:NoExecute", "disruption budget")

@@ -31,8 +31,7 @@ func TestPodsLeaveABrokenGPU(t *testing.T) {
 		broken = append(broken, gpus[victim][0])
 		delete(before, victim)
 	}
-	at := slices.IndexFunc(gpufaults.All, func(f gpufaults.Fault) bool { return f.XID == 79 })
-	if err := gpufaults.All[at].Raise(machine, broken...); err != nil {
+	if err := gpufaults.XID79.Raise(machine, broken...); err != nil {
 		t.Fatal(err)
 	}
 	s.Took("the fault to the replacements", func() {
@@ -96,8 +95,7 @@ func TestOneOfEightIsLost(t *testing.T) {
 			}
 			s.Running(soon, gpusANode, 0)
 			before := s.Seen()
-			lost := gpufaults.All[0]
-			if err := lost.Raise(machine, 5); err != nil {
+			if err := gpufaults.Lost.Raise(machine, 5); err != nil {
 				t.Fatal(err)
 			}
 			s.Await(soon, "the node to say that a GPU is lost", func() error {

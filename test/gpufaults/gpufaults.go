@@ -30,9 +30,15 @@ func recovery(action string) simulated.GPUFaults {
 // Applications are the XIDs that change nothing (device.FaultApplication).
 var Applications = []uint64{13, 31, 43, 45, 68, 109}
 
+// Lost and XID79 are those of a GPU that NVML reports lost, without and with the XID of a GPU that has fallen off the bus.
+var (
+	Lost  = Fault{"lost", device.ReasonLost, 0, simulated.GPUFaults{Lost: true}}
+	XID79 = Fault{"XID 79", device.ReasonLost, 79, simulated.GPUFaults{Lost: true}}
+)
+
 // All are the faults.
 var All = []Fault{
-	{"lost", device.ReasonLost, 0, simulated.GPUFaults{Lost: true}},
+	Lost,
 	{"fallen off the bus", device.ReasonMissing, 0, simulated.GPUFaults{Absent: true}},
 	{"no answer", device.ReasonUnreachable, 0, simulated.GPUFaults{Calls: map[string]simulated.CallFault{"GetMemoryInfo": {Return: "ERROR_UNKNOWN"}}}},
 	{"reset required", device.ReasonResetRequired, 0, recovery("reset")},
@@ -51,7 +57,7 @@ var All = []Fault{
 	{"XID 48", device.ReasonXID, 48, recovery("reset")},
 	{"XID 64", device.ReasonXID, 64, condition(simulated.Condition{RecoveryAction: "reset", RowRemap: simulated.RowRemap{Failure: true}})},
 	{"XID 74", device.ReasonXID, 74, recovery("drainAndReset")},
-	{"XID 79", device.ReasonLost, 79, simulated.GPUFaults{Lost: true}},
+	XID79,
 	{"XID 95", device.ReasonXID, 95, recovery("reset")},
 	{"XID 119", device.ReasonXID, 119, recovery("reset")},
 }
