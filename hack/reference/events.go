@@ -128,7 +128,7 @@ var events = map[string][]event{
 	onOthers: {
 		{"EvictedAfterConflict", normal, "On a pod and its claim: the controller evicted the pod, because the claim was in conflict.", nothing},
 		{"EvictedByTaint", normal, "On a pod: it had a GPU by a limit, and the controller evicted it because the GPU has a taint with effect NoExecute: a fault, or a DeviceTaintRule.",
-			"Nothing. The event `GPUUnhealthy` on the node has the fault."},
+			"Nothing. The event `GPUUnhealthy` on the node has the fault, `GPUTainted` the rule."},
 		{"NotEvicted", warning, "On a pod: it has such a GPU and is not evicted, because it is static or of a DaemonSet, or because a PodDisruptionBudget or an admission policy does not allow it.",
 			"The message has the reason. Delete the pod if it cannot use the GPU any more."},
 		{"CertificateRotated", normal, "On the Secret of the webhook: its certificates were renewed.", nothing},
