@@ -92,9 +92,6 @@ func (r *lifecycle) Reconcile(ctx context.Context, request reconcile.Request) (r
 	if slices.ContainsFunc(object.OwnerReferences, isNode) {
 		return reconcile.Result{}, r.disown(ctx, object)
 	}
-	if len(object.Spec.Maintenance) > 0 {
-		return reconcile.Result{}, nil
-	}
 	// The cache has no times, and may be old.
 	for _, from := range []client.Reader{r.client, r.live} {
 		if err := from.Get(ctx, request.NamespacedName, &corev1.Node{}); !apierrors.IsNotFound(err) {
@@ -110,12 +107,12 @@ func (r *lifecycle) Reconcile(ctx context.Context, request reconcile.Request) (r
 	if err := r.live.Get(ctx, request.NamespacedName, object); err != nil {
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
+	if len(object.Spec.Maintenance) > 0 {
+		return reconcile.Result{}, nil
+	}
 	silent, left := lastSeen(object).Add(availability.SilentAfter).Sub(r.now()), since.Add(goneFor).Sub(r.now())
 	if wait := max(silent, left); wait > 0 {
 		return reconcile.Result{RequeueAfter: min(wait, availability.SilentAfter)}, nil
-	}
-	if len(object.Spec.Maintenance) > 0 {
-		return reconcile.Result{}, nil
 	}
 	unchanged := client.Preconditions{UID: ptr.To(object.UID), ResourceVersion: ptr.To(object.ResourceVersion)}
 	if err := r.client.Delete(ctx, object, unchanged); err != nil {
