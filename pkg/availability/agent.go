@@ -25,8 +25,8 @@ func IsSilent(now time.Time, status v1alpha1.GPUNodeStatus) bool {
 }
 
 // AsOf returns a GPUNode as it is to be read at a time, by the clock of who reads it: if its agent is silent, status.waiting says so, behind a
-// reason that the agent gave. Every view reads GPUNodes through it; the controller, which has no views, asks IsSilent. An agent of an older version does not write status.seen, and is never silent.
-// AsOf is a pure function and does not change the node.
+// reason that the agent gave. Every view reads GPUNodes through it; the controller, which has no views, asks IsSilent. An agent of an older
+// version does not write status.seen, and is never silent. AsOf is a pure function and does not change the node.
 func AsOf(now time.Time, node v1alpha1.GPUNode) v1alpha1.GPUNode {
 	s := &node.Status
 	if !IsSilent(now, *s) {

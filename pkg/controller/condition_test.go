@@ -63,8 +63,11 @@ func TestGPURepairNeeded(t *testing.T) {
 		"an excluded GPU":           {[]v1alpha1.DeviceStatus{excluded}, "False/NoFault", "no GPU has a hardware fault"},
 		"of an older agent":         {[]v1alpha1.DeviceStatus{{Name: "gpu-0", UnhealthyReason: "Lost: gone"}}, "True/Reboot", "gpu-0 needs Reboot: Lost: gone"},
 		"a repair of a newer agent": {[]v1alpha1.DeviceStatus{device("gpu-0", "", "Later")}, "False/NoFault", "no GPU has a hardware fault"},
-		"a partition":               {[]v1alpha1.DeviceStatus{device("gpu-0-mig-1", "gpu-0", "Reset")}, "False/Reset", "gpu-0-mig-1 needs Reset: Fault: of gpu-0-mig-1"},
-		"a GPU with its partition":  {[]v1alpha1.DeviceStatus{device("gpu-0", "", "Reboot"), device("gpu-0-mig-1", "gpu-0", "Reboot")}, "True/Reboot", "gpu-0 needs Reboot: Fault: of gpu-0"},
+		"beside one that is known": {
+			[]v1alpha1.DeviceStatus{device("gpu-0", "", "Later"), device("gpu-1", "", "Reset")}, "False/Reset", "gpu-1 needs Reset: Fault: of gpu-1",
+		},
+		"a partition":              {[]v1alpha1.DeviceStatus{device("gpu-0-mig-1", "gpu-0", "Reset")}, "False/Reset", "gpu-0-mig-1 needs Reset: Fault: of gpu-0-mig-1"},
+		"a GPU with its partition": {[]v1alpha1.DeviceStatus{device("gpu-0", "", "Reboot"), device("gpu-0-mig-1", "gpu-0", "Reboot")}, "True/Reboot", "gpu-0 needs Reboot: Fault: of gpu-0"},
 		"the worst of several faults": {
 			[]v1alpha1.DeviceStatus{device("gpu-0", "", "Reset"), device("gpu-1", "", "Replace"), device("gpu-2", "", "Reboot")}, "True/Replace",
 			"gpu-0 needs Reset: Fault: of gpu-0; gpu-1 needs Replace: Fault: of gpu-1; gpu-2 needs Reboot: Fault: of gpu-2",

@@ -63,6 +63,14 @@ func TestPlanRemoval(t *testing.T) {
 	noSchedule.Effect = v1alpha1.TaintNoSchedule
 	ruled := taint("rule", "example.com/repair", "")
 	byRule := func(n *v1alpha1.GPUNode) { n.Spec.Taints = []v1alpha1.RuleTaint{{Rule: "rule", Taint: ruled.Taint}} }
+	ruledNoSchedule := ruled
+	ruledNoSchedule.Effect = v1alpha1.TaintNoSchedule
+	ofDevice := func(name string) func(*v1alpha1.GPUNode) {
+		return func(n *v1alpha1.GPUNode) {
+			byRule(n)
+			n.Spec.Taints[0].Device = name
+		}
+	}
 	ago := func(d time.Duration) *metav1.Time { return ptr.To(metav1.NewTime(noon.Add(time.Minute - d))) }
 	for name, c := range map[string]struct {
 		taints  []v1alpha1.DeviceTaint // of the pod's GPU, broken unless it is set
@@ -94,6 +102,11 @@ func TestPlanRemoval(t *testing.T) {
 		"of an agent":               {node: func(n *v1alpha1.GPUNode) { n.Status.Seen = ago(2 * time.Minute) }, want: key},
 		"by a rule":                 {taints: []v1alpha1.DeviceTaint{ruled}, node: byRule, want: "example.com/repair"},
 		"by a rule that is gone":    {taints: []v1alpha1.DeviceTaint{ruled}},
+		"by a rule for its GPU":     {taints: []v1alpha1.DeviceTaint{ruled}, node: ofDevice("gpu-0"), want: "example.com/repair"},
+		"by a rule for another GPU": {taints: []v1alpha1.DeviceTaint{ruled}, node: ofDevice("gpu-1")},
+		"by another key of a rule":  {taints: []v1alpha1.DeviceTaint{taint("rule", "example.com/other", "")}, node: byRule},
+		"before the agent knows":    {taints: []v1alpha1.DeviceTaint{ruledNoSchedule, broken}, node: byRule, pod: []func(*corev1.Pod){tolerating(corev1.Toleration{Key: key, Operator: exists})}},
+		"by no rule and no fault":   {taints: []v1alpha1.DeviceTaint{taint("", "example.com/repair", "")}, node: byRule},
 		"by a rule that changed": {taints: []v1alpha1.DeviceTaint{ruled}, node: func(n *v1alpha1.GPUNode) {
 			byRule(n)
 			n.Spec.Taints[0].Effect = v1alpha1.TaintNoSchedule
@@ -193,22 +206,23 @@ func TestEvictsNoOtherPod(t *testing.T) {
 	elsewhere := newPod("a", withLimit, func(p *corev1.Pod) { p.Spec.NodeName = "node-2" })
 	tainted := gpuNode(has(0, newPod("a"), broken))
 	for name, c := range map[string]struct {
-		now  *v1alpha1.GPUNode // the cache has tainted
-		pods []client.Object
+		now   *v1alpha1.GPUNode // the cache has tainted
+		pods  []client.Object
+		cheap bool // the pod alone is enough to know
 	}{
-		"the taint is gone":        {gpuNode(has(0, newPod("a"))), []client.Object{newPod("a", withLimit)}},
-		"the pod is gone":          {tainted, nil},
-		"a successor of that name": {tainted, []client.Object{successor}},
-		"a pod of another node":    {tainted, []client.Object{elsewhere}},
-		"a pod without a GPU":      {tainted, []client.Object{newPod("a", running)}},
-		"a pod that has left":      {gpuNode(has(0, newPod("b"), broken)), []client.Object{newPod("a", withLimit)}},
-		"a pod that a claim has": {gpuNode(func(s *v1alpha1.GPUNodeStatus) {
+		"the taint is gone":        {now: gpuNode(has(0, newPod("a"))), pods: []client.Object{newPod("a", withLimit)}},
+		"the pod is gone":          {now: tainted, cheap: true},
+		"a successor of that name": {tainted, []client.Object{successor}, true},
+		"a pod of another node":    {tainted, []client.Object{elsewhere}, true},
+		"a pod without a GPU":      {tainted, []client.Object{newPod("a", running)}, true},
+		"a pod that has left":      {now: gpuNode(has(0, newPod("b"), broken)), pods: []client.Object{newPod("a", withLimit)}},
+		"a pod that a claim has": {now: gpuNode(func(s *v1alpha1.GPUNodeStatus) {
 			has(0, newPod("a"), broken)(s)
 			s.Devices[0].Holders[0].Kind = v1alpha1.HolderClaim
-		}), []client.Object{newPod("a", withLimit)}},
-		"a pod that is deleted":     {tainted, []client.Object{newPod("a", withLimit, deleting)}},
-		"the GPUNode is gone":       {nil, []client.Object{newPod("a", withLimit)}},
-		"the pod of a like GPUNode": {gpuNode(), []client.Object{newPod("a", withLimit)}},
+		}), pods: []client.Object{newPod("a", withLimit)}},
+		"a pod that is deleted":     {now: tainted, pods: []client.Object{newPod("a", withLimit, deleting)}},
+		"the GPUNode is gone":       {pods: []client.Object{newPod("a", withLimit)}},
+		"the pod of a like GPUNode": {now: gpuNode(), pods: []client.Object{newPod("a", withLimit)}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			objects := c.pods
@@ -217,9 +231,12 @@ func TestEvictsNoOtherPod(t *testing.T) {
 			}
 			w := newWorld(t, interceptor.Funcs{}, objects...)
 			w.clock = broken.Since.Time
-			r := w.evictor()
-			r.client = hasHeard(w, tainted)
+			r, reads := w.evictor(), 0
+			r.client, r.live = hasHeard(w, tainted), w.live(&reads)
 			w.twice(r, "node-1")
+			if want := map[bool]int{true: 2, false: 4}[c.cheap]; reads != want {
+				t.Errorf("%d reads, want %d", reads, want)
+			}
 			w.want(map[string]int{})
 			if e := w.event(); e != "" {
 				t.Errorf("event %s", e)

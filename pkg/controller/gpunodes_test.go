@@ -98,6 +98,9 @@ func TestEndOfAGPUNode(t *testing.T) {
 			if apierrors.IsConflict(err) != c.maintainedNow || err != nil && !c.maintainedNow || result.RequeueAfter != c.again {
 				t.Errorf("again after %s, %v", result.RequeueAfter, err)
 			}
+			if _, known := r.gone["node-1"]; known && (c.live != nil || c.deleted) {
+				t.Error("the minute of a Node that goes again would not begin anew")
+			}
 			err = w.client.Get(t.Context(), types.NamespacedName{Name: "node-1"}, &v1alpha1.GPUNode{})
 			if apierrors.IsNotFound(err) != c.deleted {
 				t.Errorf("after it: %v", err)

@@ -146,7 +146,7 @@ func rule(name, pool, device string, effect v1alpha1.TaintEffect) v1alpha1.RuleT
 }
 
 // A device that a rule taints is told to the device plugin, in the status, in one event for the rule and in a metric, also over a restart of
-// the agent. Other devices are not concerned, and no claim is.
+// the agent. What begins or ends while no agent runs, the next one reports. Other devices are not concerned, and no claim is.
 func TestTaints(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)
@@ -175,7 +175,7 @@ func TestTaints(t *testing.T) {
 		"with a taint, and no claim that does not tolerate it. The taint ends with the rule")
 	f.quiet()
 	stop()
-	o, _ = f.start()
+	o, stop = f.start()
 	f.awaitStatus("the next agent", func(s v1alpha1.GPUNodeStatus) bool { return s.ExtendedResource != "" })
 	if !o.AwaitSpec(t.Context()) || why()[1] != says {
 		t.Errorf("the next agent says %q", why())
@@ -190,6 +190,15 @@ func TestTaints(t *testing.T) {
 	if got := f.metric("tandem_device_taint", labels...); got != 0 {
 		t.Errorf("the metric is %v, want 0", got)
 	}
+	stop()
+	f.api.taint("node-1", rule("fans", "", "gpu-0", v1alpha1.TaintNoSchedule))
+	_, stop = f.start()
+	f.awaitEvent("Normal GPUTainted gpu-0: taint example.com/repair=fan:NoSchedule of DeviceTaintRule fans. No new pod with limits gets a device " +
+		"with a taint, and no claim that does not tolerate it. The taint ends with the rule")
+	stop()
+	f.api.taint("node-1")
+	f.start()
+	f.awaitEvent("Normal GPUTaintEnded gpu-0: taint example.com/repair=fan:NoSchedule of DeviceTaintRule fans has ended")
 }
 
 // While a device is gone, or the status has no room for all of its taints, its rules stay: no event says that they have ended or begun again.
@@ -277,6 +286,13 @@ func TestTaintsOfPools(t *testing.T) {
 		if want := "Normal TaintRuleMisses DeviceTaintRule " + name + " has pool node-1 and so does not select gpu-1: write pool: node-1/gpu-01, one rule for " +
 			"each pool. A dynamic GPU has a pool of its own. A rule without a pool selects devices of all nodes"; !misses[want] {
 			t.Errorf("no event %q in %v", want, misses)
+		}
+	}
+	f.hold("c1", "GPU-0")
+	f.awaitStatus("a holder", func(s v1alpha1.GPUNodeStatus) bool { return s.Holders != "" })
+	for len(f.recorder.Events) > 0 {
+		if got := <-f.recorder.Events; strings.Contains(got, "TaintRuleMisses") {
+			t.Errorf("again: %s", got)
 		}
 	}
 	f.api.taint("node-1", rule("by-pool", "node-1/gpu-01", "", v1alpha1.TaintNoExecute), rule("by-device", "", "gpu-1", v1alpha1.TaintNoSchedule))

@@ -29,8 +29,8 @@ func (p *Plugin) Preferred(resource string, request *pluginapi.PreferredAllocati
 
 // prefer returns IDs without duplicates, as many as requested if available. Devices of pending claims come near the end: without other
 // devices kubelet would use them anyway, and the ledger gives them to the first caller. Devices that a pod still holds come last: kubelet
-// has forgotten them (docs/design/0002-ledger.md), and the ledger refuses them, which fails the pod. Devices
-// out of service come last for the same reason.
+// has forgotten them (docs/design/0002-ledger.md), and the ledger refuses them, which fails the pod. Devices out of service come last for the
+// same reason.
 func (c *resourceDevices) prefer(request *pluginapi.ContainerPreferredAllocationRequest, u usage) []string {
 	size := int(request.GetAllocationSize())
 	required, unknown := c.places(request.GetMustIncludeDeviceIDs())
