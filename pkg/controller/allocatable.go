@@ -61,10 +61,12 @@ func Allocatable(
 			continue
 		}
 		if device.Sharing != nil && device.Sharing.Replicas > 0 {
-			held, more := replicas(device, node)
-			if device.OutOfService() {
+			switch held, more := replicas(device, node); {
+			case device.OutOfService():
 				awaited += held
-			} else {
+			case device.UnhealthyReason != "": // only for a new holder
+				value += held
+			default:
 				value, free = value+held, free+more
 			}
 			continue

@@ -80,6 +80,16 @@ func TestAllocatable(t *testing.T) {
 			}
 			s.Devices[0].Maintenance, s.Devices[0].Sharing.Allocatable = &v1alpha1.DeviceMaintenance{}, 2
 		}, want: 6},
+		"replicas in a pause": {change: func(s *v1alpha1.GPUNodeStatus) {
+			for i := range s.Devices {
+				withdraw(s, i)
+			}
+			s.Devices[0] = v1alpha1.DeviceStatus{
+				Name: "gpu-0", ExtendedResource: s.Devices[0].ExtendedResource, ExtendedResourceState: v1alpha1.ExtendedResourceAllocatable,
+				Holders: []v1alpha1.DeviceHolder{replica, replica}, UnhealthyReason: device.ReasonPaused,
+				Sharing: &v1alpha1.DeviceSharing{Memory: 100, Replicas: 4, ReplicaMemory: 25, Allocatable: 4},
+			}
+		}, want: 2},
 		"tainted replicas, and the others are held": {change: func(s *v1alpha1.GPUNodeStatus) {
 			for i := range 2 {
 				s.Devices[i].Sharing = &v1alpha1.DeviceSharing{Memory: 100, Replicas: 2, ReplicaMemory: 50, Allocatable: 2}

@@ -88,7 +88,7 @@ func Status(f Facts) v1alpha1.GPUNodeStatus {
 		}
 		lists := listed[d.ExtendedResource][d.UUID]
 		d.Sharing = f.sharing(of, replicas[of.Ref()], lists.replicas)
-		d.ExtendedResourceState = f.state(d, lists.whole)
+		d.ExtendedResourceState = f.state(of, d, lists.whole)
 		for _, h := range d.Holders {
 			line = append(line, d.Name+"="+describe(h))
 		}
@@ -239,15 +239,20 @@ func replicasOf(offers []device.Offer) map[device.Ref][]device.Share {
 }
 
 // state returns what kubelet reports of a device. A device that is unhealthy, draining, or out of service and not held by a pod is
-// withdrawn at once, before kubelet reports it. listed is whether kubelet lists the whole device.
-func (f Facts) state(d v1alpha1.DeviceStatus, listed bool) v1alpha1.ExtendedResourceState {
+// withdrawn at once, before kubelet reports it. kubelet counts one that a pod holds while only a new holder cannot get it. listed is whether
+// kubelet lists the whole device.
+func (f Facts) state(of device.Device, d v1alpha1.DeviceStatus, listed bool) v1alpha1.ExtendedResourceState {
 	draining := func(h v1alpha1.DeviceHolder) bool { return h.State == v1alpha1.HoldDraining }
 	byPod := func(h v1alpha1.DeviceHolder) bool { return h.Kind == v1alpha1.HolderPod }
+	held, health := slices.ContainsFunc(d.Holders, byPod), of.Health()
+	if held {
+		health = of.HealthForHolder()
+	}
 	_, reported := f.Allocatable[d.ExtendedResource]
 	switch {
 	case d.ExtendedResource == "" || !reported:
 		return ""
-	case d.UnhealthyReason != "", d.OutOfService() && !slices.ContainsFunc(d.Holders, byPod):
+	case !health.Healthy() || d.UUID == "", d.OutOfService() && !held:
 		return v1alpha1.ExtendedResourceWithdrawn
 	case d.Sharing != nil && d.Sharing.Allocatable > 0: // a replica that is draining is one of the holders
 		return v1alpha1.ExtendedResourceAllocatable

@@ -163,11 +163,20 @@ func TestLimitsState(t *testing.T) {
 		change func(*Facts)
 		want   v1alpha1.ExtendedResourceState
 	}{
-		"free":                {func(*Facts) {}, v1alpha1.ExtendedResourceAllocatable},
-		"a limit has it":      {func(f *Facts) { f.Holds = []ledger.Hold{limit("GPU-0", ledger.StateHeld)} }, v1alpha1.ExtendedResourceAllocatable},
-		"its limit runs on":   {func(f *Facts) { f.Holds = []ledger.Hold{limit("GPU-0", ledger.StateDraining)} }, v1alpha1.ExtendedResourceWithdrawn},
-		"a claim drains":      {func(f *Facts) { f.Holds = []ledger.Hold{claim("c", "c", "GPU-0", ledger.StateDraining)} }, v1alpha1.ExtendedResourceWithdrawn},
-		"a fault":             {func(f *Facts) { f.Inventory.GPUs[0] = unhealthy(gpu(0, "GPU-0"), device.ReasonLost, "") }, v1alpha1.ExtendedResourceWithdrawn},
+		"free":              {func(*Facts) {}, v1alpha1.ExtendedResourceAllocatable},
+		"a limit has it":    {func(f *Facts) { f.Holds = []ledger.Hold{limit("GPU-0", ledger.StateHeld)} }, v1alpha1.ExtendedResourceAllocatable},
+		"its limit runs on": {func(f *Facts) { f.Holds = []ledger.Hold{limit("GPU-0", ledger.StateDraining)} }, v1alpha1.ExtendedResourceWithdrawn},
+		"a claim drains":    {func(f *Facts) { f.Holds = []ledger.Hold{claim("c", "c", "GPU-0", ledger.StateDraining)} }, v1alpha1.ExtendedResourceWithdrawn},
+		"a fault":           {func(f *Facts) { f.Inventory.GPUs[0] = unhealthy(gpu(0, "GPU-0"), device.ReasonLost, "") }, v1alpha1.ExtendedResourceWithdrawn},
+		"a pause":           {func(f *Facts) { f.Inventory.GPUs[0] = unhealthy(gpu(0, "GPU-0"), device.ReasonPaused, "") }, v1alpha1.ExtendedResourceWithdrawn},
+		"a limit has it in a pause": {func(f *Facts) {
+			f.Holds = []ledger.Hold{limit("GPU-0", ledger.StateHeld)}
+			f.Inventory.GPUs[0] = unhealthy(gpu(0, "GPU-0"), device.ReasonPaused, "")
+		}, v1alpha1.ExtendedResourceAllocatable},
+		"a limit has it with a fault": {func(f *Facts) {
+			f.Holds = []ledger.Hold{limit("GPU-0", ledger.StateHeld)}
+			f.Inventory.GPUs[0] = unhealthy(gpu(0, "GPU-0"), device.ReasonLost, "")
+		}, v1alpha1.ExtendedResourceWithdrawn},
 		"kubelet has less":    {func(f *Facts) { f.Allocatable["nvidia.com/gpu"] = nil }, v1alpha1.ExtendedResourceWithdrawn},
 		"kubelet has no word": {func(f *Facts) { f.Allocatable = nil }, ""},
 	} {
@@ -182,7 +191,8 @@ func TestLimitsState(t *testing.T) {
 			if got := after.Devices[0].ExtendedResourceState; got != c.want {
 				t.Errorf("%q", got)
 			}
-			if got, want := Urgent(before, after), c.want == v1alpha1.ExtendedResourceWithdrawn && name != "a claim drains"; got != want {
+			unhealthy := after.Devices[0].UnhealthyReason != ""
+			if got, want := Urgent(before, after), unhealthy || c.want == v1alpha1.ExtendedResourceWithdrawn && name != "a claim drains"; got != want {
 				t.Errorf("urgent: %t", got)
 			}
 			if Urgent(after, before) || Urgent(after, after) {
