@@ -622,7 +622,8 @@ func TestSpec(t *testing.T) {
 func TestVerify(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t)
-	o, _ := f.start(func(s *times) { s.verify = 20 * time.Millisecond })
+	// All of the spec is to be seen before the second check.
+	o, _ := f.start(func(s *times) { s.verify = 500 * time.Millisecond })
 	f.awaitStatus("a status", free(2))
 	allocated := func(uid, driver, pool, device string) *resourceapi.ResourceClaim {
 		c := &resourceapi.ResourceClaim{}
