@@ -3,50 +3,158 @@
 package e2e
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	gpunode "github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/podstatus"
 	"github.com/tandem-gpu/tandem/test/gpufaults"
 	"github.com/tandem-gpu/tandem/test/manifests"
+	"github.com/tandem-gpu/tandem/test/stories"
 )
 
-// TestPodsLeaveABrokenGPU: where the administrator wants that, the pods of a GPU that has fallen off the bus leave it, by either API. Their
-// owners' next pods run on other GPUs, and the other pods run on.
+// leaving is what makes the pods of a GPU of the node leave it, and its end.
+type leaving struct {
+	name       string
+	begin, end func(gpu int) error
+}
+
+// leavings are a fault that every driver reports in the kernel's log, one of the GPU's memory, one without an XID, a rule and a drain.
+func (s *story) leavings() []leaving {
+	s.Helper()
+	machine, plugin := s.Machine(), s.BuildPlugin()
+	clear := func(int) error { return gpufaults.Clear(machine) }
+	gpuctl := func(of string, args ...string) func(int) error {
+		return func(gpu int) error {
+			_, err := s.KubectlGPU(plugin, append([]string{of, fmt.Sprintf("%s/%s", gpuNode, stories.GPUName(gpu))}, args...)...)
+			return err
+		}
+	}
+	s.Undo(func() error { return gpufaults.Clear(machine) })
+	s.undrains(plugin)
+	all := []leaving{{"drain", gpuctl("drain", "--evict", "--timeout", "1m"), gpuctl("undrain")}}
+	for _, fault := range []gpufaults.Fault{gpufaults.XID79, gpufaults.RowRemapFailed, gpufaults.Lost} {
+		all = append(all, leaving{fault.Name, func(gpu int) error { return fault.Raise(machine, gpu) }, clear})
+	}
+	rules := theClient.ResourceV1().DeviceTaintRules()
+	if _, err := rules.List(s.Ctx, metav1.ListOptions{}); err != nil {
+		s.Logf("no round with a DeviceTaintRule: %v", err)
+		return all
+	}
+	name := s.Namespace
+	end := func(int) error { return rules.Delete(context.WithoutCancel(s.Ctx), name, metav1.DeleteOptions{}) }
+	s.Undo(func() error {
+		if err := end(0); err != nil && !apierrors.IsNotFound(err) {
+			return err
+		}
+		return nil
+	})
+	return append(all, leaving{"rule", func(gpu int) error {
+		return s.ApplyAnywhere(fmt.Sprintf(taintRule, name, gpuNode, stories.GPUName(gpu)))
+	}, end})
+}
+
+const taintRule = `
+apiVersion: resource.k8s.io/v1
+kind: DeviceTaintRule
+metadata: {name: %s}
+spec:
+  deviceSelector: {driver: gpu.nvidia.com, pool: %s, device: %s}
+  taint: {key: example.com/repair, value: fan, effect: NoExecute}
+`
+
+// TestPodsLeaveABrokenGPU: seven pods by each API have GPUs of two nodes with sixteen, and one GPU breaks, gets a taint, or is drained. Where the
+// administrator wants that, the pods of this GPU leave it, and their owners' next pods run on other GPUs. The other pods run on. The GPU then takes
+// a pod of each API again.
 func TestPodsLeaveABrokenGPU(t *testing.T) {
+	const ofEach = 7
 	s := begin(t)
-	machine := s.Machine()
-	end := s.Undo(func() error { return gpufaults.Clear(machine) })
-	s.Installed("health.values.yaml")
-	s.Manifest(manifests.SingleTemplate + manifests.ClaimDeployment("claims", "single", 2) + manifests.Deployment("limits", 2))
-	s.Running(patient, 4, 0)
-	before, gpus := s.Containers(), s.Seen()
-	var broken []int
-	for _, of := range []string{"claims", "limits"} {
-		victim := s.someRunning(of, 1)[0].Name
-		broken = append(broken, gpus[victim][0])
-		delete(before, victim)
+	s.Installed("health.values.yaml", "config.tandem.health.memory=NoExecute")
+	s.Kubectl("taint", "node", numaNode, numaKey+"-")
+	s.Undo(func() error {
+		_, err := theCluster.Kubectl(context.WithoutCancel(s.Ctx), "taint", "node", numaNode, numaKey+"=true:NoSchedule")
+		return err
+	})
+	leavings := s.leavings()
+	s.Manifest(manifests.SingleTemplate + manifests.ClaimDeployment("claims", "single", ofEach) + manifests.Deployment("limits", ofEach))
+	s.Running(patient, 2*ofEach, 0)
+	var took []time.Duration
+	for i := range repetitions(t, 1) * len(leavings) {
+		of := []string{"claims", "limits"}[i%2]
+		at := slices.IndexFunc(s.Pods(), func(p corev1.Pod) bool { return p.Spec.NodeName == gpuNode && strings.HasPrefix(p.Name, of) })
+		if at < 0 {
+			t.Fatalf("no pod of %s is on %s", of, gpuNode)
+		}
+		took = append(took, s.leaves(leavings[i%len(leavings)], s.Pods()[at].Name, 2*ofEach))
+		s.Await(soon, "the GPU to be healthy and in service", func() error {
+			object, err := s.GPUNodeObject()
+			if err == nil && (object.Status.Counts.Unhealthy > 0 || slices.ContainsFunc(object.Status.Devices, gpunode.DeviceStatus.OutOfService)) {
+				err = fmt.Errorf("counts: %+v", object.Status.Counts)
+			}
+			return err
+		})
+		for _, of := range []string{"claims", "limits"} {
+			s.Kubectl("scale", "deployment", "-n", s.Namespace, of, fmt.Sprintf("--replicas=%d", ofEach+2))
+			s.Running(patient, 2*gpusANode, 0)
+			s.Kubectl("scale", "deployment", "-n", s.Namespace, of, fmt.Sprintf("--replicas=%d", ofEach))
+			s.only(2 * ofEach)
+		}
 	}
-	if err := gpufaults.XID79.Raise(machine, broken...); err != nil {
-		t.Fatal(err)
+	t.Logf("fault to replacement: rounds=%d p50=%s p99=%s", len(took), quantile(took, 50), quantile(took, 99))
+	if failed := s.failed(); len(failed) > 0 {
+		t.Errorf("pods failed: %v", failed)
 	}
-	s.Took("the fault to the replacements", func() {
-		s.Await(soon, "four pods on other GPUs", func() error {
-			running := 0
+	s.NoDoubleOwners()
+}
+
+// only waits until so many pods are left, and all of them run.
+func (s *story) only(n int) {
+	s.Helper()
+	s.Await(patient, fmt.Sprintf("%d pods to be left", n), func() error {
+		pods := s.Pods()
+		running := 0
+		for _, pod := range pods {
+			if podstatus.Ready(&pod) && pod.DeletionTimestamp == nil {
+				running++
+			}
+		}
+		if len(pods) != n || running != n {
+			return fmt.Errorf("%d of %d pods run", running, len(pods))
+		}
+		return nil
+	})
+}
+
+// leaves makes the pods of a victim's GPU leave it, and returns how long it took until n pods ran on other GPUs.
+func (s *story) leaves(l leaving, victim string, n int) time.Duration {
+	s.Helper()
+	before, gpu := s.Containers(), s.GPUs(victim, "")[0]
+	delete(before, victim)
+	took := s.Took(l.name+" to the replacement", func() {
+		if err := l.begin(gpu); err != nil {
+			s.Fatalf("%s: %v", l.name, err)
+		}
+		s.Await(soon, "pods on other GPUs", func() error {
+			ready := 0
 			for _, pod := range s.Pods() {
-				if _, had := gpus[pod.Name]; had && before[pod.Name] == "" {
+				if pod.Name == victim {
 					return fmt.Errorf("%s is there", pod.Name)
 				}
 				if podstatus.Ready(&pod) {
-					running++
+					ready++
 				}
 			}
-			if running != 4 {
-				return fmt.Errorf("%d run", running)
+			if ready != n {
+				return fmt.Errorf("%d run", ready)
 			}
 			return nil
 		})
@@ -54,26 +162,18 @@ func TestPodsLeaveABrokenGPU(t *testing.T) {
 	now := s.Containers()
 	for name, container := range before {
 		if now[name] != container {
-			t.Errorf("%s: container %s, was %s", name, now[name], container)
+			s.Errorf("%s: %s: container %s, was %s", l.name, name, now[name], container)
 		}
 	}
-	for name, has := range s.Seen() {
-		if len(has) != 1 || slices.Contains(broken, has[0]) {
-			t.Errorf("%s has GPUs %v, and %v are broken", name, has, broken)
+	for _, pod := range s.Pods() {
+		if has := s.GPUs(pod.Name, ""); len(has) != 1 || pod.Spec.NodeName == gpuNode && has[0] == gpu {
+			s.Errorf("%s: %s has GPUs %v, and was to leave %d", l.name, pod.Name, has, gpu)
 		}
 	}
-	if failed := s.failed(); len(failed) > 0 {
-		t.Errorf("pods failed: %v", failed)
+	if err := l.end(gpu); err != nil {
+		s.Fatalf("end of %s: %v", l.name, err)
 	}
-	s.NoDoubleOwners()
-	end()
-	s.Await(soon, "the GPUs to be healthy", func() error {
-		object, err := s.GPUNodeObject()
-		if err == nil && object.Status.Counts.Unhealthy > 0 {
-			err = fmt.Errorf("counts: %+v", object.Status.Counts)
-		}
-		return err
-	})
+	return took
 }
 
 // TestOneOfEightIsLost: eight pods by each API have the GPUs of a node, and one GPU is lost. The others run on, and none fails admission:

@@ -30,10 +30,12 @@ func recovery(action string) simulated.GPUFaults {
 // Applications are the XIDs that change nothing (device.FaultApplication).
 var Applications = []uint64{13, 31, 43, 45, 68, 109}
 
-// Lost and XID79 are those of a GPU that NVML reports lost, without and with the XID of a GPU that has fallen off the bus.
+// Lost and XID79 are those of a GPU that NVML reports lost, without and with the XID of a GPU that has fallen off the bus. RowRemapFailed is that of
+// a GPU with memory that it cannot replace.
 var (
-	Lost  = Fault{"lost", device.ReasonLost, 0, simulated.GPUFaults{Lost: true}}
-	XID79 = Fault{"XID 79", device.ReasonLost, 79, simulated.GPUFaults{Lost: true}}
+	Lost           = Fault{"lost", device.ReasonLost, 0, simulated.GPUFaults{Lost: true}}
+	XID79          = Fault{"XID 79", device.ReasonLost, 79, simulated.GPUFaults{Lost: true}}
+	RowRemapFailed = Fault{"row remap failed", device.ReasonRowRemapFailure, 0, condition(simulated.Condition{RowRemap: simulated.RowRemap{Failure: true}})}
 )
 
 // All are the faults.
@@ -47,7 +49,7 @@ var All = []Fault{
 	{"drain peers", device.ReasonDrainP2P, 0, recovery("drainP2P")},
 	{"reboot required", device.ReasonRebootRequired, 0, recovery("reboot")},
 	{"IMEX domain", device.ReasonFabric, 0, recovery("recoverIMEXDomain")},
-	{"row remap failed", device.ReasonRowRemapFailure, 0, condition(simulated.Condition{RowRemap: simulated.RowRemap{Failure: true}})},
+	RowRemapFailed,
 	{"ECC, old driver", device.ReasonUncorrectableECC, 0, condition(simulated.Condition{
 		ECC: simulated.ECCErrors{Volatile: simulated.ECCCounts{Uncorrected: 2}}, Fields: map[string]string{"230": "ERROR_NOT_SUPPORTED"},
 	})},
