@@ -44,6 +44,26 @@ type bill map[string]spending
 // Leases are left out: they cost the same whatever happens.
 func (s *story) writesSince(from int64) (b bill, next int64) {
 	s.Helper()
+	b = bill{}
+	next = s.audited(from, func(event auditapi.Event) {
+		if event.ObjectRef.Resource == "leases" {
+			return
+		}
+		if event.ObjectRef.Resource == "gpunodes" && event.ObjectRef.Subresource == "status" && event.Verb == "patch" {
+			return // that an agent is there: once a minute, whatever pods do
+		}
+		key := s.who(event.User.Username) + " " + event.Verb + " " + event.ObjectRef.Resource
+		if event.ObjectRef.Subresource != "" {
+			key += "/" + event.ObjectRef.Subresource
+		}
+		b[key] = spending{b[key].requests + 1, b[key].bytes + s.bodyOf(event)}
+	})
+	return b, next
+}
+
+// audited calls each with the answered requests that kube-apiserver has written down from a place in its file, and answers the next place.
+func (s *story) audited(from int64, each func(auditapi.Event)) (next int64) {
+	s.Helper()
 	file, err := os.Open(theCluster.AuditLog())
 	if err != nil {
 		s.Fatal(err)
@@ -52,11 +72,10 @@ func (s *story) writesSince(from int64) (b bill, next int64) {
 	if _, err := file.Seek(from, io.SeekStart); err != nil {
 		s.Fatal(err)
 	}
-	b = bill{}
 	for lines := bufio.NewReader(file); ; {
 		line, err := lines.ReadBytes('\n')
 		if errors.Is(err, io.EOF) {
-			return b, from
+			return from
 		}
 		if err != nil {
 			s.Fatal(err)
@@ -66,17 +85,9 @@ func (s *story) writesSince(from int64) (b bill, next int64) {
 		if err := json.Unmarshal(line, &event); err != nil {
 			s.Fatalf("audit log: %v: %s", err, line)
 		}
-		if event.Stage != auditapi.StageResponseComplete || event.ObjectRef == nil || event.ObjectRef.Resource == "leases" {
-			continue
+		if event.Stage == auditapi.StageResponseComplete && event.ObjectRef != nil {
+			each(event)
 		}
-		if event.ObjectRef.Resource == "gpunodes" && event.ObjectRef.Subresource == "status" && event.Verb == "patch" {
-			continue // that an agent is there: once a minute, whatever pods do
-		}
-		key := s.who(event.User.Username) + " " + event.Verb + " " + event.ObjectRef.Resource
-		if event.ObjectRef.Subresource != "" {
-			key += "/" + event.ObjectRef.Subresource
-		}
-		b[key] = spending{b[key].requests + 1, b[key].bytes + s.bodyOf(event)}
 	}
 }
 

@@ -4,21 +4,27 @@ package contract
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
+	"net/http"
 	"slices"
 	"testing"
 
+	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	auditapi "k8s.io/apiserver/pkg/apis/audit/v1"
 	"k8s.io/utils/ptr"
 
 	gpunode "github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/internal/podstatus"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/test/gpufaults"
 	"github.com/tandem-gpu/tandem/test/manifests"
+	"github.com/tandem-gpu/tandem/test/stories"
 )
 
 // TestBudgetOfABrokenGPU: a budget keeps a pod with a limit on a GPU that has fallen off the bus, and an event says so. Without the budget the
@@ -88,6 +94,119 @@ spec: {minAvailable: 3, selector: {matchLabels: {app: infer}}}
 	if evicted != 1 {
 		t.Errorf("%d evictions are reported", evicted)
 	}
+}
+
+// TestEvictionAtEachStep: agent, controllers and API server end without warning at each step of an eviction. The pod of the broken GPU is evicted
+// once, no other pod is, and the GPU is offered again after the fault.
+func TestEvictionAtEachStep(t *testing.T) {
+	const pods = 3
+	s := begin(t)
+	machine := s.Machine()
+	s.Undo(func() error { return gpufaults.Clear(machine) })
+	s.Installed("health.values.yaml")
+	s.Manifest(manifests.Deployment("infer", pods))
+	s.Running(patient, pods, 0)
+	force := func(args ...string) {
+		s.Kubectl(append([]string{"delete", "pods", "-n", install.Namespace, "--grace-period=0", "--force"}, args...)...)
+	}
+	for _, end := range []struct {
+		of string
+		it func()
+	}{
+		{"agent", func() { force(s.AgentPod(gpuNode).Name) }},
+		{"controllers", func() { force("-l", controllerLabel) }},
+		{"API server", func() {
+			server := theCluster.Component(cluster.APIServer)
+			if err := errors.Join(server.Kill(s.Ctx), server.Start(s.Ctx)); err != nil {
+				t.Fatal(err)
+			}
+		}},
+	} {
+		for _, step := range []struct {
+			when string
+			done func(victim corev1.Pod, device gpunode.DeviceStatus) bool
+		}{
+			{"the GPU breaks", func(corev1.Pod, gpunode.DeviceStatus) bool { return true }},
+			{"the GPUNode has the taint", func(_ corev1.Pod, d gpunode.DeviceStatus) bool { return len(d.Taints) > 0 }},
+			{"the pod is evicted", func(victim corev1.Pod, _ gpunode.DeviceStatus) bool { return victim.DeletionTimestamp != nil }},
+			{"the pod is gone", func(corev1.Pod, gpunode.DeviceStatus) bool { return false }},
+		} {
+			s.leavesOnce(end.of+" when "+step.when, step.done, end.it)
+		}
+	}
+}
+
+// leavesOnce breaks the GPU of one of the story's pods, and ends something once the pod and its device are as reached wants, or the pod is gone.
+func (s *story) leavesOnce(when string, reached func(victim corev1.Pod, d gpunode.DeviceStatus) bool, end func()) {
+	s.Helper()
+	before := s.Pods()
+	victim := before[0]
+	gpu := s.GPUs(victim.Name, "")[0]
+	from := s.audited(0, func(auditapi.Event) {})
+	if err := gpufaults.XID79.Raise(s.Machine(), gpu); err != nil {
+		s.Fatal(err)
+	}
+	s.Await(soon, when, func() error {
+		now := s.Pods()
+		at := slices.IndexFunc(now, func(p corev1.Pod) bool { return p.UID == victim.UID })
+		if at < 0 {
+			return nil
+		}
+		node, err := s.GPUNodeObject()
+		if err != nil {
+			return err
+		}
+		of := slices.IndexFunc(node.Status.Devices, func(d gpunode.DeviceStatus) bool { return d.Name == stories.GPUName(gpu) })
+		if of < 0 || !reached(now[at], node.Status.Devices[of]) {
+			return errors.New("not yet")
+		}
+		return nil
+	})
+	end()
+	s.Await(patient, "the pod to be elsewhere: "+when, func() error {
+		now := s.Pods()
+		ready := 0
+		for _, pod := range now {
+			if pod.UID == victim.UID {
+				return errors.New("it is there")
+			}
+			if podstatus.Ready(&pod) {
+				ready++
+			}
+		}
+		if ready != len(before) || len(now) != len(before) {
+			return fmt.Errorf("%d of %d pods run", ready, len(now))
+		}
+		return nil
+	})
+	stayed := 0
+	for _, pod := range s.Pods() {
+		if slices.ContainsFunc(before, func(p corev1.Pod) bool { return p.UID == pod.UID }) {
+			stayed++
+		}
+		if slices.Contains(s.GPUs(pod.Name, ""), gpu) {
+			s.Errorf("%s: %s has GPU %d, which is lost", when, pod.Name, gpu)
+		}
+	}
+	if stayed != len(before)-1 {
+		s.Errorf("%s: %d of %d pods stayed", when, stayed, len(before)-1)
+	}
+	if err := gpufaults.Clear(s.Machine()); err != nil {
+		s.Fatal(err)
+	}
+	s.Await(patient, "all GPUs to be offered: "+when, func() error {
+		return errors.Join(s.OfferedToPods(gpusANode), s.OfferedToClaims(gpusANode-len(before)))
+	})
+	evicted := 0
+	s.audited(from, func(event auditapi.Event) {
+		if event.ObjectRef.Subresource == "eviction" && event.ResponseStatus.Code < http.StatusBadRequest {
+			evicted++
+		}
+	})
+	if evicted > 1 {
+		s.Errorf("%s: %d evictions", when, evicted)
+	}
+	s.Logf("%s: %d eviction in the API server's log", when, evicted)
 }
 
 // TestForgedHolders: with the token of a node's agent a thief writes any holders into the GPUNode of that node. The controller evicts no pod
