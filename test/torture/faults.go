@@ -55,6 +55,8 @@ type injector struct {
 	changed func(workload string)
 	// unusable is told when no device can be given to a container any more, and when one can again.
 	unusable func(bool)
+	// evicting is told when a taint begins to evict the pods of a GPU, and when it has ended.
+	evicting func(gpu int, evicts bool)
 
 	whole sync.RWMutex
 	mu    sync.Mutex
@@ -95,6 +97,12 @@ func (s *injector) inject(ctx context.Context, op Op) (done, error) {
 		return s.readOnly(ctx, op)
 	case LoseGPU:
 		return s.loseGPU(ctx, op)
+	case TaintGPU:
+		return s.taintGPU(ctx, op)
+	case MaintainGPU:
+		return s.maintainGPU(ctx, op)
+	case DeleteNode:
+		return s.deleteNode(ctx, op)
 	case WipeCDI:
 		return done{}, s.wipeCDI(ctx)
 	case Upgrade, Downgrade:
@@ -316,6 +324,9 @@ func (s *injector) mend(ctx context.Context) error {
 		return err
 	}
 	if err := (&broken{root: s.node.Root}).find(0); err != nil {
+		return err
+	}
+	if err := s.serve(ctx); err != nil {
 		return err
 	}
 	return s.writable(ctx, cdiDir, recordsOfAgent)

@@ -165,6 +165,30 @@ func Mutations() []Mutation {
 `)},
 		},
 		{
+			Name: "neighbours", What: "pods are evicted from all GPUs when one has a taint", Mix: often([2]int{4, 8}, Fault{TaintGPU, noExecute, 1}),
+			changes: []mutation.Change{
+				mutation.Replace("pkg/controller", "", "heldByPods", `
+	for _, h := range d.Holders {
+		if h.Kind == v1alpha1.HolderPod {
+			pods = append(pods, h.Pods...)
+		}
+	}
+	return pods
+`),
+				mutation.Replace("pkg/controller", "", "PlanRemoval", `
+	r = HonestPlanRemoval(node, pod, limits, now)
+	for _, d := range node.Status.Devices {
+		for _, taint := range d.Taints {
+			if r.Device == "" && taint.Effect == v1alpha1.TaintNoExecute {
+				r.Device, r.Taint, r.Due = d.Name, taint, now
+			}
+		}
+	}
+	return r
+`),
+			},
+		},
+		{
 			Name: "unusable", What: "devices stay healthy that no container can be given, or whose holders cannot be recorded",
 			Mix: often([2]int{5, 8}, Fault{ReadOnly, cdiDir, 1}, Fault{ReadOnly, recordsOfAgent, 1}),
 			changes: []mutation.Change{

@@ -106,6 +106,15 @@ func (u user) do(ctx context.Context, op Op) error {
 }
 
 func (u user) create(ctx context.Context, w Workload) error {
+	if w.Budget {
+		err := persist(ctx, "create PodDisruptionBudget", func(ctx context.Context) error {
+			_, err := u.client.PolicyV1().PodDisruptionBudgets(u.namespace).Create(ctx, budget(w), metav1.CreateOptions{})
+			return err
+		})
+		if err != nil {
+			return err
+		}
+	}
 	if w.sharing() && w.Shape != Shared {
 		// These are too many to be created before they are needed.
 		err := persist(ctx, "create ResourceClaimTemplate", func(ctx context.Context) error {

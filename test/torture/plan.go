@@ -58,6 +58,8 @@ type Workload struct {
 	Last bool
 	// Late keeps kubelet from preparing its claims until there is a ConfigMap.
 	Late bool
+	// Budget keeps evictions from ending its last pod that runs.
+	Budget bool
 }
 
 // String names everything that is not usual.
@@ -81,7 +83,7 @@ func (w Workload) String() string {
 	for _, more := range []struct {
 		name string
 		is   bool
-	}{{"together", w.Together}, {"renamed", w.Renamed}, {"init", w.Init}, {"crash", w.Crash}, {"last", w.Last}} {
+	}{{"together", w.Together}, {"renamed", w.Renamed}, {"init", w.Init}, {"crash", w.Crash}, {"last", w.Last}, {"budget", w.Budget}} {
 		if more.is {
 			text += " " + more.name
 		}
@@ -154,7 +156,12 @@ const (
 	// ReadOnly makes a directory of the agent read-only. Component says which.
 	ReadOnly Kind = "read-only"
 	// LoseGPU makes a GPU fall off the bus.
-	LoseGPU        Kind = "lose-gpu"
+	LoseGPU Kind = "lose-gpu"
+	// TaintGPU taints a GPU by a DeviceTaintRule with the effect that Answer names. MaintainGPU takes one out of service by an entry of maintenance.
+	TaintGPU    Kind = "taint-gpu"
+	MaintainGPU Kind = "maintain-gpu"
+	// DeleteNode deletes the Node, and kubelet makes another one.
+	DeleteNode     Kind = "delete-node"
 	agentName           = "agent"
 	controllerName      = "controller"
 	kubeletName         = cluster.Kubelet
@@ -206,6 +213,7 @@ type Op struct {
 func (o Op) IsFault() bool {
 	return slices.Contains([]Kind{
 		Kill, Restart, Freeze, Reboot, WipeCDI, Upgrade, Downgrade, Away, HangPod, ListPods, ForeignPlugin, FillDisk, ReadOnly, LoseGPU,
+		TaintGPU, MaintainGPU, DeleteNode,
 	}, o.Kind) || o.onHardware()
 }
 
@@ -219,7 +227,7 @@ func (o Op) recovery() time.Duration {
 	switch {
 	case o.Kind == Freeze || o.Kind == WipeCDI:
 		return time.Second
-	case o.Kind == Kill && o.Component == controllerName || o.Kind == Reboot:
+	case o.Kind == Kill && o.Component == controllerName || o.Kind == Reboot || o.Kind == DeleteNode:
 		// The lease of the one that was killed has to run out.
 		return 20 * time.Second
 	}
@@ -334,6 +342,7 @@ func Usual() Mix {
 			{Kill, cluster.APIServer, 4}, {Restart, cluster.Kubelet, 3}, {WipeCDI, "", 3}, {Upgrade, agentName, 5}, {Reboot, "", 1},
 			{Away, cluster.APIServer, 2}, {HangPod, "process", 6}, {ListPods, "pod-resources", 4}, {ForeignPlugin, "device-plugin", 3},
 			{FillDisk, runDir, 2}, {ReadOnly, cdiDir, 2}, {ReadOnly, recordsOfAgent, 2}, {LoseGPU, "", 4},
+			{TaintGPU, noExecute, 5}, {TaintGPU, noSchedule, 3}, {MaintainGPU, "", 3}, {DeleteNode, cluster.Kubelet, 2},
 		},
 		Frozen: []Fault{
 			{Freeze, agentName, 5}, {Freeze, controllerName, 4}, {Freeze, cluster.Kubelet, 3}, {Freeze, cluster.Scheduler, 2},
@@ -341,6 +350,12 @@ func Usual() Mix {
 		},
 	}
 }
+
+// Effects of a DeviceTaintRule.
+const (
+	noSchedule = "NoSchedule"
+	noExecute  = "NoExecute"
+)
 
 // Pause bounds.
 const (
@@ -488,7 +503,7 @@ func (p *planner) decorate(w Workload) Workload {
 	if p.chance(p.mix.Linger) {
 		w.Linger = time.Duration(p.between(2, 9)) * time.Second
 	}
-	w.Init, w.Crash = p.chance(20), w.Shape != Job && p.chance(10)
+	w.Init, w.Crash, w.Budget = p.chance(20), w.Shape != Job && p.chance(10), p.chance(15)
 	return w
 }
 
@@ -559,7 +574,7 @@ func (p *planner) inject(among []Fault) Op {
 	switch f.Kind {
 	case Freeze:
 		op.Pause = minFreeze + p.upTo(maxFreeze-minFreeze)
-	case Kill, Reboot:
+	case Kill, Reboot, DeleteNode:
 		op.Pause = p.upTo(maxDown)
 	case Away:
 		op.Pause = minAway + p.upTo(maxAway-minAway)
@@ -574,6 +589,9 @@ func (p *planner) inject(among []Fault) Op {
 		op.Pause, op.Answer = minAway+p.upTo(maxAway-minAway), foreignIDs[p.weighted(3, 2)]
 	case LoseGPU:
 		op.GPU, op.Pause = p.rng.IntN(gpusANode), minFault+p.upTo(maxLost-minFault)
+		op.Component = gpuComponent(op.GPU)
+	case TaintGPU, MaintainGPU:
+		op.GPU, op.Pause, op.Answer = p.rng.IntN(gpusANode), minFault+p.upTo(maxLost-minFault), f.Component
 		op.Component = gpuComponent(op.GPU)
 	case Upgrade:
 		if p.newer {

@@ -100,7 +100,7 @@ func TestAPlanIsSound(t *testing.T) {
 				if minor, is := oracle.ForeignID(fmt.Sprintf(op.Answer, 3)); op.Pause < 5*time.Second || minor != 3 || !is {
 					t.Errorf("seed %d: %s", seed, op)
 				}
-			case LoseGPU:
+			case LoseGPU, TaintGPU, MaintainGPU:
 				if op.Pause < 2*time.Second || op.Pause > 25*time.Second || op.Component != fmt.Sprintf("gpu-%d", op.GPU) || op.GPU >= gpusANode {
 					t.Errorf("seed %d: %s", seed, op)
 				}
@@ -113,7 +113,7 @@ func TestAPlanIsSound(t *testing.T) {
 	}
 	for _, kind := range []Kind{
 		Create, Burst, Scale, Join, DeletePod, Delete, Kill, Restart, Freeze, Reboot, WipeCDI, Upgrade, Downgrade, Away, HangPod, ListPods,
-		ForeignPlugin, FillDisk, ReadOnly, LoseGPU,
+		ForeignPlugin, FillDisk, ReadOnly, LoseGPU, TaintGPU, MaintainGPU, DeleteNode,
 	} {
 		if kinds[kind] == 0 {
 			t.Errorf("60 rounds without any %s", kind)

@@ -31,8 +31,10 @@ type Counters struct {
 	// things, that were not free again when everything was deleted.
 	Stuck  int `json:"stuck"`
 	Leaked int `json:"leaked"`
-	// WronglyEvicted counts pods that were evicted although no owner replaces them; FailedUnusable those that Tandem refused for good
-	// although it could have known that no device could be given to them.
+	// EvictedByTaint counts pods that were evicted from a GPU with a taint of a DeviceTaintRule. WronglyEvicted counts pods that were evicted
+	// without such a taint, and had no claim or no owner that replaces them. FailedUnusable counts those that Tandem refused for good although
+	// it could have known that no device could be given to them.
+	EvictedByTaint int `json:"evictedByTaint"`
 	WronglyEvicted int `json:"wronglyEvicted"`
 	FailedUnusable int `json:"failedUnusable"`
 	// Conflicts is how often the ledger refused a device, by the agent's own metrics.
@@ -70,9 +72,9 @@ type Counters struct {
 // Line is a run's last line.
 func (c Counters) Line(seed uint64) string {
 	line := fmt.Sprintf("torture: seed=%d ops=%d placed_claims=%d placed_limits=%d contended=%d kills=%d doubly_owned=%d stuck=%d leaked=%d "+
-		"conflicts=%d healed=%d heal_p50=%s heal_p99=%s drains=%d drain_p50=%s drain_p99=%s failed_admissions=%d wrongly_evicted=%d failed_unusable=%d undecided=%d", seed, c.Ops, c.PlacedClaims, c.PlacedPods, c.Contended,
+		"conflicts=%d healed=%d heal_p50=%s heal_p99=%s drains=%d drain_p50=%s drain_p99=%s failed_admissions=%d evicted_by_taint=%d wrongly_evicted=%d failed_unusable=%d undecided=%d", seed, c.Ops, c.PlacedClaims, c.PlacedPods, c.Contended,
 		c.Kills, c.DoublyOwned, c.Stuck, c.Leaked, c.Conflicts, c.Healed, c.HealTimes.percentile(50), c.HealTimes.percentile(99),
-		len(c.DrainTimes), c.DrainTimes.percentile(50), c.DrainTimes.percentile(99), c.FailedAdmissions, c.WronglyEvicted, c.FailedUnusable, c.Undecided)
+		len(c.DrainTimes), c.DrainTimes.percentile(50), c.DrainTimes.percentile(99), c.FailedAdmissions, c.EvictedByTaint, c.WronglyEvicted, c.FailedUnusable, c.Undecided)
 	if c.MIG {
 		line += fmt.Sprintf(" partitions_made=%d partitions_destroyed=%d unmanaged_changed=%d", c.PartitionsMade, c.PartitionsDestroyed, c.UnmanagedChanged)
 	}

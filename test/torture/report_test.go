@@ -20,7 +20,7 @@ func TestTheLastLine(t *testing.T) {
 		DrainTimes: []time.Duration{2 * time.Second, 100 * time.Millisecond}, StruckDrains: []time.Duration{11 * time.Second},
 	}
 	line := "torture: seed=9 ops=5000 placed_claims=1 placed_limits=2 contended=3 kills=4 doubly_owned=0 stuck=0 leaked=0 " +
-		"conflicts=5 healed=6 heal_p50=400ms heal_p99=3s drains=2 drain_p50=100ms drain_p99=2s failed_admissions=7 wrongly_evicted=0 failed_unusable=0 undecided=0"
+		"conflicts=5 healed=6 heal_p50=400ms heal_p99=3s drains=2 drain_p50=100ms drain_p99=2s failed_admissions=7 evicted_by_taint=0 wrongly_evicted=0 failed_unusable=0 undecided=0"
 	if got := c.Line(9); got != line {
 		t.Errorf("got\n%s\nwant\n%s", got, line)
 	}

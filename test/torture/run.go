@@ -154,7 +154,7 @@ func newRun(ctx context.Context, c *cluster.Cluster, o Options) (*run, error) {
 	r.faults = &injector{
 		cluster: c, node: node, client: client, before: r.scraper.scrape, newer: o.Newer, administrator: r.administrator, broken: r.broken,
 		auditor: &r.auditor, trace: trace, pods: r.watch.present, victims: r.watch.victims, used: r.used, changed: r.heals.noteUserChange,
-		unusable: r.watch.setUnusable,
+		unusable: r.watch.setUnusable, evicting: r.watch.setEvicting,
 	}
 	r.auditor = auditor{cluster: c, node: node, client: client, dynamic: objects, hardware: r.hardware, sharing: o.State.Sharing}
 	return r, nil

@@ -48,8 +48,9 @@ type podHistory struct {
 	shared bool
 	// unschedulable: the scheduler has said that there is no GPU for it.
 	unschedulable bool
-	// evicted: the Eviction API has deleted it.
+	// evicted: the Eviction API has deleted it. gpus are the minors of those that it was seen with.
 	evicted bool
+	gpus    map[int]bool
 	// over is when the API server first had it as ended, being deleted or gone.
 	over time.Time
 }
@@ -86,6 +87,8 @@ type watch struct {
 	looks     int
 	// unusable is since when no device can be given to a container; zero while devices can.
 	unusable time.Time
+	// evicting are the minors of the GPUs that a taint evicts pods from, with the time when it ended; zero while it has not.
+	evicting map[int]time.Time
 	// wrongs are what pods have suffered that none should.
 	wrongs []string
 }
@@ -97,7 +100,7 @@ func newWatch(
 	return &watch{
 		client: client, lookout: oracle.NewLookout(node, shared), memory: oracle.NewMemory(), room: room, statistics: t, heals: h,
 		holds:        func() (map[string]hold, bool) { return readHolds(node) },
-		podHistories: map[string]*podHistory{}, seen: map[string][]oracle.Device{}, suspected: map[string]bool{},
+		podHistories: map[string]*podHistory{}, seen: map[string][]oracle.Device{}, suspected: map[string]bool{}, evicting: map[int]time.Time{},
 		arrived: make(chan struct{}, 1),
 	}
 }
@@ -231,6 +234,13 @@ func (w *watch) keep(glimpse oracle.Glimpse) {
 	defer w.mu.Unlock()
 	w.looks++
 	w.seen = glimpse.Pods()
+	for uid, devices := range w.seen {
+		if l := w.podHistories[uid]; l != nil {
+			for _, d := range devices {
+				l.gpus[d.Minor()] = true
+			}
+		}
+	}
 	room := w.room()
 	if room.memory != nil {
 		w.countShares()
@@ -324,7 +334,7 @@ func (w *watch) podSeen(pod *corev1.Pod) {
 	defer w.mu.Unlock()
 	l := w.podHistories[string(pod.UID)]
 	if l == nil {
-		l = &podHistory{ask: asked, since: time.Now()}
+		l = &podHistory{ask: asked, since: time.Now(), gpus: map[int]bool{}}
 		if owner := controllerOf(pod); owner != nil {
 			l.owner, l.replaced = string(owner.UID), owner.Kind == "ReplicaSet"
 		}
@@ -358,11 +368,39 @@ func (w *watch) podSeen(pod *corev1.Pod) {
 	}
 	if !l.evicted && evicted(pod) {
 		l.evicted = true
-		w.trace.note("evicted: %s/%s", pod.Namespace, pod.Name)
-		if !replaces(pod) {
+		w.trace.note("evicted: %s/%s, seen with GPUs %v", pod.Namespace, pod.Name, slices.Sorted(maps.Keys(l.gpus)))
+		switch {
+		case w.tainted(l):
+			w.statistics.add(func(c *Counters) { c.EvictedByTaint++ })
+		case asked.api != oracle.Claim || !replaces(pod):
 			w.statistics.add(func(c *Counters) { c.WronglyEvicted++ })
-			w.wrong("WRONGLY EVICTED: %s/%s, which no owner replaces", pod.Namespace, pod.Name)
+			w.wrong("WRONGLY EVICTED: %s/%s, seen with GPUs %v: no taint evicts from them, and no claim of it waits for ever", pod.Namespace, pod.Name,
+				slices.Sorted(maps.Keys(l.gpus)))
 		}
+	}
+}
+
+// evictionLag is how long after the end of a taint an eviction may still be for it: as long as a frozen component knows nothing of the end, and
+// the API server of the eviction.
+const evictionLag = 2*maxFreeze + maxDown
+
+// tainted reports whether a taint may have evicted the pod. One that was not seen yet may have had any GPU. Under mu.
+func (w *watch) tainted(l *podHistory) bool {
+	for gpu, ended := range w.evicting {
+		if (l.gpus[gpu] || len(l.gpus) == 0) && (ended.IsZero() || time.Since(ended) < evictionLag) {
+			return true
+		}
+	}
+	return false
+}
+
+// setEvicting notes that a taint begins to evict the pods of a GPU, or that it has ended.
+func (w *watch) setEvicting(gpu int, evicts bool) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.evicting[gpu] = time.Time{}
+	if !evicts {
+		w.evicting[gpu] = time.Now()
 	}
 }
 

@@ -19,6 +19,7 @@ func newTestWatch(t *testing.T) *watch {
 	return &watch{
 		memory: oracle.NewMemory(), statistics: statistics, trace: trace, podHistories: map[string]*podHistory{},
 		heals: &heals{statistics: statistics, trace: trace, known: map[string]bool{}}, seen: map[string][]oracle.Device{},
+		evicting: map[int]time.Time{},
 	}
 }
 
@@ -29,7 +30,45 @@ func ourPod(name string) *corev1.Pod {
 	return pod
 }
 
-// TestWronglyEvicted: a pod without an owner, or with one that does not replace it, is never evicted.
+// TestEvictedByTaint: pods are evicted from a GPU while it has a taint, and soon afterwards. Pods with limits of other GPUs are not.
+func TestEvictedByTaint(t *testing.T) {
+	for name, c := range map[string]struct {
+		gpus    map[int]bool
+		evicts  map[int]time.Duration // since the end of the taint
+		tainted bool
+	}{
+		"its GPU has a taint":          {map[int]bool{1: true, 2: true}, map[int]time.Duration{2: -1}, true},
+		"its GPU had a taint just now": {map[int]bool{2: true}, map[int]time.Duration{2: time.Second}, true},
+		"its GPU had a taint":          {map[int]bool{2: true}, map[int]time.Duration{2: evictionLag + time.Second}, false},
+		"another GPU has a taint":      {map[int]bool{1: true}, map[int]time.Duration{2: -1}, false},
+		"no GPU has a taint":           {map[int]bool{1: true}, nil, false},
+		"its GPU is not known":         {nil, map[int]time.Duration{2: -1}, true},
+		"no GPU is known, nor a taint": {},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newTestWatch(t)
+			for gpu, ended := range c.evicts {
+				w.setEvicting(gpu, true)
+				if ended >= 0 {
+					w.setEvicting(gpu, false)
+					w.evicting[gpu] = w.evicting[gpu].Add(-ended)
+				}
+			}
+			yes := true
+			pod := barePod(Workload{Name: "limits", API: oracle.Limits, GPUs: 1}, 0)
+			pod.OwnerReferences = []metav1.OwnerReference{{Kind: "ReplicaSet", Controller: &yes}}
+			w.podSeen(pod)
+			w.podHistories[""].gpus = c.gpus
+			pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.DisruptionTarget, Reason: "EvictionByEvictionAPI"}}
+			w.podSeen(pod)
+			if now := w.statistics.now(); (now.EvictedByTaint == 1) != c.tainted || (now.WronglyEvicted == 0) != c.tainted {
+				t.Errorf("evicted by a taint: %d, wrongly: %d", now.EvictedByTaint, now.WronglyEvicted)
+			}
+		})
+	}
+}
+
+// TestWronglyEvicted: a pod without an owner, or with one that does not replace it, is never evicted without a taint.
 func TestWronglyEvicted(t *testing.T) {
 	w := newTestWatch(t)
 	yes := true

@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0
+
+package torture
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+
+	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/test/oracle"
+)
+
+// ruleLabel is a label of all DeviceTaintRules of a run.
+const ruleLabel = "torture/rule"
+
+// taintGPU taints a GPU by a DeviceTaintRule for a while, as an administrator does.
+func (s *injector) taintGPU(ctx context.Context, op Op) (done, error) {
+	selector, err := s.selector(ctx, op.GPU)
+	if err != nil || selector == nil {
+		return done{skipped: "the slices do not have the GPU"}, err
+	}
+	rules := s.client.ResourceV1().DeviceTaintRules()
+	rule := &resourceapi.DeviceTaintRule{
+		ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("torture-%05d", op.Index), Labels: map[string]string{ruleLabel: "true"}},
+		Spec: resourceapi.DeviceTaintRuleSpec{
+			DeviceSelector: selector,
+			Taint:          resourceapi.DeviceTaint{Key: ruleLabel, Effect: resourceapi.DeviceTaintEffect(op.Answer)},
+		},
+	}
+	if rule.Spec.Taint.Effect == resourceapi.DeviceTaintEffectNoExecute {
+		s.evicting(op.GPU, true)
+		defer s.evicting(op.GPU, false)
+	}
+	served := true
+	err = persist(ctx, "create DeviceTaintRule", func(ctx context.Context) error {
+		_, err := rules.Create(ctx, rule, metav1.CreateOptions{})
+		served = !apierrors.IsNotFound(err)
+		return err
+	})
+	if err != nil || !served {
+		return done{skipped: "the API server does not serve DeviceTaintRules"}, err
+	}
+	rest(ctx, op.Pause)
+	return done{}, persist(ctx, "delete DeviceTaintRule", func(ctx context.Context) error {
+		return rules.Delete(ctx, rule.Name, metav1.DeleteOptions{})
+	})
+}
+
+// selector selects all devices of a dynamic GPU by its pool, another whole GPU by its name too, and otherwise one of the GPU's partitions. It is
+// nil for a GPU that the slices do not have.
+func (s *injector) selector(ctx context.Context, gpu int) (*resourceapi.DeviceTaintSelector, error) {
+	var list *resourceapi.ResourceSliceList
+	err := persist(ctx, "list ResourceSlices", func(ctx context.Context) (err error) {
+		list, err = s.client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + s.node.Name()})
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	driver := install.DriverName
+	for _, slice := range list.Items {
+		for _, d := range slice.Spec.Devices {
+			at, ok := placeNamed(d.Name)
+			if !ok || at.gpu != gpu || slice.Spec.Driver != driver {
+				continue
+			}
+			selector := &resourceapi.DeviceTaintSelector{Driver: &driver, Pool: &slice.Spec.Pool.Name}
+			if slice.Spec.Pool.Name == s.node.Name() {
+				selector.Device = &d.Name
+			}
+			return selector, nil
+		}
+	}
+	return nil, nil
+}
+
+// maintainGPU takes a GPU out of service for a while by an entry in the GPUNode's spec.
+func (s *injector) maintainGPU(ctx context.Context, op Op) (done, error) {
+	root, err := s.node.Root()
+	if err != nil {
+		return done{skipped: "the node is down"}, nil //nolint:nilerr // it reboots
+	}
+	gpus, err := oracle.GPUs(root)
+	if err != nil || gpus[op.GPU].UUID == "" {
+		return done{skipped: "the node does not have the GPU"}, nil //nolint:nilerr // it has just booted
+	}
+	if err := s.maintain(ctx, func(uuid string) bool { return uuid == gpus[op.GPU].UUID }, gpus[op.GPU].UUID); err != nil {
+		return done{}, err
+	}
+	rest(ctx, op.Pause)
+	return done{}, s.maintain(ctx, func(uuid string) bool { return uuid == gpus[op.GPU].UUID })
+}
+
+// maintain removes entries and adds one for each of more. A node without a GPUNode has none.
+func (s *injector) maintain(ctx context.Context, ended func(uuid string) bool, more ...string) error {
+	nodes := s.auditor.dynamic.Resource(gpuNodes)
+	return persist(ctx, "change maintenance", func(ctx context.Context) error {
+		node, err := nodes.Get(ctx, s.node.Name(), metav1.GetOptions{})
+		if err != nil {
+			return err
+		}
+		entries, _, err := unstructured.NestedSlice(node.Object, "spec", "maintenance")
+		if err != nil {
+			return err
+		}
+		entries = slices.DeleteFunc(entries, func(entry any) bool {
+			fields, _ := entry.(map[string]any)
+			uuid, _ := fields["uuid"].(string)
+			return ended(uuid)
+		})
+		for _, uuid := range more {
+			entries = append(entries, map[string]any{"uuid": uuid, "reason": "torture"})
+		}
+		if err := unstructured.SetNestedSlice(node.Object, entries, "spec", "maintenance"); err != nil {
+			return err
+		}
+		_, err = nodes.Update(ctx, node, metav1.UpdateOptions{})
+		return err
+	})
+}
+
+// serve ends what takes GPUs out of service. Idempotent.
+func (s *injector) serve(ctx context.Context) error {
+	err := persist(ctx, "delete DeviceTaintRules", func(ctx context.Context) error {
+		return s.client.ResourceV1().DeviceTaintRules().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{LabelSelector: ruleLabel})
+	})
+	return errors.Join(err, s.maintain(ctx, func(string) bool { return true }))
+}
+
+// deleteNode deletes the Node while kubelet is down. kubelet then registers a new one.
+func (s *injector) deleteNode(ctx context.Context, op Op) (done, error) {
+	kubelet := s.component(kubeletName)
+	if err := kubelet.Kill(ctx); err != nil {
+		return done{}, err
+	}
+	err := persist(ctx, "delete Node", func(ctx context.Context) error {
+		return s.client.CoreV1().Nodes().Delete(ctx, s.node.Name(), metav1.DeleteOptions{})
+	})
+	rest(ctx, op.Pause)
+	return done{kills: 1}, errors.Join(err, restart(ctx, kubelet.Start))
+}
