@@ -39,7 +39,7 @@ import (
 // A GPU that a pod holds while a claim is allocated to it counts only if the claim waits for it and another GPU is free. The
 // scheduler counts the pod too, perhaps for hours, and would leave that other GPU unused. Otherwise it would send the next pod to
 // the GPU as soon as the holder ends, while the claim gets it: kubelet fails such pods until the number is lowered. The same applies to a
-// GPU or a replica that a pod holds while it is out of service.
+// GPU or a replica that a pod holds and no other pod gets, for example while it is out of service or the driver is paused.
 func Allocatable(
 	status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, resource corev1.ResourceName,
 ) (value int64, known bool) {
@@ -61,12 +61,9 @@ func Allocatable(
 			continue
 		}
 		if device.Sharing != nil && device.Sharing.Replicas > 0 {
-			switch held, more := replicas(device, node); {
-			case device.OutOfService():
+			if held, more := replicas(device, node); takesNone(device) {
 				awaited += held
-			case device.UnhealthyReason != "": // only for a new holder
-				value += held
-			default:
+			} else {
 				value, free = value+held, free+more
 			}
 			continue
@@ -81,13 +78,18 @@ func Allocatable(
 		switch {
 		case !allocated && len(device.Holders) == 0:
 			free++
-		case !allocated && !device.OutOfService():
+		case !allocated && !takesNone(device):
 			value++
 		case !asking && heldByPod(device):
 			awaited++
 		}
 	}
 	return value + free + min(max(free, 0), awaited), known
+}
+
+// takesNone reports whether a device gets no new pod, although kubelet counts it because a pod holds it.
+func takesNone(device v1alpha1.DeviceStatus) bool {
+	return device.OutOfService() || device.UnhealthyReason != ""
 }
 
 // replicas returns how many of a device's replicas the scheduler may count: those that pods have, and as many more as fit beside what is

@@ -80,13 +80,25 @@ func TestAllocatable(t *testing.T) {
 			}
 			s.Devices[0].Maintenance, s.Devices[0].Sharing.Allocatable = &v1alpha1.DeviceMaintenance{}, 2
 		}, want: 6},
-		"replicas in a pause": {change: func(s *v1alpha1.GPUNodeStatus) {
+		"paused, and two are held": {change: func(s *v1alpha1.GPUNodeStatus) {
 			for i := range s.Devices {
-				withdraw(s, i)
+				if s.Devices[i].UnhealthyReason = device.ReasonPaused; i < 2 {
+					s.Devices[i].Holders = []v1alpha1.DeviceHolder{limit}
+				} else {
+					withdraw(s, i)
+				}
+			}
+		}, want: 0},
+		"held and not clean, beside free ones": {change: func(s *v1alpha1.GPUNodeStatus) {
+			s.Devices[0].UnhealthyReason, s.Devices[0].Holders = device.ReasonNotClean, []v1alpha1.DeviceHolder{limit}
+		}, want: 8},
+		"replicas that are not clean, beside a free GPU": {change: func(s *v1alpha1.GPUNodeStatus) {
+			for i := range s.Devices[2:] {
+				withdraw(s, i+2)
 			}
 			s.Devices[0] = v1alpha1.DeviceStatus{
 				Name: "gpu-0", ExtendedResource: s.Devices[0].ExtendedResource, ExtendedResourceState: v1alpha1.ExtendedResourceAllocatable,
-				Holders: []v1alpha1.DeviceHolder{replica, replica}, UnhealthyReason: device.ReasonPaused,
+				Holders: []v1alpha1.DeviceHolder{replica, replica}, UnhealthyReason: device.ReasonNotClean,
 				Sharing: &v1alpha1.DeviceSharing{Memory: 100, Replicas: 4, ReplicaMemory: 25, Allocatable: 4},
 			}
 		}, want: 2},

@@ -73,7 +73,7 @@ func TestTrimmedGPUNodeChangesNoDecision(t *testing.T) {
 			s.Devices[i] = d
 		}
 		s.Devices[0].Holders[0].Kind, s.Devices[0].Holders[0].State, s.Devices[0].Holders[0].UID = v1alpha1.HolderClaim, v1alpha1.HoldRestored, "uid-a"
-		s.Devices[0].UnhealthyReason = ""
+		s.Devices[0].UnhealthyReason, s.Devices[2].UnhealthyReason = "", ""
 		s.Devices[1].Taints = []v1alpha1.DeviceTaint{broken}
 		s.Daemons, s.UnknownDaemons = filled[[]v1alpha1.MPSDaemon](1), []string{"unknown"}
 		s.Conflicts, s.BootID, s.Holders = filled[[]v1alpha1.ConflictingClaim](1), "boot", "holders"

@@ -12,7 +12,9 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	policyv1 "k8s.io/api/policy/v1"
+	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/events"
@@ -261,6 +263,16 @@ func (r *evictor) remove(ctx context.Context, node string, named v1alpha1.PodRef
 	case plan.Refused != "":
 		say(corev1.EventTypeWarning, "NotEvicted", ". It is not evicted: %s", plan.Refused)
 		return 0, nil
+	}
+	// A controller that has just begun may not have removed the taint of a rule that ended while none ran.
+	if rule := plan.Taint.Rule; rule != "" {
+		err := r.live.Get(ctx, types.NamespacedName{Name: rule}, &resourceapi.DeviceTaintRule{})
+		if apierrors.IsNotFound(err) || meta.IsNoMatchError(err) {
+			return 0, nil
+		}
+		if err != nil {
+			return 0, fmt.Errorf("get DeviceTaintRule %s, which ends pod %s: %w", rule, key, err)
+		}
 	}
 	evicted, refused, err := evict(ctx, r.client, pod)
 	r.metrics.evicted(causeTaint, evicted, refused)

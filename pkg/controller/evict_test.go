@@ -14,7 +14,9 @@ import (
 	dto "github.com/prometheus/client_model/go"
 	corev1 "k8s.io/api/core/v1"
 	policyv1 "k8s.io/api/policy/v1"
+	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -241,6 +243,45 @@ func TestEvictsNoOtherPod(t *testing.T) {
 			if e := w.event(); e != "" {
 				t.Errorf("event %s", e)
 			}
+		})
+	}
+}
+
+// TestEvictsByNoEndedRule: the taint of a rule evicts only while the rule is there, whatever the GPUNode still has.
+func TestEvictsByNoEndedRule(t *testing.T) {
+	ruled := taint("fans", "example.com/repair", "fan")
+	node := gpuNode(has(0, newPod("a"), ruled))
+	node.Spec.Taints = []v1alpha1.RuleTaint{{Rule: "fans", Taint: ruled.Taint}}
+	rule := &resourceapi.DeviceTaintRule{ObjectMeta: metav1.ObjectMeta{Name: "fans"}}
+	for name, c := range map[string]struct {
+		objects []client.Object
+		fails   error
+		writes  map[string]int
+		failed  bool
+	}{
+		"the rule is there":     {objects: []client.Object{rule}, writes: map[string]int{"eviction pod-a": 1}},
+		"the rule has ended":    {},
+		"rules are not served":  {fails: &meta.NoKindMatchError{}},
+		"the API server failed": {objects: []client.Object{rule}, fails: errors.New("etcd is away"), failed: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t, interceptor.Funcs{
+				Get: func(ctx context.Context, under client.WithWatch, key client.ObjectKey, o client.Object, options ...client.GetOption) error {
+					if _, is := o.(*resourceapi.DeviceTaintRule); is && c.fails != nil {
+						return c.fails
+					}
+					return under.Get(ctx, key, o, options...)
+				},
+			}, append(c.objects, node.DeepCopy(), newPod("a", withLimit))...)
+			w.clock = ruled.Since.Time
+			_, err := w.evictor().Reconcile(t.Context(), requestFor("node-1"))
+			if (err != nil) != c.failed {
+				t.Errorf("error %v", err)
+			}
+			if c.writes == nil {
+				c.writes = map[string]int{}
+			}
+			w.want(c.writes)
 		})
 	}
 }

@@ -29,7 +29,7 @@ func TestDriverPaused(t *testing.T) {
 	s.Readyz(503, "pause", label)
 	s.Event("Node", gpuNode, "DriverPaused", label)
 	s.Await(soon, "nothing to be offered", func() error {
-		return errors.Join(s.OfferedToClaims(0), s.OfferedToPods(2))
+		return errors.Join(s.OfferedToClaims(0), s.OfferedToPods(0))
 	})
 	s.Shows("every GPU as paused", func(n gpunode.GPUNode) bool {
 		return !slices.ContainsFunc(n.Status.Devices, func(d gpunode.DeviceStatus) bool {
