@@ -326,9 +326,6 @@ func (s *injector) mend(ctx context.Context) error {
 	if err := (&broken{root: s.node.Root}).find(0); err != nil {
 		return err
 	}
-	if err := s.serve(ctx); err != nil {
-		return err
-	}
 	return s.writable(ctx, cdiDir, recordsOfAgent)
 }
 

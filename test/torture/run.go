@@ -189,7 +189,7 @@ func (r *run) over() bool {
 
 // begin makes sure that the cluster is as empty as after its installation, whatever an interrupted run has left.
 func (r *run) begin(ctx context.Context) error {
-	if err := r.clearAll(ctx); err != nil {
+	if err := errors.Join(r.clearAll(ctx), r.faults.serve(ctx)); err != nil {
 		return err
 	}
 	// What the node offers now is what it has to offer later, so no hold may be left of the pods that were removed.

@@ -34,6 +34,7 @@ func (s *injector) taintGPU(ctx context.Context, op Op) (done, error) {
 			Taint:          resourceapi.DeviceTaint{Key: ruleLabel, Effect: resourceapi.DeviceTaintEffect(op.Answer)},
 		},
 	}
+	// Of a GPU with partitions in the pool of the node the rule selects one, and evictions from the others are taken for right.
 	if rule.Spec.Taint.Effect == resourceapi.DeviceTaintEffectNoExecute {
 		s.evicting(op.GPU, true)
 		defer s.evicting(op.GPU, false)
@@ -48,8 +49,27 @@ func (s *injector) taintGPU(ctx context.Context, op Op) (done, error) {
 		return done{skipped: "the API server does not serve DeviceTaintRules"}, err
 	}
 	rest(ctx, op.Pause)
-	return done{}, persist(ctx, "delete DeviceTaintRule", func(ctx context.Context) error {
+	err = persist(ctx, "delete DeviceTaintRule", func(ctx context.Context) error {
 		return rules.Delete(ctx, rule.Name, metav1.DeleteOptions{})
+	})
+	return done{}, errors.Join(err, s.forgotten(ctx, rule.Name))
+}
+
+// forgotten waits until no GPUNode has a taint of a rule any more.
+func (s *injector) forgotten(ctx context.Context, rule string) error {
+	return persist(ctx, "wait until the GPUNode has lost the rule", func(ctx context.Context) error {
+		node, err := s.auditor.dynamic.Resource(gpuNodes).Get(ctx, s.node.Name(), metav1.GetOptions{})
+		if err != nil {
+			return err
+		}
+		taints, _, err := unstructured.NestedSlice(node.Object, "spec", "taints")
+		if slices.ContainsFunc(taints, func(taint any) bool {
+			fields, _ := taint.(map[string]any)
+			return fields["rule"] == rule
+		}) {
+			err = errors.New("it has the rule")
+		}
+		return err
 	})
 }
 

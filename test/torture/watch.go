@@ -370,7 +370,7 @@ func (w *watch) podSeen(pod *corev1.Pod) {
 		l.evicted = true
 		w.trace.note("evicted: %s/%s, seen with GPUs %v", pod.Namespace, pod.Name, slices.Sorted(maps.Keys(l.gpus)))
 		switch {
-		case w.tainted(l):
+		case asked.api == oracle.Limits && w.tainted(l): // Kubernetes deletes pods with claims, and evicts none
 			w.statistics.add(func(c *Counters) { c.EvictedByTaint++ })
 		case asked.api != oracle.Claim || !replaces(pod):
 			w.statistics.add(func(c *Counters) { c.WronglyEvicted++ })

@@ -64,6 +64,12 @@ func TestEvictedByTaint(t *testing.T) {
 			if now := w.statistics.now(); (now.EvictedByTaint == 1) != c.tainted || (now.WronglyEvicted == 0) != c.tainted {
 				t.Errorf("evicted by a taint: %d, wrongly: %d", now.EvictedByTaint, now.WronglyEvicted)
 			}
+			claim := ourPod("bare")
+			claim.Status.Conditions = pod.Status.Conditions
+			wrongs := w.statistics.now().WronglyEvicted
+			if w.podSeen(claim); w.statistics.now().WronglyEvicted != wrongs+1 {
+				t.Error("a taint excuses the eviction of a pod with a claim")
+			}
 		})
 	}
 }

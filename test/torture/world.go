@@ -153,7 +153,7 @@ func labels(w Workload) map[string]string {
 	return all
 }
 
-// workflow is the owner of a Workflow's pods. No controller knows its kind as an owner of pods, as with those of workflow engines.
+// budget keeps evictions from ending the last pod of a workload that runs.
 func budget(w Workload) *policyv1.PodDisruptionBudget {
 	one := intstr.FromInt32(1)
 	return &policyv1.PodDisruptionBudget{
@@ -162,6 +162,7 @@ func budget(w Workload) *policyv1.PodDisruptionBudget {
 	}
 }
 
+// workflow is the owner of a Workflow's pods. No controller knows its kind as an owner of pods, as with those of workflow engines.
 func workflow(w Workload) *corev1.ConfigMap {
 	return &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Name: w.Name, Labels: labels(w)}}
 }
