@@ -46,9 +46,11 @@ func (s *story) leavings() []leaving {
 		all = append(all, leaving{fault.Name, func(gpu int) error { return fault.Raise(machine, gpu) }, clear})
 	}
 	rules := theClient.ResourceV1().DeviceTaintRules()
-	if _, err := rules.List(s.Ctx, metav1.ListOptions{}); err != nil {
-		s.Logf("no round with a DeviceTaintRule: %v", err)
+	if _, err := rules.List(s.Ctx, metav1.ListOptions{}); apierrors.IsNotFound(err) {
+		s.Logf("no round with a DeviceTaintRule, which the API server does not serve")
 		return all
+	} else if err != nil {
+		s.Fatal(err)
 	}
 	name := s.Namespace
 	end := func(int) error { return rules.Delete(context.WithoutCancel(s.Ctx), name, metav1.DeleteOptions{}) }
@@ -72,29 +74,28 @@ spec:
   taint: {key: example.com/repair, value: fan, effect: NoExecute}
 `
 
-// TestPodsLeaveABrokenGPU: seven pods by each API have GPUs of two nodes with sixteen, and one GPU breaks, gets a taint, or is drained. Where the
+// TestPodsLeaveABrokenGPU: seven pods by each API have GPUs of two nodes with sixteen, and a GPU of one breaks, gets a taint, or is drained. Where the
 // administrator wants that, the pods of this GPU leave it, and their owners' next pods run on other GPUs. The other pods run on. The GPU then takes
-// a pod of each API again.
+// a pod of the same API again.
 func TestPodsLeaveABrokenGPU(t *testing.T) {
 	const ofEach = 7
 	s := begin(t)
 	s.Installed("health.values.yaml", "config.tandem.health.memory=NoExecute")
-	s.Kubectl("taint", "node", numaNode, numaKey+"-")
 	s.Undo(func() error {
-		_, err := theCluster.Kubectl(context.WithoutCancel(s.Ctx), "taint", "node", numaNode, numaKey+"=true:NoSchedule")
+		_, err := theCluster.Kubectl(context.WithoutCancel(s.Ctx), "taint", "node", numaNode, "--overwrite", numaKey+"=true:NoSchedule")
 		return err
 	})
+	s.Kubectl("taint", "node", numaNode, numaKey+"-")
 	leavings := s.leavings()
 	s.Manifest(manifests.SingleTemplate + manifests.ClaimDeployment("claims", "single", ofEach) + manifests.Deployment("limits", ofEach))
 	s.Running(patient, 2*ofEach, 0)
 	var took []time.Duration
-	for i := range repetitions(t, 1) * len(leavings) {
-		of := []string{"claims", "limits"}[i%2]
-		at := slices.IndexFunc(s.Pods(), func(p corev1.Pod) bool { return p.Spec.NodeName == gpuNode && strings.HasPrefix(p.Name, of) })
-		if at < 0 {
-			t.Fatalf("no pod of %s is on %s", of, gpuNode)
-		}
-		took = append(took, s.leaves(leavings[i%len(leavings)], s.Pods()[at].Name, 2*ofEach))
+	apis := []string{"claims", "limits"}
+	for i := range repetitions(t, 1) * len(leavings) * len(apis) {
+		of := apis[i%len(apis)]
+		victim := s.onNode(of)
+		gpu := s.GPUs(victim.Name, "")[0]
+		took = append(took, s.leaves(leavings[i/len(apis)%len(leavings)], victim.Name, gpu, 2*ofEach))
 		s.Await(soon, "the GPU to be healthy and in service", func() error {
 			object, err := s.GPUNodeObject()
 			if err == nil && (object.Status.Counts.Unhealthy > 0 || slices.ContainsFunc(object.Status.Devices, gpunode.DeviceStatus.OutOfService)) {
@@ -102,18 +103,45 @@ func TestPodsLeaveABrokenGPU(t *testing.T) {
 			}
 			return err
 		})
-		for _, of := range []string{"claims", "limits"} {
-			s.Kubectl("scale", "deployment", "-n", s.Namespace, of, fmt.Sprintf("--replicas=%d", ofEach+2))
-			s.Running(patient, 2*gpusANode, 0)
-			s.Kubectl("scale", "deployment", "-n", s.Namespace, of, fmt.Sprintf("--replicas=%d", ofEach))
-			s.only(2 * ofEach)
+		// The others have fourteen GPUs.
+		s.Kubectl("scale", "deployment", "-n", s.Namespace, of, fmt.Sprintf("--replicas=%d", ofEach+2))
+		s.Running(patient, 2*gpusANode, 0)
+		if !slices.ContainsFunc(s.Pods(), func(p corev1.Pod) bool {
+			return strings.HasPrefix(p.Name, of) && p.Spec.NodeName == gpuNode && slices.Contains(s.GPUs(p.Name, ""), gpu)
+		}) {
+			t.Errorf("no pod of %s has GPU %d again", of, gpu)
 		}
+		s.Kubectl("scale", "deployment", "-n", s.Namespace, of, fmt.Sprintf("--replicas=%d", ofEach))
+		s.only(2 * ofEach)
 	}
 	t.Logf("fault to replacement: rounds=%d p50=%s p99=%s", len(took), quantile(took, 50), quantile(took, 99))
 	if failed := s.failed(); len(failed) > 0 {
 		t.Errorf("pods failed: %v", failed)
 	}
 	s.NoDoubleOwners()
+}
+
+// onNode returns a pod of a Deployment that runs on the node. If all of them run elsewhere, those are ended until one does.
+func (s *story) onNode(of string) (found corev1.Pod) {
+	s.Helper()
+	s.Await(patient, "a pod of "+of+" on "+gpuNode, func() error {
+		var elsewhere []string
+		for _, pod := range s.Pods() {
+			switch {
+			case !strings.HasPrefix(pod.Name, of) || !podstatus.Ready(&pod) || pod.DeletionTimestamp != nil:
+			case pod.Spec.NodeName == gpuNode:
+				found = pod
+				return nil
+			default:
+				elsewhere = append(elsewhere, pod.Name)
+			}
+		}
+		if len(elsewhere) > 0 {
+			s.Kubectl("delete", "pod", "-n", s.Namespace, elsewhere[0])
+		}
+		return fmt.Errorf("pods %v are elsewhere", elsewhere)
+	})
+	return found
 }
 
 // only waits until so many pods are left, and all of them run.
@@ -135,11 +163,11 @@ func (s *story) only(n int) {
 }
 
 // leaves makes the pods of a victim's GPU leave it, and returns how long it took until n pods ran on other GPUs.
-func (s *story) leaves(l leaving, victim string, n int) time.Duration {
+func (s *story) leaves(l leaving, victim string, gpu, n int) time.Duration {
 	s.Helper()
-	before, gpu := s.Containers(), s.GPUs(victim, "")[0]
+	before := s.Containers()
 	delete(before, victim)
-	took := s.Took(l.name+" to the replacement", func() {
+	took := s.Took(l.name+" of "+victim+" to the replacement", func() {
 		if err := l.begin(gpu); err != nil {
 			s.Fatalf("%s: %v", l.name, err)
 		}
