@@ -17,24 +17,26 @@ GOWORK=off go -C hack/tools build -o ../../bin/tools/ gotest.tools/gotestsum
 play() {
 	local events=$1
 	shift
-	exec bin/tools/gotestsum --format pkgname ${events:+--jsonfile "$events"} -- "${run[@]}" -vet=off -count=1 -timeout 1h "$@"
+	# No symbols: linking is a fifth cheaper, and stacks have their names all the same.
+	exec bin/tools/gotestsum --format pkgname ${events:+--jsonfile "$events"} -- "${run[@]}" -vet=off -ldflags=-s -count=1 -timeout 1h "$@"
 }
 if [ $# -gt 0 ]; then
 	play "${TEST_RESULTS:-}" -race -parallel 16 "$@"
 fi
 
-# These tests mostly compute, compress or compile, and the race detector makes them two to forty times slower. Other tests of the packages run
+# These tests mostly compute, encrypt, compress or compile, and the race detector makes them two to forty times slower. Other tests of the packages run
 # the same code with it. TestComputingTests of repo_test.go reads both lines.
-readonly computing='^(TestSelfTest|TestFailedAdmissions|TestOptimum|TestOurOrderPacksBetter|TestEachFunctionMayBeMissing|TestProfileOfARecording|TestBuild|TestEqualInputsGiveEqualImages|TestRelease)$'
-readonly of=(./test/simulation ./test/packing ./pkg/nvml ./hack/image ./hack/release)
-# go test begins packages in this order. The slowest come first: the last would run alone, on one core.
-listed=$(go list ./test/simulation ./pkg/webhook ./pkg/nvml ./test/... ./hack/... ./cli/... ./... |
+readonly computing='^(TestSelfTest|TestFailedAdmissions|TestOptimum|TestOurOrderPacksBetter|TestEachFunctionMayBeMissing|TestProfileOfARecording|TestBuild|TestEqualInputsGiveEqualImages|TestPush|TestRelease|TestRotation|TestRulesAsTheScheduler|TestSameSeedSameTrace)$'
+readonly of=(./test/simulation ./pkg/webhook ./test/packing ./pkg/nvml ./pkg/controller ./hack/image ./hack/release)
+# go test begins packages in this order. The slowest come first: the last would run alone, on one core. One more than there are cores run at a
+# time, because some mostly wait.
+listed=$(go list ./pkg/agent ./pkg/nvml ./test/restarts ./test/simulation ./test/dropin ./test/... ./hack/... ./cli/... ./... |
 	grep -v -E '/test/(e2e|contract|facts|intruder|packing)$|/deployments/helm')
 mapfile -t packages <<<"$listed"
 set -m # each part is a process group, which ends as a whole
 play "${TEST_RESULTS:+$TEST_RESULTS.computing}" -run "$computing" "${of[@]}" &
 readonly computes=$!
-play "${TEST_RESULTS:-}" -race -parallel 16 -skip "$computing" "${packages[@]}" &
+play "${TEST_RESULTS:-}" -race -parallel 16 -p "$(($(nproc) + 1))" -skip "$computing" "${packages[@]}" &
 readonly races=$!
 # A shell does not forward signals.
 trap 'kill -TERM -- -$computes -$races; wait' TERM INT
