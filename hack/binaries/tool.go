@@ -15,8 +15,10 @@ import (
 // Tool is the command of a published Go module that is no dependency of ours. It is built statically for this machine, unless
 // it is shared or Env says otherwise.
 type Tool struct {
-	// Module and Version name the module, Package the main package in it.
+	// Module and Version name the module, Package the main package in it. With a Source, which then is the main package, Package is the program's
+	// name.
 	Module, Version, Package string
+	Source                   []byte
 	// Variant follows the version in the cache. It has to differ wherever Tags, LDFlags and Env make the result differ.
 	Variant string
 	// Tags are build tags, separated by spaces or commas.
@@ -50,9 +52,14 @@ func prometheus(command string) Tool {
 
 func (t Tool) component() component {
 	name := path.Base(t.Package)
+	main := t.Package
+	if t.Source != nil {
+		main = "."
+		t.Variant += "-" + hashOf(t.Source)
+	}
 	return component{
-		name: name, version: t.Version, variant: t.Variant, module: t.Module, shared: t.shared,
-		packages: []program{{t.Package, []string{name}}}, tags: t.Tags, linkFlags: " " + t.LDFlags, env: t.Env,
+		name: name, version: t.Version, variant: t.Variant, module: t.Module, shared: t.shared, source: t.Source,
+		packages: []program{{main, []string{name}}}, tags: t.Tags, linkFlags: " " + t.LDFlags, env: t.Env,
 	}
 }
 

@@ -165,7 +165,7 @@ func (r *Results) FailedStories() (failed int) {
 var expected = regexp.MustCompile(strings.Join([]string{
 	`no hardware to test`, // no GPU
 	`set TANDEM_TEST_CLUSTER=1`,
-	`run KUEUE=1`, `run PROMETHEUS=1`,
+	`run KUEUE=1`, `run PROMETHEUS=1`, `run KARPENTER=1`,
 	`make kubelet-model runs it`,
 	`Kubernetes v?1\.\d`, // the version lacks what the test is about
 	`no cgroup of version 1`, `no cgroups here`,
