@@ -44,7 +44,7 @@ func mapper(types *runtime.Scheme) meta.RESTMapper {
 	m := meta.NewDefaultRESTMapper(nil)
 	for kind := range types.AllKnownTypes() {
 		scope := meta.RESTScopeNamespace
-		if slices.Contains([]string{"GPUNode", "Node", "ValidatingWebhookConfiguration"}, kind.Kind) {
+		if slices.Contains([]string{"DeviceTaintRule", "GPUNode", "Node", "ValidatingWebhookConfiguration"}, kind.Kind) {
 			scope = meta.RESTScopeRoot
 		}
 		m.Add(kind, scope)

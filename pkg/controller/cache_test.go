@@ -12,6 +12,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 	toolscache "k8s.io/client-go/tools/cache"
 	"k8s.io/utils/ptr"
@@ -202,7 +203,12 @@ func TestTheMapperKnowsLists(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if is, err := apiutil.IsObjectNamespaced(&corev1.PodList{}, types, mapper(types)); err != nil || !is {
-		t.Errorf("%t, %v", is, err)
+	for object, want := range map[runtime.Object]bool{
+		&corev1.PodList{}: true, &corev1.Pod{}: true, &resourceapi.ResourceClaim{}: true,
+		&corev1.Node{}: false, &v1alpha1.GPUNode{}: false, &resourceapi.DeviceTaintRule{}: false,
+	} {
+		if is, err := apiutil.IsObjectNamespaced(object, types, mapper(types)); err != nil || is != want {
+			t.Errorf("%T: %t, %v", object, is, err)
+		}
 	}
 }

@@ -14,7 +14,6 @@ import (
 	policyv1 "k8s.io/api/policy/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/events"
@@ -267,7 +266,7 @@ func (r *evictor) remove(ctx context.Context, node string, named v1alpha1.PodRef
 	// A controller that has just begun may not have removed the taint of a rule that ended while none ran.
 	if rule := plan.Taint.Rule; rule != "" {
 		err := r.live.Get(ctx, types.NamespacedName{Name: rule}, &resourceapi.DeviceTaintRule{})
-		if apierrors.IsNotFound(err) || meta.IsNoMatchError(err) {
+		if apierrors.IsNotFound(err) {
 			return 0, nil
 		}
 		if err != nil {

@@ -16,7 +16,6 @@ import (
 	policyv1 "k8s.io/api/policy/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -261,7 +260,6 @@ func TestEvictsByNoEndedRule(t *testing.T) {
 	}{
 		"the rule is there":     {objects: []client.Object{rule}, writes: map[string]int{"eviction pod-a": 1}},
 		"the rule has ended":    {},
-		"rules are not served":  {fails: &meta.NoKindMatchError{}},
 		"the API server failed": {objects: []client.Object{rule}, fails: errors.New("etcd is away"), failed: true},
 	} {
 		t.Run(name, func(t *testing.T) {
