@@ -17,7 +17,7 @@ GOWORK=off go -C hack/tools build -o ../../bin/tools/ gotest.tools/gotestsum
 play() {
 	local events=$1
 	shift
-	# No symbols: linking is a fifth cheaper, and stacks have their names all the same.
+	# -s omits the symbol table: linking costs a fifth less, and stack traces still have names.
 	exec bin/tools/gotestsum --format pkgname ${events:+--jsonfile "$events"} -- "${run[@]}" -vet=off -ldflags=-s -count=1 -timeout 1h "$@"
 }
 if [ $# -gt 0 ]; then

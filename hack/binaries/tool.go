@@ -15,8 +15,8 @@ import (
 // Tool is the command of a published Go module that is no dependency of ours. It is built statically for this machine, unless
 // it is shared or Env says otherwise.
 type Tool struct {
-	// Module and Version name the module, Package the main package in it. With a Source, which then is the main package, Package is the program's
-	// name.
+	// Module and Version name the module. Package is its main package. If Source is set, Source is the main package and Package is only the
+	// program's name.
 	Module, Version, Package string
 	Source                   []byte
 	// Variant follows the version in the cache. It has to differ wherever Tags, LDFlags and Env make the result differ.

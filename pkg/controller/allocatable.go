@@ -39,7 +39,7 @@ import (
 // A GPU that a pod holds while a claim is allocated to it counts only if the claim waits for it and another GPU is free. The
 // scheduler counts the pod too, perhaps for hours, and would leave that other GPU unused. Otherwise it would send the next pod to
 // the GPU as soon as the holder ends, while the claim gets it: kubelet fails such pods until the number is lowered. The same applies to a
-// GPU or a replica that a pod holds and no other pod gets, for example while it is out of service or the driver is paused.
+// GPU or a replica that a pod holds and that no new pod can get, for example because it is out of service or the driver is paused.
 func Allocatable(
 	status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim, resource corev1.ResourceName,
 ) (value int64, known bool) {
@@ -87,7 +87,7 @@ func Allocatable(
 	return value + free + min(max(free, 0), awaited), known
 }
 
-// takesNone reports whether a device gets no new pod, although kubelet counts it because a pod holds it.
+// takesNone reports whether no new pod can get a device. If a pod holds it, kubelet counts it all the same.
 func takesNone(device v1alpha1.DeviceStatus) bool {
 	return device.OutOfService() || device.UnhealthyReason != ""
 }

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package controller contains the duties that need the whole cluster. It copies allocations and device taints to each node's GPUNode,
-// corrects nodes' allocatable devices so that the scheduler sends no pods to GPUs of claims, evicts the pods of claims in conflict and
-// those of tainted GPUs, makes kubelet retry claims, writes node conditions, and runs MPS daemons. It never decides who owns a GPU: each
-// node's ledger does, and stays correct without a controller. Each file has one reconciler around pure functions.
+// corrects nodes' allocatable devices so that the scheduler sends no pods to GPUs of claims, evicts the pods of claims in conflict, evicts
+// pods with limits from devices with a taint of effect NoExecute, makes kubelet retry claims, writes node conditions, and runs MPS daemons.
+// It never decides who owns a GPU: each node's ledger does, and stays correct without a controller. Each file has one reconciler around pure
+// functions.
 package controller
 
 import (

@@ -263,14 +263,14 @@ func (r *evictor) remove(ctx context.Context, node string, named v1alpha1.PodRef
 		say(corev1.EventTypeWarning, "NotEvicted", ". It is not evicted: %s", plan.Refused)
 		return 0, nil
 	}
-	// A controller that has just begun may not have removed the taint of a rule that ended while none ran.
+	// A rule may have ended while no controller ran. A controller that has just started may not have removed its taint yet.
 	if rule := plan.Taint.Rule; rule != "" {
 		err := r.live.Get(ctx, types.NamespacedName{Name: rule}, &resourceapi.DeviceTaintRule{})
 		if apierrors.IsNotFound(err) {
 			return 0, nil
 		}
 		if err != nil {
-			return 0, fmt.Errorf("get DeviceTaintRule %s, which ends pod %s: %w", rule, key, err)
+			return 0, fmt.Errorf("get DeviceTaintRule %s, whose taint ends pod %s: %w", rule, key, err)
 		}
 	}
 	evicted, refused, err := evict(ctx, r.client, pod)

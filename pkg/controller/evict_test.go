@@ -209,7 +209,7 @@ func TestEvictsNoOtherPod(t *testing.T) {
 	for name, c := range map[string]struct {
 		now   *v1alpha1.GPUNode // the cache has tainted
 		pods  []client.Object
-		cheap bool // the pod alone is enough to know
+		cheap bool // the pod alone shows that nothing is to be evicted, so the GPUNode is not read
 	}{
 		"the taint is gone":        {now: gpuNode(has(0, newPod("a"))), pods: []client.Object{newPod("a", withLimit)}},
 		"the pod is gone":          {now: tainted, cheap: true},
@@ -246,8 +246,8 @@ func TestEvictsNoOtherPod(t *testing.T) {
 	}
 }
 
-// TestEvictsByNoEndedRule: the taint of a rule evicts only while the rule is there, whatever the GPUNode still has.
-func TestEvictsByNoEndedRule(t *testing.T) {
+// TestEndedRuleEvictsNoPod: the taint of a rule evicts only while the rule exists, even if the GPUNode still has the taint.
+func TestEndedRuleEvictsNoPod(t *testing.T) {
 	ruled := taint("fans", "example.com/repair", "fan")
 	node := gpuNode(has(0, newPod("a"), ruled))
 	node.Spec.Taints = []v1alpha1.RuleTaint{{Rule: "fans", Taint: ruled.Taint}}

@@ -99,7 +99,7 @@ func TestEndOfAGPUNode(t *testing.T) {
 				t.Errorf("again after %s, %v", result.RequeueAfter, err)
 			}
 			if _, known := r.gone["node-1"]; known && (c.live != nil || c.deleted) {
-				t.Error("the minute of a Node that goes again would not begin anew")
+				t.Error("the record of the gone Node is kept: if the Node goes again, its minute does not start anew")
 			}
 			err = w.client.Get(t.Context(), types.NamespacedName{Name: "node-1"}, &v1alpha1.GPUNode{})
 			if apierrors.IsNotFound(err) != c.deleted {

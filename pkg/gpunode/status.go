@@ -238,9 +238,9 @@ func replicasOf(offers []device.Offer) map[device.Ref][]device.Share {
 	return shares
 }
 
-// state returns what kubelet reports of a device. A device that is unhealthy, draining, or out of service and not held by a pod is
-// withdrawn at once, before kubelet reports it. kubelet counts one that a pod holds while only a new holder cannot get it. listed is whether
-// kubelet lists the whole device.
+// state returns what kubelet reports of a device. An unhealthy or draining device is withdrawn at once, before kubelet reports it. So is a device
+// out of service that no pod has. If a pod has the device, only HealthForHolder counts: kubelet keeps counting a device that is paused, for
+// example. listed is whether kubelet lists the whole device.
 func (f Facts) state(of device.Device, d v1alpha1.DeviceStatus, listed bool) v1alpha1.ExtendedResourceState {
 	draining := func(h v1alpha1.DeviceHolder) bool { return h.State == v1alpha1.HoldDraining }
 	byPod := func(h v1alpha1.DeviceHolder) bool { return h.Kind == v1alpha1.HolderPod }

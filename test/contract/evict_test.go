@@ -99,8 +99,8 @@ spec: {minAvailable: 3, selector: {matchLabels: {app: infer}}}
 // eachStepVariable has TestEvictionAtEachStep play all pairs of a component and a step.
 const eachStepVariable = "EACH_STEP"
 
-// TestEvictionAtEachStep: agent, controllers and API server are killed at each step of an eviction. The pod of the broken GPU is evicted once, no
-// other pod is, and the GPU is offered again after the fault. Each component is killed at the step that concerns it most, or at all steps.
+// TestEvictionAtEachStep kills the agent, the controllers or the API server at a step of an eviction: each at one step, or with EACH_STEP=1 at all
+// four. Only the pod of the broken GPU is evicted, and only once. After the fault the GPU is offered again.
 func TestEvictionAtEachStep(t *testing.T) {
 	s := begin(t)
 	s.Undo(func() error { return gpufaults.Clear(s.Machine()) })
@@ -159,14 +159,14 @@ func (s *story) leavesOnce(step, of string, kill func()) {
 	case "the pod is ending":
 		s.Await(soon, when, func() error {
 			if pod := there(); pod == nil || pod.DeletionTimestamp == nil {
-				return errors.New("it is not")
+				return errors.New("the pod is not being deleted")
 			}
 			return nil
 		})
 	case "the pod is gone":
 		s.Await(soon, when, func() error {
 			if there() != nil {
-				return errors.New("it is there")
+				return errors.New("the pod is still there")
 			}
 			return nil
 		})
@@ -182,7 +182,7 @@ func (s *story) leavesOnce(step, of string, kill func()) {
 			}
 		}
 		if there() != nil || ready != len(before) || len(pods) != len(before) {
-			return fmt.Errorf("%d of %d pods run, with or without it", ready, len(pods))
+			return fmt.Errorf("%d of %d pods are ready; the evicted pod is still there: %t", ready, len(pods), there() != nil)
 		}
 		return nil
 	})
@@ -217,7 +217,7 @@ func (s *story) leavesOnce(step, of string, kill func()) {
 	s.Logf("%s: %d eviction", when, evicted)
 }
 
-// holdsAt keeps an eviction at a step until release: a budget refuses it, or a finalizer keeps the pod that is ending.
+// holdsAt holds an eviction at a step until release is called: a budget refuses it, or a finalizer keeps the pod. The other steps are not held.
 func (s *story) holdsAt(step string, victim corev1.Pod) (release func()) {
 	s.Helper()
 	switch step {

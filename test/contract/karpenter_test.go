@@ -74,7 +74,7 @@ func TestKarpenter(t *testing.T) {
 		s.Await(patient, "another node in its place", func() error {
 			now := s.karpenterNodes()
 			if len(now) != 2 || slices.ContainsFunc(now, func(n corev1.Node) bool { return n.UID == broken.UID }) {
-				return fmt.Errorf("there are %d nodes, the broken one with or without", len(now))
+				return fmt.Errorf("there are %d nodes, want 2 without the broken one", len(now))
 			}
 			return nil
 		})
@@ -145,7 +145,7 @@ func (s *story) karpenterNodes() []corev1.Node {
 	return list.Items
 }
 
-// agentOf writes the GPUNode of a node without an agent: one device.
+// agentOf writes a GPUNode with one device, as the agent of the node would. No agent runs there.
 func (s *story) agentOf(name string, d gpunode.DeviceStatus) {
 	s.Helper()
 	if err := s.createGPUNode(theClient, name, "", "{}"); err != nil {
@@ -222,7 +222,7 @@ func (s *story) startKarpenter() {
 	})
 }
 
-// withoutFinalizers deletes objects that nothing else ends.
+// withoutFinalizers removes the finalizers of objects and deletes them.
 func (s *story) withoutFinalizers(ctx context.Context, objects string, selector ...string) error {
 	names, err := theCluster.Kubectl(ctx, append([]string{"get", objects, "-o", "name"}, selector...)...)
 	for _, name := range strings.Fields(names) {
@@ -233,7 +233,7 @@ func (s *story) withoutFinalizers(ctx context.Context, objects string, selector 
 	return err
 }
 
-// ended is no error for a process that a signal has ended.
+// ended returns nil if a signal ended the process.
 func ended(err error) error {
 	if exit, ok := errors.AsType[*exec.ExitError](err); ok && exit.Sys().(syscall.WaitStatus).Signaled() {
 		return nil

@@ -228,7 +228,8 @@ func (o Op) recovery() time.Duration {
 	case o.Kind == Freeze || o.Kind == WipeCDI:
 		return time.Second
 	case o.Kind == Kill && o.Component == controllerName || o.Kind == Reboot || o.Kind == DeleteNode:
-		// The lease of the one that was killed has to run out.
+		// The lease of a controller that was killed, or was on the node that rebooted, has to run out. After DeleteNode all pods of the node
+		// have to be known to the new Node's kubelet.
 		return 20 * time.Second
 	}
 	return 5 * time.Second

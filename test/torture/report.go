@@ -31,8 +31,8 @@ type Counters struct {
 	// things, that were not free again when everything was deleted.
 	Stuck  int `json:"stuck"`
 	Leaked int `json:"leaked"`
-	// EvictedByTaint counts pods that were evicted from a GPU with a taint of a DeviceTaintRule. WronglyEvicted counts pods that were evicted
-	// without such a taint, and had no claim or no owner that replaces them. FailedUnusable counts those that Tandem refused for good although
+	// EvictedByTaint counts pods with limits that were evicted from a GPU with a taint of a DeviceTaintRule. WronglyEvicted counts pods with
+	// limits that were evicted without such a taint, and pods with claims that no owner replaces. FailedUnusable counts those that Tandem refused for good although
 	// it could have known that no device could be given to them.
 	EvictedByTaint int `json:"evictedByTaint"`
 	WronglyEvicted int `json:"wronglyEvicted"`

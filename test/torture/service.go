@@ -34,7 +34,7 @@ func (s *injector) taintGPU(ctx context.Context, op Op) (done, error) {
 			Taint:          resourceapi.DeviceTaint{Key: ruleLabel, Effect: resourceapi.DeviceTaintEffect(op.Answer)},
 		},
 	}
-	// Of a GPU with partitions in the pool of the node the rule selects one, and evictions from the others are taken for right.
+	// Of a GPU with static partitions the rule selects one partition. The run accepts evictions from the other partitions as well.
 	if rule.Spec.Taint.Effect == resourceapi.DeviceTaintEffectNoExecute {
 		s.evicting(op.GPU, true)
 		defer s.evicting(op.GPU, false)

@@ -48,7 +48,7 @@ type podHistory struct {
 	shared bool
 	// unschedulable: the scheduler has said that there is no GPU for it.
 	unschedulable bool
-	// evicted: the Eviction API has deleted it. gpus are the minors of those that it was seen with.
+	// evicted: the Eviction API has deleted it. gpus are the minors of the GPUs that the pod was seen with.
 	evicted bool
 	gpus    map[int]bool
 	// over is when the API server first had it as ended, being deleted or gone.
@@ -370,18 +370,18 @@ func (w *watch) podSeen(pod *corev1.Pod) {
 		l.evicted = true
 		w.trace.note("evicted: %s/%s, seen with GPUs %v", pod.Namespace, pod.Name, slices.Sorted(maps.Keys(l.gpus)))
 		switch {
-		case asked.api == oracle.Limits && w.tainted(l): // Kubernetes deletes pods with claims, and evicts none
+		case asked.api == oracle.Limits && w.tainted(l): // for a taint Kubernetes deletes pods with claims without the Eviction API
 			w.statistics.add(func(c *Counters) { c.EvictedByTaint++ })
 		case asked.api != oracle.Claim || !replaces(pod):
 			w.statistics.add(func(c *Counters) { c.WronglyEvicted++ })
-			w.wrong("WRONGLY EVICTED: %s/%s, seen with GPUs %v: no taint evicts from them, and no claim of it waits for ever", pod.Namespace, pod.Name,
+			w.wrong("WRONGLY EVICTED: %s/%s, seen with GPUs %v: it has limits and no taint evicts from them, or it has a claim and no owner replaces it", pod.Namespace, pod.Name,
 				slices.Sorted(maps.Keys(l.gpus)))
 		}
 	}
 }
 
-// evictionLag is how long after the end of a taint an eviction may still be for it: as long as a frozen component knows nothing of the end, and
-// the API server of the eviction.
+// evictionLag is how long after the end of a taint an eviction may still be due to it. The controller and the API server may each be frozen, and
+// the API server may be down.
 const evictionLag = 2*maxFreeze + maxDown
 
 // tainted reports whether a taint may have evicted the pod. One that was not seen yet may have had any GPU. Under mu.

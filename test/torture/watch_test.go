@@ -30,7 +30,8 @@ func ourPod(name string) *corev1.Pod {
 	return pod
 }
 
-// TestEvictedByTaint: pods are evicted from a GPU while it has a taint, and soon afterwards. Pods with limits of other GPUs are not.
+// TestEvictedByTaint: the eviction of a pod with limits is right while its GPU has a taint, and for evictionLag afterwards. A taint of another GPU
+// does not excuse it. No taint excuses the eviction of a pod with a claim.
 func TestEvictedByTaint(t *testing.T) {
 	for name, c := range map[string]struct {
 		gpus    map[int]bool
@@ -74,7 +75,7 @@ func TestEvictedByTaint(t *testing.T) {
 	}
 }
 
-// TestWronglyEvicted: a pod without an owner, or with one that does not replace it, is never evicted without a taint.
+// TestWronglyEvicted: the eviction of a pod with a claim is wrong if it has no owner, or one that does not replace it.
 func TestWronglyEvicted(t *testing.T) {
 	w := newTestWatch(t)
 	yes := true

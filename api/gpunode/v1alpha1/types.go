@@ -528,8 +528,8 @@ type ExtendedResourceState string
 const (
 	// ExtendedResourceAllocatable devices are free for pods, or held by a pod.
 	ExtendedResourceAllocatable ExtendedResourceState = "Allocatable"
-	// ExtendedResourceWithdrawn devices are held by or allocated to a claim, unhealthy, out of service, or draining. One that a pod holds is
-	// not withdrawn for a reason that only keeps other pods from it.
+	// ExtendedResourceWithdrawn devices are held by or allocated to a claim, unhealthy, out of service, or draining. A device
+	// that a pod holds stays Allocatable if the reason concerns only new holders, as out of service or Paused.
 	ExtendedResourceWithdrawn ExtendedResourceState = "Withdrawn"
 )
 
