@@ -13,7 +13,9 @@ import (
 func TestToolTakesWhatTheCacheHas(t *testing.T) {
 	t.Setenv("TANDEM_CACHE", t.TempDir())
 	t.Setenv("PATH", "") // no go: a build would fail
+	source := []byte("package main")
 	for path, tool := range map[string]Tool{
+		"program/v1.2.3-" + hashOf(source) + "/program":    {Module: "example.com/m", Version: "v1.2.3", Package: "program", Source: source},
 		"helm/" + Helm().Version + sharedVariant + "/helm": Helm(),
 		"tool/v1.2.3-static-arm64/tool":                    {Module: "example.com/m", Version: "v1.2.3", Package: "example.com/m/cmd/tool", Variant: "-static-arm64"},
 	} {

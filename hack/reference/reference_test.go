@@ -23,7 +23,7 @@ const root = "../.."
 
 // notEvents are names in the packages that report events, in the same form as reasons: kinds, and reasons of conditions and containers.
 var notEvents = []string{
-	"AllHealthy", "ContainerCreating", "DaemonSet", "DeviceClass", "DeviceTaintRules", "GPUNode", "GPURepairNeeded", "GPUsHealthy", "MemoryLimit", "NoFault", "NodeFeature", "NotServed", "OutOf",
+	"AllHealthy", "ContainerCreating", "DaemonSet", "DeviceClass", "DeviceTaintRule", "DeviceTaintRules", "GPUNode", "GPURepairNeeded", "GPUsHealthy", "MemoryLimit", "NoFault", "NodeFeature", "NotServed", "OutOf",
 	"PodDisruptionBudget", "PodInitializing", "ResourceClaim", "ResourceClaimTemplate", "ResourceSlice", "SeveralFaults", "SharingApplied", "UnexpectedAdmissionError",
 	"ValidatingWebhookConfiguration",
 }
