@@ -301,6 +301,42 @@ func TestUnusableDevice(t *testing.T) {
 	}
 }
 
+// TestRemovedPartition: an administrator has removed a partition since the last scan. A claim that the scheduler has just given it is refused, and
+// in conflict when kubelet asks again. A claim that has it is not, and neither is one of which the driver does not say.
+func TestRemovedPartition(t *testing.T) {
+	t.Parallel()
+	inv := dynamicMachine(1)
+	inv.GPUs[0].Dynamic = false
+	theirs := cut(&inv.GPUs[0], "1g.10gb", 0)
+	parts := &fakePartitions{removed: map[string]bool{theirs.UUID: true}}
+	r := newRig(t, inv, func(c *Config) { c.Partitions = parts })
+	r.pods.movable.Store(true)
+	claim := newClaim("a", theirs.Name())
+	plan := func(after time.Duration) error {
+		p := r.driver.plan(t.Context(), claim, r.inventory.Inventory(), nil)
+		r.driver.recordUnusable(t.Context(), []*preparation{p}, time.Unix(1000, 0).Add(after))
+		return p.err
+	}
+	if err := plan(0); err == nil || !strings.Contains(err.Error(), "was removed: retrying") {
+		t.Error(err)
+	}
+	if err := plan(90 * time.Second); err == nil || !strings.Contains(err.Error(), "the pod is evicted") || len(r.ledger.Conflicts()) != 1 {
+		t.Errorf("error %v, conflicts %+v", err, r.ledger.Conflicts())
+	}
+	r.ledger.ClearConflict("uid-a")
+	parts.unsaid = errors.New("the GPU does not answer")
+	if err := plan(91 * time.Second); err != nil {
+		t.Error(err)
+	}
+	parts.unsaid = nil
+	if _, err := r.ledger.ReserveClaim(t.Context(), ledger.ClaimRequest{UID: "uid-a", Devices: []device.Ref{theirs.Ref}}); err != nil {
+		t.Fatal(err)
+	}
+	if err := plan(92 * time.Second); err != nil {
+		t.Error(err)
+	}
+}
+
 // What a claim's owner is told must not name what lives in another namespace.
 func TestPrepareConflict(t *testing.T) {
 	t.Parallel()

@@ -73,9 +73,11 @@ type Pods interface {
 	Uses(h ledger.Hold) bool
 }
 
-// Partitions creates the partitions of claims. *partition.Maker implements it. Both methods are idempotent. The reconciler destroys
+// Partitions creates the partitions of claims. *partition.Maker implements it. All methods are idempotent. The reconciler destroys
 // partitions.
 type Partitions interface {
+	// Exists asks the driver whether it still has a partition.
+	Exists(ctx context.Context, p device.Partition) (bool, error)
 	Create(ctx context.Context, request partition.Request) (device.Partition, error)
 	// EnsureWhole switches off MIG mode of a dynamic GPU that is still reserved.
 	EnsureWhole(ctx context.Context, gpu string, reserved func() error) error

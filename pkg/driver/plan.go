@@ -121,6 +121,11 @@ func (d *Driver) planResult(ctx context.Context, p *preparation, result resource
 	if err := d.checkUsable(p, result, found); err != nil {
 		return err
 	}
+	if !demanded && !found.Whole() {
+		if err := d.checkThere(ctx, p, result, found); err != nil {
+			return err
+		}
+	}
 	if demanded {
 		p.onDemand = append(p.onDemand, onDemand{entry, found})
 	} else {
@@ -141,6 +146,22 @@ func (d *Driver) planMonitored(ctx context.Context, p *preparation, entry int, r
 	default:
 		d.show(p, entry, found)
 	}
+}
+
+// checkThere refuses an administrator's partition that was removed since the last scan: containers of a prepared claim would never start. A claim
+// that has the partition already is not refused, and the inventory is believed if the driver does not say.
+func (d *Driver) checkThere(ctx context.Context, p *preparation, result resourceapi.DeviceRequestAllocationResult, found device.Device) error {
+	if d.has(p.claim, found.Ref()) {
+		return nil
+	}
+	there, err := d.Partitions.Exists(ctx, found.Partition)
+	switch {
+	case err != nil:
+		klog.FromContext(ctx).Error(err, "Cannot tell whether a partition still exists; preparing its claim", "claim", klog.KObj(p.claim), "partition", found.Ref().String())
+	case !there:
+		return refuseUnusable(reasonUnknownDevice, result.Device, found.Ref(), false, "device %s (%s) for request %s was removed", result.Device, found.Ref(), result.Request)
+	}
+	return nil
 }
 
 // checkUsable refuses a device that this node cannot give to the claim now.

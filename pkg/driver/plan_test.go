@@ -26,6 +26,15 @@ type fakePartitions struct {
 	onRecord func()
 	// known is what a second call for the same place returns.
 	known map[device.Ref]device.Partition
+	// removed partitions do not exist, by their UUID. unsaid is why that is not known.
+	removed map[string]bool
+	unsaid  error
+}
+
+func (f *fakePartitions) Exists(_ context.Context, p device.Partition) (bool, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.unsaid == nil && !f.removed[p.UUID], f.unsaid
 }
 
 func (f *fakePartitions) Create(ctx context.Context, request partition.Request) (device.Partition, error) {

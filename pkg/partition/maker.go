@@ -200,6 +200,12 @@ func (m *Maker) find(ctx context.Context, want device.Partition) (found *device.
 	return found, found != nil && found.UUID != "", nil
 }
 
+// Exists reports whether the driver still has a partition. The inventory may be a scan behind an administrator who removes one. Prepare calls it.
+func (m *Maker) Exists(ctx context.Context, p device.Partition) (bool, error) {
+	existing, err := m.hardware.Partitions(ctx, p.Ref.GPU)
+	return slices.ContainsFunc(existing, func(e device.Partition) bool { return e.UUID == p.UUID }), err
+}
+
 // profileOf returns the GPU and the profile of a partition.
 func (m *Maker) profileOf(want device.Partition) (device.GPU, device.Profile, error) {
 	gpu, ok := m.hardware.Inventory().ByUUID(want.Ref.GPU)

@@ -258,6 +258,13 @@ func TestUnmanagedPartition(t *testing.T) {
 	if err := m.Destroy(t.Context(), theirs.Ref, always); err != nil || !slices.Equal(h.uuids(), []string{theirs.UUID}) {
 		t.Fatalf("%v; left %v, want %s", err, h.uuids(), theirs.UUID)
 	}
+	made := theirs
+	made.UUID = "MIG-another at the same placement"
+	for p, want := range map[*device.Partition]bool{&theirs: true, &made: false} {
+		if there, err := m.Exists(t.Context(), *p); err != nil || there != want {
+			t.Errorf("%s exists: %t, %v", p.UUID, there, err)
+		}
+	}
 	if unmanaged, ok := errors.AsType[*UnmanagedError](m.EnsureWhole(t.Context(), gpuUUID, func() error { return nil })); !ok || unmanaged.Unmanaged.UUID != theirs.UUID {
 		t.Error("a GPU with an unmanaged partition was made whole")
 	}
