@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -319,7 +320,8 @@ func TestRestoreOfLatePartitionIsTriedAgain(t *testing.T) {
 func TestRestoreOfLatePartitionFails(t *testing.T) {
 	g := latePodHolds(t)
 	must(t, g.r.Restore(t.Context()))
-	disk := &brokenDisk{Ledger: g.book, fail: 3}
+	disk := &brokenDisk{Ledger: g.book}
+	disk.fail.Store(3)
 	g.r.Ledger = disk
 	g.run()
 	g.setGPUs("GPU-0:MIG-a,MIG-b")
@@ -329,11 +331,11 @@ func TestRestoreOfLatePartitionFails(t *testing.T) {
 // brokenDisk records nothing at first.
 type brokenDisk struct {
 	*ledger.Ledger
-	fail int
+	fail atomic.Int32
 }
 
 func (b *brokenDisk) Expect(h ledger.Hold) error {
-	if b.fail--; b.fail >= 0 {
+	if b.fail.Add(-1) >= 0 {
 		return ledger.ErrLocked
 	}
 	return b.Ledger.Expect(h)
