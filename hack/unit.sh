@@ -12,7 +12,8 @@ if [ $# -eq 0 ] && [ "$(id -u)" -eq 0 ]; then
 	mkdir -p "$tmp"
 	run=(-exec "unshare --mount --propagation private sh -c 'mount -t tmpfs -o mode=1777 unit $tmp && TMPDIR=$tmp exec \"\$0\" \"\$@\"'")
 fi
-GOWORK=off go -C hack/tools build -o ../../bin/tools/ gotest.tools/gotestsum
+# Another run of this script may be using it.
+[ bin/tools/gotestsum -nt hack/tools/go.sum ] || GOWORK=off go -C hack/tools build -o ../../bin/tools/ gotest.tools/gotestsum
 # play EVENTS ARGUMENT... runs go test.
 play() {
 	local events=$1

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command test runs the parts of make test or make test-long, which are targets of the Makefile, one after the other. It goes on after a
-// part that failed. Whatever happens, it ends with what failed and with one line of numbers. It succeeds only if all parts did, all stories
+// Command test runs the parts of make test or make test-long, which are targets of the Makefile, one after the other. Parts that are joined by
+// a plus, as in unit+contract, run at the same time: one of them mostly waits. It goes on after a part that failed. Whatever happens, it ends with what failed and with one line of numbers. It succeeds only if all parts did, all stories
 // were played, and no test was skipped without a known reason.
 package main
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"flag"
@@ -19,6 +20,7 @@ import (
 	"runtime"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 
@@ -61,8 +63,10 @@ func run(ctx context.Context, args []string, out io.Writer) (ok bool, err error)
 		return false, fmt.Errorf("RUN=%s leaves out stories: make e2e takes it", only)
 	}
 	s := &session{tier: *tier, shard: shard, start: time.Now(), out: out}
-	for _, name := range flags.Args() {
-		s.parts = append(s.parts, &part{name: name})
+	for _, names := range flags.Args() {
+		for i, name := range strings.Split(names, "+") {
+			s.parts = append(s.parts, &part{name: name, beside: i > 0})
+		}
 	}
 	fmt.Fprintf(out, "test: %s has: %s\n", s.tier, strings.Join(flags.Args(), " "))
 	if *rest != "" {
@@ -80,13 +84,70 @@ func run(ctx context.Context, args []string, out io.Writer) (ok bool, err error)
 			return false, fmt.Errorf("empty directory for results: %w", err)
 		}
 	}
-	for i, p := range s.parts {
-		if ctx.Err() == nil {
-			fmt.Fprintf(out, "\ntest: %s (%d of %d)\n", p.name, i+1, len(s.parts))
-			p.run(ctx, out)
+	for from := 0; from < len(s.parts); {
+		to := from + 1
+		for to < len(s.parts) && s.parts[to].beside {
+			to++
 		}
+		if ctx.Err() == nil {
+			s.runTogether(ctx, from, to)
+		}
+		from = to
 	}
 	return s.summarize(), nil
+}
+
+// runTogether runs some of the parts at the same time.
+func (s *session) runTogether(ctx context.Context, from, to int) {
+	for i, p := range s.parts[from:to] {
+		fmt.Fprintf(s.out, "\ntest: %s (%d of %d)\n", p.name, from+i+1, len(s.parts))
+	}
+	if to == from+1 {
+		s.parts[from].run(ctx, s.out)
+		return
+	}
+	var running sync.WaitGroup
+	var mu sync.Mutex
+	for _, p := range s.parts[from:to] {
+		running.Go(func() {
+			lines := &prefixed{mu: &mu, out: s.out, prefix: p.name + " | "}
+			p.run(ctx, lines)
+			lines.end()
+		})
+	}
+	running.Wait()
+}
+
+// prefixed writes whole lines, behind the name of the part that they are from.
+type prefixed struct {
+	mu     *sync.Mutex
+	out    io.Writer
+	prefix string
+	rest   []byte
+}
+
+func (p *prefixed) Write(data []byte) (int, error) {
+	p.rest = append(p.rest, data...)
+	for {
+		line, rest, found := bytes.Cut(p.rest, []byte("\n"))
+		if !found {
+			return len(data), nil
+		}
+		p.rest = rest
+		p.mu.Lock()
+		_, err := fmt.Fprintf(p.out, "%s%s\n", p.prefix, line)
+		p.mu.Unlock()
+		if err != nil {
+			return 0, err
+		}
+	}
+}
+
+// end writes a last line without an end.
+func (p *prefixed) end() {
+	if len(p.rest) > 0 {
+		p.Write([]byte("\n")) //nolint:errcheck // as of all output
+	}
 }
 
 // session is one run of a tier.
@@ -119,11 +180,13 @@ func (s *session) reduce() (firstOnly []string) {
 // part is a target of the Makefile.
 type part struct {
 	name string
-	ran  bool
-	err  error
-	took time.Duration
-	last []string
-	rest string
+	// beside is whether it runs at the same time as the part before it.
+	beside bool
+	ran    bool
+	err    error
+	took   time.Duration
+	last   []string
+	rest   string
 }
 
 func (p *part) results() (*results.Results, error) { return results.Read(p.file()) }
