@@ -518,6 +518,28 @@ func TestPolicyPrunesNothingNew(t *testing.T) {
 	}
 }
 
+// TestPolicyKeepsClientsOfRestoredClaims: while the share of a claim is not known, no client device is removed: its containers may need it.
+func TestPolicyKeepsClientsOfRestoredClaims(t *testing.T) {
+	w := newTown(t, byMPS(0, true))
+	name := w.clientOfBefore()
+	w.restarted()
+	restored := holdOf(ledger.KindClaim, "uid-a", device.Share{}, ledger.StateRestored)
+	unreadable := holdOf(ledger.KindClaim, "uid-a", device.Share{}, ledger.StateHeld)
+	unreadable.Unreadable = true
+	for what, hold := range map[string]ledger.Hold{"restored": restored, "unreadable": unreadable} {
+		w.book.set(hold)
+		check(t, settleAll(t, w.policy))
+		if _, there := w.described(name); !there {
+			t.Errorf("%s: %s is not there", what, name)
+		}
+	}
+	w.book.set(holdOf(ledger.KindClaim, "uid-b", shareOf(2), ledger.StateHeld))
+	check(t, settleAll(t, w.policy))
+	if _, there := w.described(name); there {
+		t.Errorf("%s is there, and no claim has it", name)
+	}
+}
+
 // A client device that is written after its claim was unprepared goes again.
 func TestPolicyPrunesLateClient(t *testing.T) {
 	w := newTown(t, byMPS(0, true))
