@@ -123,6 +123,28 @@ func asks(name string, memory int64) (claim v1alpha1.AllocatedClaim) {
 	return claim
 }
 
+// TestReason: a fault counts first, then maintenance, a taint, and a holder.
+func TestReason(t *testing.T) {
+	taints, maintained := []v1alpha1.DeviceTaint{{Rule: "rule"}}, &v1alpha1.DeviceMaintenance{}
+	held := []v1alpha1.DeviceHolder{{Kind: v1alpha1.HolderClaim, State: v1alpha1.HoldHeld}}
+	for name, c := range map[string]struct {
+		d    v1alpha1.DeviceStatus
+		want availability.Reason
+	}{
+		"all":                   {v1alpha1.DeviceStatus{UnhealthyReason: "Lost", Maintenance: maintained, Taints: taints, Holders: held}, availability.Unhealthy},
+		"maintenance and taint": {v1alpha1.DeviceStatus{Maintenance: maintained, Taints: taints, Holders: held}, availability.Maintenance},
+		"a taint":               {v1alpha1.DeviceStatus{Taints: taints, Holders: held}, availability.Tainted},
+		"a holder":              {v1alpha1.DeviceStatus{Holders: held}, availability.HeldByClaim},
+		"nothing":               {v1alpha1.DeviceStatus{}, availability.Available},
+	} {
+		c.d.Name = "gpu-0"
+		node := availability.NewNode(v1alpha1.GPUNodeStatus{Devices: []v1alpha1.DeviceStatus{c.d}}, nil)
+		if got := node.Reason(c.d); got != c.want {
+			t.Errorf("%s: %v", name, got)
+		}
+	}
+}
+
 func TestNode(t *testing.T) {
 	status := v1alpha1.GPUNodeStatus{Devices: []v1alpha1.DeviceStatus{
 		{Name: "gpu-0", Holders: []v1alpha1.DeviceHolder{

@@ -75,17 +75,18 @@ type tainter struct {
 	driver string
 }
 
+// devicesChanged leaves out what changes no taint. A rule may select a new device.
+var devicesChanged = changed(func(n *v1alpha1.GPUNode) any {
+	names := make([]string, 0, len(n.Status.Devices))
+	for _, d := range n.Status.Devices {
+		names = append(names, d.Name)
+	}
+	return []any{n.UID, n.Generation, names}
+})
+
 func (r *tainter) register(m manager.Manager) error {
-	// A new device may be one that a rule selects.
-	devices := changed(func(n *v1alpha1.GPUNode) any {
-		names := make([]string, 0, len(n.Status.Devices))
-		for _, d := range n.Status.Devices {
-			names = append(names, d.Name)
-		}
-		return []any{n.UID, n.Generation, names}
-	})
 	return builder.ControllerManagedBy(m).Named("taints").
-		For(&v1alpha1.GPUNode{}, builder.WithPredicates(devices)).
+		For(&v1alpha1.GPUNode{}, builder.WithPredicates(devicesChanged)).
 		WatchesRawSource(r.rules.changes(handler.EnqueueRequestsFromMapFunc(r.nodes))).
 		WithOptions(options(4)).
 		Complete(r)

@@ -26,6 +26,7 @@ import (
 	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
+	"sigs.k8s.io/controller-runtime/pkg/event"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 )
@@ -220,6 +221,28 @@ func TestTainter(t *testing.T) {
 	w.twice(r, "node-1")
 	if now := w.gpuNode().Spec.Taints; len(now) != v1alpha1.MaxTaints || now[0].Rule != "a" {
 		t.Errorf("of too many rules: %d, first %v", len(now), now[0])
+	}
+}
+
+// TestNewDevicesAreTainted: a GPUNode whose devices or spec change is looked at, and one whose devices get a holder is not.
+func TestNewDevicesAreTainted(t *testing.T) {
+	before := gpuNode()
+	for name, c := range map[string]struct {
+		change func(*v1alpha1.GPUNode)
+		want   bool
+	}{
+		"a device": {func(n *v1alpha1.GPUNode) {
+			n.Status.Devices = append(n.Status.Devices, v1alpha1.DeviceStatus{Name: "gpu-8"})
+		}, true},
+		"the spec":       {func(n *v1alpha1.GPUNode) { n.Generation++ }, true},
+		"another object": {func(n *v1alpha1.GPUNode) { n.UID = "other" }, true},
+		"a holder":       {func(n *v1alpha1.GPUNode) { n.Status.Devices[0].Holders = make([]v1alpha1.DeviceHolder, 1) }, false},
+	} {
+		after := before.DeepCopy()
+		c.change(after)
+		if got := devicesChanged.Update(event.UpdateEvent{ObjectOld: before, ObjectNew: after}); got != c.want {
+			t.Errorf("%s: %t", name, got)
+		}
 	}
 }
 

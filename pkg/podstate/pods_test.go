@@ -459,6 +459,11 @@ func TestUnknownPodsAndClaimNames(t *testing.T) {
 	if got, want := p.ClaimNames(), []types.NamespacedName{{Namespace: "apps", Name: "one"}, {Namespace: "apps", Name: "two"}}; !slices.Equal(got, want) {
 		t.Errorf("claims are %v, want %v", got, want)
 	}
+	// A pod that was deleted by force may run on.
+	p.forget(pod(podA, "a"))
+	if got, err := p.UnknownPods(); err != nil || !slices.Equal(slices.Sorted(slices.Values(got)), slices.Sorted(slices.Values([]string{podA, podB}))) {
+		t.Errorf("unknown pods are %v, %v", got, err)
+	}
 }
 
 // An update that changes nothing of interest wakes no waiter.

@@ -328,6 +328,15 @@ func TestRestoreOfLatePartitionFails(t *testing.T) {
 	g.await("GPU-0@0+1: pod MIG-a held [p1]", "GPU-0@1+1: pod MIG-b held [p2]")
 }
 
+// TestSharesOfOneGPUAreAdded: a claim with two shares of a GPU is restored with both.
+func TestSharesOfOneGPUAreAdded(t *testing.T) {
+	g := newRig(t, "GPU-0", "GPU-1")
+	g.claim("shared", "uid-s", "4Gi:gpu-1", "2Gi:gpu-1")
+	if got := g.r.usesOf(g.claims["apps/shared"]).consumed[podstate.PoolDevice{Pool: node, Device: "gpu-1"}]; got.Memory != 6<<30 {
+		t.Errorf("it has %+v", got)
+	}
+}
+
 // brokenDisk records nothing at first.
 type brokenDisk struct {
 	*ledger.Ledger
