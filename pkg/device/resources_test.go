@@ -150,3 +150,13 @@ func TestReplicasOfSinglePartitions(t *testing.T) {
 		}
 	}
 }
+
+// TestShareOfAllMemory: a claim that has all memory of a GPU has it alone if claims share it by memory, and beside others if any number may have it.
+func TestShareOfAllMemory(t *testing.T) {
+	for claims, alone := range map[ClaimShares]bool{ByMemory: true, Unlimited: false} {
+		d := Device{GPU: GPU{MemoryBytes: 80 << 30, Sharing: Sharing{Claims: claims}}}
+		if got := d.Share(Consumed{Memory: 80 << 30}).Whole(); got != alone {
+			t.Errorf("%s: alone: %t", claims, got)
+		}
+	}
+}

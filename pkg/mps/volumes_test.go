@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strconv"
 	"sync"
 	"syscall"
 	"testing"
@@ -79,10 +80,16 @@ func TestAFullVolumeHeals(t *testing.T) {
 // small mounts a volume as kubelet does, of 64 KiB.
 func small(t *testing.T, dir string) {
 	t.Helper()
+	mount(t, dir, "size=65536,mode=0777")
+}
+
+// mount mounts a tmpfs with options.
+func mount(t *testing.T, dir, options string) {
+	t.Helper()
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "size=65536,mode=0777"); err != nil {
+	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, options); err != nil {
 		t.Skipf("a full volume needs a mount, and this machine allows none: %v", err)
 	}
 	t.Cleanup(func() {
@@ -97,6 +104,23 @@ func fill(t *testing.T, dir string) {
 	t.Helper()
 	if err := os.WriteFile(filepath.Join(dir, "full"), make([]byte, 1<<20), 0o600); !errors.Is(err, unix.ENOSPC) {
 		t.Fatalf("fill %s: %v", dir, err)
+	}
+}
+
+// TestRoomForFiles: a volume in which no file can be made is full, although it has bytes left.
+func TestRoomForFiles(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	mount(t, dir, "size=1m,nr_inodes=10")
+	if free, err := room(dir); err != nil || free < 0.5 {
+		t.Errorf("%v of an empty volume is free, %v", free, err)
+	}
+	var err error
+	for i := 0; err == nil; i++ {
+		err = os.WriteFile(filepath.Join(dir, strconv.Itoa(i)), nil, 0o600)
+	}
+	if free, full := room(dir); !errors.Is(err, unix.ENOSPC) || full != nil || free > 0 {
+		t.Errorf("%v of a volume without files is free, %v, after %v", free, full, err)
 	}
 }
 
