@@ -3,8 +3,11 @@
 package availability_test
 
 import (
+	"encoding/json"
+	"fmt"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/availability"
@@ -197,5 +200,25 @@ func TestNode(t *testing.T) {
 	}
 	if status, known := node.Status("gpu-0-mig-1g10gb-19-0"); !known || status.Name != "gpu-0" {
 		t.Errorf("Status of a partition that does not exist is %q, %v; want that of gpu-0", status.Name, known)
+	}
+}
+
+// TestIsSilent: an agent that wrote when it was there, and not for long, is silent. One of an older version never is.
+func TestIsSilent(t *testing.T) {
+	now := time.Date(2026, 1, 1, 12, 0, 0, 0, time.UTC)
+	for _, c := range []struct {
+		since time.Duration
+		want  bool
+	}{{0, false}, {availability.SilentAfter, false}, {availability.SilentAfter + time.Second, true}} {
+		var status v1alpha1.GPUNodeStatus
+		if err := json.Unmarshal(fmt.Appendf(nil, `{"seen": %q}`, now.Add(-c.since).Format(time.RFC3339)), &status); err != nil {
+			t.Fatal(err)
+		}
+		if got := availability.IsSilent(now, status); got != c.want {
+			t.Errorf("seen %s ago: %t", c.since, got)
+		}
+	}
+	if availability.IsSilent(now, v1alpha1.GPUNodeStatus{}) {
+		t.Error("an agent that never writes it is silent")
 	}
 }
