@@ -121,13 +121,10 @@ func (d *Driver) planResult(ctx context.Context, p *preparation, result resource
 	if err := d.checkUsable(p, result, found); err != nil {
 		return err
 	}
-	if !demanded && !found.Whole() {
-		if err := d.checkThere(ctx, p, result, found); err != nil {
-			return err
-		}
-	}
 	if demanded {
 		p.onDemand = append(p.onDemand, onDemand{entry, found})
+	} else if err := d.checkThere(ctx, p, result, found); err != nil {
+		return err
 	} else {
 		d.show(p, entry, found)
 	}
@@ -151,7 +148,7 @@ func (d *Driver) planMonitored(ctx context.Context, p *preparation, entry int, r
 // checkThere refuses an administrator's partition that was removed since the last scan: containers of a prepared claim would never start. A claim
 // that has the partition already is not refused, and the inventory is believed if the driver does not say.
 func (d *Driver) checkThere(ctx context.Context, p *preparation, result resourceapi.DeviceRequestAllocationResult, found device.Device) error {
-	if d.has(p.claim, found.Ref()) {
+	if found.Whole() || d.has(p.claim, found.Ref()) {
 		return nil
 	}
 	there, err := d.Partitions.Exists(ctx, found.Partition)
