@@ -5,7 +5,6 @@ package contract
 import (
 	"context"
 	_ "embed"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -38,8 +37,8 @@ const (
 //go:embed testdata/karpenter/main.go
 var karpenterSource []byte
 
-// TestKarpenter: Karpenter, by a provider that has Tandem's condition compiled in, replaces a node with a GPU that only a reboot repairs. It leaves
-// a node alone whose GPU a claim holds, although that GPU needs a reset.
+// TestKarpenter: Karpenter with a provider that has Tandem's condition compiled in replaces a node with a GPU that needs a reboot. It keeps a node
+// with a GPU that a claim holds and that needs a reset.
 func TestKarpenter(t *testing.T) {
 	if os.Getenv(karpenterVariable) == "" {
 		t.Skipf("compiling Karpenter takes minutes the first time; to play the story, run %s=1 hack/unit.sh ./test/contract -run TestKarpenter", karpenterVariable)
@@ -124,7 +123,7 @@ spec:
       containers: [{name: work, image: none, resources: {requests: {cpu: 100m}}}]
 `
 
-// karpenterNodes are the nodes of the pool, sorted by name. Nodes that no kubelet reports are made Ready.
+// karpenterNodes returns the nodes of the pool, sorted by name. It makes those Ready that are not: no kubelet runs there.
 func (s *story) karpenterNodes() []corev1.Node {
 	s.Helper()
 	list, err := theClient.CoreV1().Nodes().List(s.Ctx, metav1.ListOptions{LabelSelector: nodePoolLabel + "=gpus"})
@@ -157,24 +156,16 @@ func (s *story) agentOf(name string, d gpunode.DeviceStatus) {
 	if d.UnhealthyReason != "" {
 		d.UnhealthySince = &now
 	}
-	patch, err := json.Marshal(map[string]any{"status": gpunode.GPUNodeStatus{Mode: "Dual", Seen: &now, Devices: []gpunode.DeviceStatus{d}}})
-	if err != nil {
-		s.Fatal(err)
-	}
-	s.Kubectl("patch", "gpunode", name, "--subresource", "status", "--type", "merge", "-p", string(patch))
+	s.writeStatus(name, gpunode.GPUNodeStatus{Mode: "Dual", Seen: &now, Devices: []gpunode.DeviceStatus{d}})
 }
 
 // startKarpenter runs Karpenter until the story ends.
 func (s *story) startKarpenter() {
 	s.Helper()
-	out, err := exec.CommandContext(s.Ctx, "go", "mod", "download", "-json", karpenterModule+"@"+karpenterVersion).Output()
-	var module struct{ Dir string }
-	if err != nil || json.Unmarshal(out, &module) != nil {
-		s.Fatalf("download Karpenter: %v\n%s", err, out)
-	}
+	sources := stories.ModuleDir(s.T, karpenterModule+"@"+karpenterVersion)
 	var definitions []string
 	for _, dir := range []string{"pkg/apis/crds", "kwok/apis/crds"} {
-		files, err := filepath.Glob(filepath.Join(module.Dir, dir, "karpenter.*.yaml"))
+		files, err := filepath.Glob(filepath.Join(sources, dir, "karpenter.*.yaml"))
 		if err != nil || len(files) == 0 {
 			s.Fatalf("no definitions in %s, %v", dir, err)
 		}

@@ -111,7 +111,7 @@ func TestPodsLeaveABrokenGPU(t *testing.T) {
 			t.Errorf("no pod of %s has GPU %d again", of, gpu)
 		}
 		s.Kubectl("scale", "deployment", "-n", s.Namespace, of, fmt.Sprintf("--replicas=%d", ofEach))
-		s.only(2 * ofEach)
+		s.Only(patient, 2*ofEach, "")
 	}
 	t.Logf("fault to replacement: rounds=%d p50=%s p99=%s", len(took), quantile(took, 50), quantile(took, 99))
 	if failed := s.failed(); len(failed) > 0 {
@@ -149,24 +149,6 @@ func (s *story) onNode(of string, lost map[int]int) (found corev1.Pod, gpu int) 
 	return found, gpu
 }
 
-// only waits until so many pods are left, and all of them run.
-func (s *story) only(n int) {
-	s.Helper()
-	s.Await(patient, fmt.Sprintf("%d pods to be left", n), func() error {
-		pods := s.Pods()
-		running := 0
-		for _, pod := range pods {
-			if podstatus.Ready(&pod) && pod.DeletionTimestamp == nil {
-				running++
-			}
-		}
-		if len(pods) != n || running != n {
-			return fmt.Errorf("%d of %d pods run", running, len(pods))
-		}
-		return nil
-	})
-}
-
 // leaves makes the pods of a victim's GPU leave it, and returns how long it took until n pods ran on other GPUs.
 func (s *story) leaves(l leaving, victim string, gpu, n int) time.Duration {
 	s.Helper()
@@ -176,21 +158,7 @@ func (s *story) leaves(l leaving, victim string, gpu, n int) time.Duration {
 		if err := l.begin(gpu); err != nil {
 			s.Fatalf("%s: %v", l.name, err)
 		}
-		s.Await(soon, "pods on other GPUs", func() error {
-			ready := 0
-			for _, pod := range s.Pods() {
-				if pod.Name == victim {
-					return fmt.Errorf("%s is there", pod.Name)
-				}
-				if podstatus.Ready(&pod) {
-					ready++
-				}
-			}
-			if ready != n {
-				return fmt.Errorf("%d run", ready)
-			}
-			return nil
-		})
+		s.Only(soon, n, victim)
 	})
 	now := s.Containers()
 	for name, container := range before {

@@ -20,6 +20,7 @@ import (
 	"github.com/tandem-gpu/tandem/hack/binaries"
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/test/manifests"
+	"github.com/tandem-gpu/tandem/test/stories"
 )
 
 // kueueVariable lets TestKueue run. It is not part of make test because it compiles Kueue the first time.
@@ -211,7 +212,7 @@ func (s *story) startKueue(values string) {
 	}
 	s.Undo(s.stopKueue)
 	const manager = "controllerManager.manager."
-	err = s.helm(kueueNamespace, "install", "kueue", filepath.Join(moduleDir(s.T, kueueModule+"@"+kueueVersion), "charts", "kueue"), "--create-namespace", "-f", file,
+	err = s.helm(kueueNamespace, "install", "kueue", filepath.Join(stories.ModuleDir(s.T, kueueModule+"@"+kueueVersion), "charts", "kueue"), "--create-namespace", "-f", file,
 		"--set="+manager+"image.repository="+kueueImage, "--set="+manager+"image.tag="+kueueVersion, "--set="+manager+"image.pullPolicy=Never",
 		"--set="+manager+"resources.requests.cpu=10m", "--set="+manager+"resources.requests.memory=64Mi")
 	if err != nil {

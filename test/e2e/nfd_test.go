@@ -5,14 +5,13 @@ package e2e
 import (
 	"bytes"
 	"context"
-	"encoding/json"
 	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
-	"testing"
 
 	"github.com/tandem-gpu/tandem/hack/gotool"
+	"github.com/tandem-gpu/tandem/test/stories"
 )
 
 // nfdVersion is the version that the chart of NVIDIA's device plugin 0.20 installs.
@@ -32,39 +31,18 @@ func (s *story) nfd() nfd {
 	n := nfd{s, filepath.Join(s.TempDir(), "nfd"), filepath.Join(s.TempDir(), "nfd-master")}
 	// In NFD's repository api/nfd is a directory. In the module proxy it is a module of its own.
 	for path, to := range map[string]string{module: n.dir, module + "/api/nfd": filepath.Join(n.dir, "api/nfd")} {
-		if err := os.CopyFS(to, os.DirFS(moduleDir(s.T, path+"@"+nfdVersion))); err != nil {
+		if err := os.CopyFS(to, os.DirFS(stories.ModuleDir(s.T, path+"@"+nfdVersion))); err != nil {
 			s.Fatal(err)
 		}
 	}
 	build := gotool.Command(s.Ctx, s.TempDir(), []string{"GOWORK=off", "CGO_ENABLED=0"}, "build", "-o", n.master, "./cmd/nfd-master")
 	build.Dir = n.dir
 	out, err := build.CombinedOutput()
-	skipUnreachable(s.T, out)
+	stories.SkipUnreachable(s.T, out)
 	if err != nil {
 		s.Fatalf("build Node Feature Discovery: %v\n%s", err, out)
 	}
 	return n
-}
-
-// moduleDir downloads a module that is no dependency of ours, outside of the checkout, whose go.sum it would add to.
-func moduleDir(t *testing.T, module string) string {
-	t.Helper()
-	cmd := exec.CommandContext(t.Context(), "go", "mod", "download", "-json", module)
-	cmd.Dir, cmd.Env = t.TempDir(), append(os.Environ(), "GOWORK=off", "GOFLAGS=")
-	out, err := cmd.Output()
-	skipUnreachable(t, out)
-	var answer struct{ Dir string }
-	if err != nil || json.Unmarshal(out, &answer) != nil {
-		t.Fatalf("download %s: %v\n%s", module, err, out)
-	}
-	return answer.Dir
-}
-
-func skipUnreachable(t *testing.T, out []byte) {
-	t.Helper()
-	if bytes.Contains(out, []byte("dial tcp")) || bytes.Contains(out, []byte("server response")) {
-		t.Skipf("a module cannot be downloaded:\n%s", out)
-	}
 }
 
 // define installs the CustomResourceDefinitions. At the story's end it removes everything of Node Feature Discovery.

@@ -15,6 +15,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/tandem-gpu/tandem/internal/podstatus"
 	"github.com/tandem-gpu/tandem/pkg/driver"
 	"github.com/tandem-gpu/tandem/test/manifests"
 )
@@ -67,6 +68,27 @@ func (s *Story) Running(patience time.Duration, n, pending int) {
 			return never{err}
 		}
 		return err
+	})
+}
+
+// Only waits until the story has n pods, all of them Ready and none of that name. An empty name is any.
+func (s *Story) Only(patience time.Duration, n int, without string) {
+	s.Helper()
+	s.Await(patience, fmt.Sprintf("%d pods to be Ready, and none of them %q", n, without), func() error {
+		pods := s.Pods()
+		ready := 0
+		for _, pod := range pods {
+			if pod.Name == without {
+				return fmt.Errorf("%s is there", pod.Name)
+			}
+			if podstatus.Ready(&pod) && pod.DeletionTimestamp == nil {
+				ready++
+			}
+		}
+		if len(pods) != n || ready != n {
+			return fmt.Errorf("%d of %d pods are Ready", ready, len(pods))
+		}
+		return nil
 	})
 }
 
