@@ -25,8 +25,8 @@ if [ $# -gt 0 ]; then
 	play "${TEST_RESULTS:-}" -race -parallel 16 "$@"
 fi
 
-# These tests mostly compute, encrypt, compress or compile, and the race detector makes them two to forty times slower. Other tests of the packages run
-# the same code with it. TestComputingTests of repo_test.go reads both lines.
+# These tests mostly compute, encrypt, compress or compile, and the race detector makes them two to forty times slower. Other tests of the
+# packages run the same code with it. TestComputingTests of repo_test.go reads both lines.
 readonly computing='^(TestSelfTest|TestFailedAdmissions|TestOptimum|TestOurOrderPacksBetter|TestEachFunctionMayBeMissing|TestProfileOfARecording|TestBuild|TestEqualInputsGiveEqualImages|TestPush|TestRelease|TestRotation|TestRulesAsTheScheduler|TestSameSeedSameTrace)$'
 readonly of=(./test/simulation ./pkg/webhook ./test/packing ./pkg/nvml ./pkg/controller ./hack/image ./hack/release)
 # go test begins packages in this order. The slowest come first: the last would run alone, on one core. One more than there are cores run at a

@@ -71,6 +71,13 @@ type done struct {
 	skipped string
 }
 
+// nodeFaults are the faults of the node, its GPUs and its pods.
+var nodeFaults = map[Kind]func(*injector, context.Context, Op) (done, error){
+	HangPod: (*injector).hangPod, ListPods: (*injector).listPods, ForeignPlugin: (*injector).foreignPlugin, FillDisk: (*injector).fillDisk,
+	ReadOnly: (*injector).readOnly, LoseGPU: (*injector).loseGPU, TaintGPU: (*injector).taintGPU, MaintainGPU: (*injector).maintainGPU,
+	DeleteNode: (*injector).deleteNode,
+}
+
 func (s *injector) inject(ctx context.Context, op Op) (done, error) {
 	if op.Kind == Reboot {
 		s.whole.Lock()
@@ -84,25 +91,10 @@ func (s *injector) inject(ctx context.Context, op Op) (done, error) {
 		skipped, err := s.administrator.operate(ctx, op)
 		return done{skipped: skipped}, err
 	}
+	if inject, is := nodeFaults[op.Kind]; is {
+		return inject(s, ctx, op)
+	}
 	switch op.Kind {
-	case HangPod:
-		return s.hangPod(ctx, op)
-	case ListPods:
-		return s.listPods(ctx, op)
-	case ForeignPlugin:
-		return s.foreignPlugin(ctx, op)
-	case FillDisk:
-		return s.fillDisk(ctx, op)
-	case ReadOnly:
-		return s.readOnly(ctx, op)
-	case LoseGPU:
-		return s.loseGPU(ctx, op)
-	case TaintGPU:
-		return s.taintGPU(ctx, op)
-	case MaintainGPU:
-		return s.maintainGPU(ctx, op)
-	case DeleteNode:
-		return s.deleteNode(ctx, op)
 	case WipeCDI:
 		return done{}, s.wipeCDI(ctx)
 	case Upgrade, Downgrade:

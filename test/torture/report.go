@@ -32,8 +32,8 @@ type Counters struct {
 	Stuck  int `json:"stuck"`
 	Leaked int `json:"leaked"`
 	// EvictedByTaint counts pods with limits that were evicted from a GPU with a taint of a DeviceTaintRule. WronglyEvicted counts pods with
-	// limits that were evicted without such a taint, and pods with claims that no owner replaces. FailedUnusable counts those that Tandem refused for good although
-	// it could have known that no device could be given to them.
+	// limits that were evicted without such a taint, and pods with claims that no owner replaces. FailedUnusable counts those that Tandem
+	// refused for good although it could have known that no device could be given to them.
 	EvictedByTaint int `json:"evictedByTaint"`
 	WronglyEvicted int `json:"wronglyEvicted"`
 	FailedUnusable int `json:"failedUnusable"`

@@ -73,8 +73,8 @@ func (s *injector) forgotten(ctx context.Context, rule string) error {
 	})
 }
 
-// selector selects all devices of a dynamic GPU by its pool, another whole GPU by its name too, and otherwise one of the GPU's partitions. It is
-// nil for a GPU that the slices do not have.
+// selector returns what selects a GPU: all devices in the pool of a dynamic GPU, another whole GPU by pool and name, or one partition of a GPU with
+// static partitions. It is nil for a GPU that the slices do not have.
 func (s *injector) selector(ctx context.Context, gpu int) (*resourceapi.DeviceTaintSelector, error) {
 	var list *resourceapi.ResourceSliceList
 	err := persist(ctx, "list ResourceSlices", func(ctx context.Context) (err error) {
@@ -111,11 +111,13 @@ func (s *injector) maintainGPU(ctx context.Context, op Op) (done, error) {
 	if err != nil || gpus[op.GPU].UUID == "" {
 		return done{skipped: "the node does not have the GPU"}, nil //nolint:nilerr // it has just booted
 	}
-	if err := s.maintain(ctx, func(uuid string) bool { return uuid == gpus[op.GPU].UUID }, gpus[op.GPU].UUID); err != nil {
+	uuid := gpus[op.GPU].UUID
+	isIt := func(entry string) bool { return entry == uuid }
+	if err := s.maintain(ctx, isIt, uuid); err != nil {
 		return done{}, err
 	}
 	rest(ctx, op.Pause)
-	return done{}, s.maintain(ctx, func(uuid string) bool { return uuid == gpus[op.GPU].UUID })
+	return done{}, s.maintain(ctx, isIt)
 }
 
 // maintain removes entries and adds one for each of more. A node without a GPUNode has none.
@@ -146,7 +148,7 @@ func (s *injector) maintain(ctx context.Context, ended func(uuid string) bool, m
 	})
 }
 
-// serve ends what takes GPUs out of service. Idempotent.
+// serve puts all GPUs into service: it deletes the run's rules and all maintenance. Idempotent.
 func (s *injector) serve(ctx context.Context) error {
 	err := persist(ctx, "delete DeviceTaintRules", func(ctx context.Context) error {
 		return s.client.ResourceV1().DeviceTaintRules().DeleteCollection(ctx, metav1.DeleteOptions{}, metav1.ListOptions{LabelSelector: ruleLabel})
