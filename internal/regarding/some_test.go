@@ -9,6 +9,7 @@ func TestSome(t *testing.T) {
 		"":                      nil,
 		"a":                     {"a"},
 		"a, b, c, d":            {"a", "b", "c", "d"},
+		"a, b, c, d and 1 more": {"a", "b", "c", "d", "e"},
 		"a, b, c, d and 2 more": {"a", "b", "c", "d", "e", "f"},
 	} {
 		if got := Some(names); got != want {
