@@ -185,4 +185,19 @@ func TestQueueOfClaims(t *testing.T) {
 			}
 		}
 	}
+
+	// Pods of two namespaces may have claims of one name.
+	objects.Claims = map[types.NamespacedName]*resourceapi.ResourceClaim{name("own"): {Spec: template(exactly(2)).Spec.Spec}, {Namespace: "b", Name: "own"}: nil}
+	q := NewQueue([]v1alpha1.GPUNode{full})
+	q.Know(objects)
+	pod := newPod("p", func(p *corev1.Pod) {
+		p.Spec.ResourceClaims = []corev1.PodResourceClaim{{Name: "gpu", ResourceClaimName: new("own")}}
+	})
+	if reason := q.Reason(pod); reason != "all 2 GPUs of n1 are held: 2 by claims" {
+		t.Errorf("got %q", reason)
+	}
+	pod.Namespace = "b"
+	if reason := q.Reason(pod); reason != "ResourceClaim own does not exist" {
+		t.Errorf("in another namespace: %q", reason)
+	}
 }

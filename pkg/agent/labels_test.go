@@ -12,6 +12,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/prometheus/client_golang/prometheus"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
@@ -196,6 +197,22 @@ func TestNodeLabelsStayWithoutADriver(t *testing.T) {
 	running.stop()
 	if labels := labelsOf(t, client, c.NodeName); labels["nvidia.com/gpu.count"] != "8" {
 		t.Errorf("labels are %v", labels)
+	}
+}
+
+// Without a chosen configuration the agent does not know whether the node wants labels.
+func TestNodeLabelsStayWithoutAConfiguration(t *testing.T) {
+	for _, unchosen := range []bool{false, true} {
+		c := nodeConfig(t)
+		c.Unchosen = unchosen
+		a, err := newAgent(c)
+		check(t, err)
+		a.client, a.dynamic = labelledNode(t, c), noFeatures()
+		parts, err := a.newComponents()
+		check(t, err)
+		if _, known := a.labelConfig(t.Context(), parts, &gpus{list: []device.GPU{gpuA}}, prometheus.NewRegistry()).Want(); known == unchosen {
+			t.Errorf("unchosen %v: the labels are known: %v", unchosen, known)
+		}
 	}
 }
 

@@ -111,9 +111,12 @@ func TestDriverOfAnotherNameComesAndGoes(t *testing.T) {
 	if r.driver.Ready() == nil {
 		t.Error("ready beside another driver")
 	}
-	if all := r.events.all(); !strings.Contains(all, "ConflictingDriver: DRA driver "+otherDriver) {
-		t.Errorf("events: %s", all)
-	}
+	eventually(t, "the event", func() error {
+		if all := r.events.all(); !strings.Contains(all, "ConflictingDriver: DRA driver "+otherDriver) {
+			return fmt.Errorf("events: %s", all)
+		}
+		return nil
+	})
 	r.writeClaimState(t, otherDriver, "gpu-7")
 	r.api.remove("resourceslices", "other")
 	eventually(t, "the claim of the driver that is gone", func() error {

@@ -295,7 +295,7 @@ func TestTaintsOfPools(t *testing.T) {
 			t.Errorf("again: %s", got)
 		}
 	}
-	f.api.taint("node-1", rule("by-pool", "node-1/gpu-01", "", v1alpha1.TaintNoExecute), rule("by-device", "", "gpu-1", v1alpha1.TaintNoSchedule))
+	f.api.taint("node-1", rule("by-device", "", "gpu-1", v1alpha1.TaintNoSchedule), rule("by-pool", "node-1/gpu-01", "", v1alpha1.TaintNoExecute))
 	f.awaitStatus("the other one, the worst taint first", func(s v1alpha1.GPUNodeStatus) bool {
 		of := s.Devices[1].Taints
 		return len(s.Devices[0].Taints) == 0 && len(of) == 2 && of[0].Rule == "by-pool" && of[1].Rule == "by-device"

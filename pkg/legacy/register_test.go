@@ -390,13 +390,18 @@ func (f *fixture) startOther(name string, ids ...string) (asked func() int, stop
 // serveOther is startOther with a listener.
 func (f *fixture) serveOther(listener net.Listener, ids ...string) (asked func() int, stop func()) {
 	f.Helper()
-	server, other := grpc.NewServer(), &otherPlugin{ids: ids, asked: newObservable(0)}
+	other := &otherPlugin{ids: ids, asked: newObservable(0)}
+	return other.asked.get, f.serve(listener, other)
+}
+
+func (f *fixture) serve(listener net.Listener, other *otherPlugin) (stop func()) {
+	server := grpc.NewServer()
 	pluginapi.RegisterDevicePluginServer(server, other)
 	done := make(chan struct{})
 	go func() { defer close(done); _ = server.Serve(listener) }()
 	stop = func() { server.Stop(); <-done }
 	f.Cleanup(stop)
-	return other.asked.get, stop
+	return stop
 }
 
 func TestForeignPlugin(t *testing.T) {
@@ -477,14 +482,33 @@ func TestForeignPluginAnswersLate(t *testing.T) {
 	}
 	p, _ := f.start()
 	f.awaitReady(p, "")
-	server := grpc.NewServer()
-	pluginapi.RegisterDevicePluginServer(server, &otherPlugin{ids: []string{uuid(0)}, asked: newObservable(0)})
-	done := make(chan struct{})
-	go func() { defer close(done); _ = server.Serve(listener) }()
+	_, stop := f.serveOther(listener, uuid(0))
 	f.awaitReady(p, path)
-	server.Stop()
-	<-done
+	stop()
 	f.awaitReady(p, "")
+}
+
+// A plugin that has no devices when it is first asked, because it starts, is asked again.
+func TestForeignPluginGetsDevicesLater(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, release137)
+	listener, err := net.Listen("unix", filepath.Join(f.dir, "nvidia-gpu.sock"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	other := &otherPlugin{asked: newObservable(0)}
+	f.serve(listener, other)
+	p, err := New(f.config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.times.pluginProbe = patience
+	for _, ids := range [][]string{nil, {uuid(0)}} {
+		other.ids = ids
+		if found, settled := p.checkConflicting(t.Context()); (found != nil) != (len(ids) > 0) || !settled {
+			t.Errorf("with the devices %q: settled %v, %v", ids, settled, found)
+		}
+	}
 }
 
 // However many resources are served, another plugin is asked once.

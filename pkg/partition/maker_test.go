@@ -234,6 +234,10 @@ func TestMakeAndDestroy(t *testing.T) {
 	if len(idle) != 1 {
 		t.Fatalf("GPUs in idle MIG mode: %v", idle)
 	}
+	lost := errors.New("the claim is gone")
+	if err := m.EnsureWhole(t.Context(), gpuUUID, func() error { return lost }); !errors.Is(err, lost) || !h.Inventory().GPUs[0].MIGEnabled {
+		t.Errorf("MIG mode was switched off for a claim that has lost the GPU: %v", err)
+	}
 	if err := m.EndIdleMIGMode(t.Context(), idle[0], func() bool { return false }); err != nil || !h.Inventory().GPUs[0].MIGEnabled {
 		t.Errorf("MIG mode of a held GPU was switched off: %v", err)
 	}

@@ -20,10 +20,15 @@ import (
 	"time"
 
 	admissionv1 "k8s.io/api/admission/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/rest"
 	"k8s.io/klog/v2"
+	ctrlcontroller "sigs.k8s.io/controller-runtime/pkg/controller"
 	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
+	"sigs.k8s.io/controller-runtime/pkg/manager"
+	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 )
 
 func TestMain(m *testing.M) {
@@ -210,6 +215,40 @@ func twoReplicas(t *testing.T) {
 			if _, err := w.ask(w.bundle(), dial, body); err != nil {
 				t.Errorf("round %d, before the replica knows: %v", round, err)
 			}
+		}
+	}
+}
+
+// started records what a manager is to run.
+type started struct {
+	manager.Manager
+	runnables []manager.Runnable
+}
+
+func (s *started) Add(r manager.Runnable) error {
+	s.runnables = append(s.runnables, r)
+	return nil
+}
+
+// The API server asks each replica. So each has the certificate, not only the leader.
+func TestEachReplicaServes(t *testing.T) {
+	m, err := manager.New(&rest.Config{}, manager.Options{
+		Metrics:        metricsserver.Options{BindAddress: "0"},
+		MapperProvider: func(*rest.Config, *http.Client) (meta.RESTMapper, error) { return meta.NewDefaultRESTMapper(nil), nil },
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	to := &started{Manager: m}
+	if err := newWorld(t).replica().Register(to, ctrlcontroller.Options{NeedLeaderElection: new(true)}); err != nil {
+		t.Fatal(err)
+	}
+	if len(to.runnables) != 2 {
+		t.Fatalf("registered %d", len(to.runnables))
+	}
+	for _, r := range to.runnables {
+		if of, ok := r.(manager.LeaderElectionRunnable); !ok || of.NeedLeaderElection() {
+			t.Errorf("%T runs in the leader only", r)
 		}
 	}
 }
