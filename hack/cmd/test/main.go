@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Command test runs the parts of make test or make test-long, which are targets of the Makefile, one after the other. Parts that are joined by
-// a plus, as in unit+contract, run at the same time: one of them mostly waits. It goes on after a part that failed. Whatever happens, it ends
+// a plus, as in e2e+unit, run at the same time: some of them mostly wait. It goes on after a part that failed. Whatever happens, it ends
 // with what failed and with one line of numbers. It succeeds only if all parts did, all stories were played, and no test was skipped without a
 // known reason.
 package main
