@@ -73,6 +73,7 @@ case "$*" in
 	check generated generated
 	check scripts scripts
 	check chart go test -count=1 ./deployments/...
+	check rules go test -count=1 .
 	;;
 linters) check linters linters ;;
 *)

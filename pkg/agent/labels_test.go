@@ -213,6 +213,7 @@ func TestNodeLabelsStayWithoutAConfiguration(t *testing.T) {
 		if _, known := a.labelConfig(t.Context(), parts, &gpus{list: []device.GPU{gpuA}}, prometheus.NewRegistry()).Want(); known == unchosen {
 			t.Errorf("unchosen %v: the labels are known: %v", unchosen, known)
 		}
+		check(t, parts.Resources.Close())
 	}
 }
 
