@@ -10,16 +10,20 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
 	"google.golang.org/grpc"
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes/fake"
+	clienttesting "k8s.io/client-go/testing"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 	drapb "k8s.io/kubelet/pkg/apis/dra/v1"
 	registerapi "k8s.io/kubelet/pkg/apis/pluginregistration/v1"
@@ -308,5 +312,38 @@ func TestPluginsThatAreRefused(t *testing.T) {
 				t.Error("it is registered")
 			}
 		})
+	}
+}
+
+// An API server that does not answer is asked again, as by kubelet: otherwise its pods would never end.
+func TestAPIServerIsAway(t *testing.T) {
+	now := metav1.Now()
+	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "team", Name: "one", UID: "u", DeletionTimestamp: &now, Finalizers: []string{"x"}}}
+	client := fake.NewClientset(pod)
+	asked := map[string]int{}
+	done := make(chan struct{})
+	answer := func(action clienttesting.Action) (bool, runtime.Object, error) {
+		asked[action.GetVerb()]++ // the client calls one reactor at a time
+		switch asked[action.GetVerb()] {
+		case 1:
+			return true, nil, syscall.ECONNREFUSED
+		case 2:
+			return true, nil, apierrors.NewServiceUnavailable("starting")
+		}
+		if action.GetVerb() == "delete" {
+			close(done)
+		}
+		return true, pod, nil
+	}
+	client.PrependReactor("patch", "pods", answer)
+	client.PrependReactor("delete", "pods", answer)
+	startOne(t, Options{Client: client, Node: &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n"}}})
+	select {
+	case <-done:
+	case <-time.After(20 * time.Second):
+		t.Fatal("the pod was not removed")
+	}
+	if asked["patch"] != 3 || asked["delete"] != 3 {
+		t.Errorf("asked %v", asked)
 	}
 }

@@ -46,7 +46,10 @@ type life struct {
 	message  string
 	statuses map[string]*corev1.ContainerStatus
 	procs    map[string]Process
-	written  string
+
+	// writing is held while the status is written.
+	writing sync.Mutex
+	written string
 }
 
 func (k *Kubelet) observe(ctx context.Context, pod *corev1.Pod) {
@@ -153,11 +156,28 @@ func (l *life) run(ctx context.Context) {
 		return
 	case <-l.end:
 	}
-	err := k.Client.CoreV1().Pods(pod.Namespace).Delete(ctx, pod.Name, metav1.DeleteOptions{GracePeriodSeconds: ptr.To[int64](0), Preconditions: &metav1.Preconditions{UID: &pod.UID}})
-	if err != nil && !apierrors.IsNotFound(err) && !apierrors.IsConflict(err) && ctx.Err() == nil {
-		k.fail(fmt.Errorf("remove pod %s: %w", pod.Name, err))
-	}
+	k.persist(ctx, pod, "remove", func() error {
+		return k.Client.CoreV1().Pods(pod.Namespace).Delete(ctx, pod.Name, metav1.DeleteOptions{GracePeriodSeconds: ptr.To[int64](0), Preconditions: &metav1.Preconditions{UID: &pod.UID}})
+	})
 	k.change(func() { delete(k.lives, pod.UID) })
+}
+
+// persist calls the API server until it answers, as kubelet does. A pod that is gone needs no call.
+func (k *Kubelet) persist(ctx context.Context, pod *corev1.Pod, what string, call func() error) {
+	for {
+		err := call()
+		if err == nil || apierrors.IsNotFound(err) || apierrors.IsConflict(err) || ctx.Err() != nil {
+			return
+		}
+		if answer, ok := errors.AsType[*apierrors.StatusError](err); ok && answer.ErrStatus.Code < http.StatusInternalServerError {
+			k.fail(fmt.Errorf("%s pod %s: %w", what, pod.Name, err))
+			return
+		}
+		select {
+		case <-ctx.Done():
+		case <-time.After(time.Second):
+		}
+	}
 }
 
 func (l *life) current() *corev1.Pod {
@@ -475,6 +495,23 @@ func (l *life) set(change func()) {
 // write writes the pod's status, if it has changed.
 func (l *life) write(ctx context.Context) {
 	k, pod := l.kubelet, l.current()
+	l.writing.Lock()
+	defer l.writing.Unlock()
+	k.persist(ctx, pod, "report", func() error {
+		patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"uid": pod.UID}, "status": l.status(pod)})
+		if err != nil || l.written == string(patch) {
+			return err
+		}
+		_, err = k.Client.CoreV1().Pods(pod.Namespace).Patch(ctx, pod.Name, types.StrategicMergePatchType, patch, metav1.PatchOptions{}, "status")
+		if err == nil {
+			l.written = string(patch)
+		}
+		return err
+	})
+}
+
+func (l *life) status(pod *corev1.Pod) map[string]any {
+	k := l.kubelet
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	status := map[string]any{"phase": l.phase, "hostIP": k.nodeIP()}
@@ -517,22 +554,7 @@ func (l *life) write(ctx context.Context) {
 		return cmp.Compare(a["type"].(corev1.PodConditionType), b["type"].(corev1.PodConditionType))
 	})
 	status["conditions"] = conditions
-	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"uid": pod.UID}, "status": status})
-	if err != nil {
-		k.fail(fmt.Errorf("encode status of pod %s: %w", pod.Name, err))
-		return
-	}
-	if l.written == string(patch) {
-		return
-	}
-	_, err = k.Client.CoreV1().Pods(pod.Namespace).Patch(ctx, pod.Name, types.StrategicMergePatchType, patch, metav1.PatchOptions{}, "status")
-	switch {
-	case err == nil:
-		l.written = string(patch)
-	case apierrors.IsNotFound(err) || apierrors.IsConflict(err) || ctx.Err() != nil: // it is gone
-	default:
-		k.fail(fmt.Errorf("report pod %s: %w", pod.Name, err))
-	}
+	return status
 }
 
 func (k *Kubelet) nodeIP() string {

@@ -343,7 +343,7 @@ func Usual() Mix {
 			{Kill, cluster.APIServer, 4}, {Restart, cluster.Kubelet, 3}, {WipeCDI, "", 3}, {Upgrade, agentName, 5}, {Reboot, "", 1},
 			{Away, cluster.APIServer, 2}, {HangPod, "process", 6}, {ListPods, "pod-resources", 4}, {ForeignPlugin, "device-plugin", 3},
 			{FillDisk, runDir, 2}, {ReadOnly, cdiDir, 2}, {ReadOnly, recordsOfAgent, 2}, {LoseGPU, "", 4},
-			{TaintGPU, noExecute, 5}, {TaintGPU, noSchedule, 3}, {MaintainGPU, "", 3}, {DeleteNode, cluster.Kubelet, 2},
+			{TaintGPU, noExecute, 12}, {TaintGPU, noSchedule, 3}, {MaintainGPU, "", 3}, {DeleteNode, cluster.Kubelet, 2},
 		},
 		Frozen: []Fault{
 			{Freeze, agentName, 5}, {Freeze, controllerName, 4}, {Freeze, cluster.Kubelet, 3}, {Freeze, cluster.Scheduler, 2},
