@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"net/http"
 	"os"
 	"slices"
@@ -161,6 +162,9 @@ func (s *story) leavesOnce(step, of string, kill func()) {
 		})
 	}
 	kill()
+	if step == "the pod is ending" {
+		s.react(gpu)
+	}
 	release()
 	s.Only(patient, len(before), victim.Name)
 	stayed := 0
@@ -194,24 +198,30 @@ func (s *story) leavesOnce(step, of string, kill func()) {
 	s.Logf("%s: %d eviction", when, evicted)
 }
 
-// holdsAt holds an eviction at a step until release is called: a budget refuses it, or a finalizer keeps the pod. The other steps are not held.
+// react waits until agent and controllers have reacted to a rule for a GPU that no pod has: by then each has looked at the others' pods.
+func (s *story) react(broken int) {
+	s.Helper()
+	used := slices.Concat(slices.Collect(maps.Values(s.Seen()))...)
+	free := 0
+	for free == broken || slices.Contains(used, free) {
+		free++
+	}
+	s.taints(free, "NoSchedule")
+	s.Shows("the rule", func(n gpunode.GPUNode) bool { return n.Status.Counts.Tainted == 1 })
+	s.endTaint()
+	s.Shows("the end of the rule", func(n gpunode.GPUNode) bool { return n.Status.Counts.Tainted == 0 })
+}
+
+// holdsAt holds an eviction at a step until release is called: a budget refuses it, or the pod takes time to end. The other steps are not held.
 func (s *story) holdsAt(step string, victim corev1.Pod) (release func()) {
 	s.Helper()
 	switch step {
 	case "a budget keeps the pod":
 		return s.forbidEvictions()
 	case "the pod is ending":
-		finalizers := func(list string) error {
-			_, err := theClient.CoreV1().Pods(s.Namespace).Patch(s.Ctx, victim.Name, types.MergePatchType, []byte(`{"metadata":{"finalizers":`+list+`}}`), metav1.PatchOptions{})
-			if apierrors.IsNotFound(err) {
-				return nil
-			}
-			return err
-		}
-		if err := finalizers(`["example.com/story"]`); err != nil {
-			s.Fatal(err)
-		}
-		return s.Undo(func() error { return finalizers("null") })
+		release := theKubelets[gpuNode].Keep(victim.UID)
+		s.Cleanup(release)
+		return release
 	}
 	return func() {}
 }

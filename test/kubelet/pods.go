@@ -35,9 +35,10 @@ type life struct {
 	end     chan struct{}
 	changed chan struct{}
 
-	// Kubelet.mu guards the pod and whether its resources count.
+	// Kubelet.mu guards the pod, whether its resources count, and what keeps its containers.
 	pod    *corev1.Pod
 	active bool
+	kept   chan struct{}
 
 	mu       sync.Mutex
 	ip       string
@@ -92,6 +93,27 @@ func (l *life) stop() {
 	}
 }
 
+// Keep has the containers of a pod run on when it is to end, as those do that use their grace period, until release is called.
+func (k *Kubelet) Keep(pod types.UID) (release func()) {
+	kept := make(chan struct{})
+	k.change(func() {
+		if l := k.lives[pod]; l != nil {
+			l.kept = kept
+		}
+	})
+	return sync.OnceFunc(func() { close(kept) })
+}
+
+// keeps returns a channel that is closed when the pod's containers may end.
+func (l *life) keeps() <-chan struct{} {
+	l.kubelet.mu.Lock()
+	defer l.kubelet.mu.Unlock()
+	if l.kept != nil {
+		return l.kept
+	}
+	return l.end
+}
+
 // forget ends the life of a pod that the API server has removed.
 func (k *Kubelet) forget(o any) {
 	if tombstone, ok := o.(cache.DeletedFinalStateUnknown); ok {
@@ -142,6 +164,11 @@ func (l *life) run(ctx context.Context) {
 		k.done.Go(func() {
 			select {
 			case <-l.end:
+			case <-ctx.Done():
+			case <-stop:
+			}
+			select {
+			case <-l.keeps():
 			case <-ctx.Done():
 			case <-stop:
 			}
