@@ -47,7 +47,7 @@ test-long: ## what takes hours: a million simulated steps, torture, a fleet, kub
 deps: ## install the Debian packages that building and testing need
 	@hack/deps.sh
 
-# The target unit starts clusters and has a time limit. A machine without the programs takes long to build them.
+# A machine without the programs of a cluster takes long to build them, and tests have time limits.
 .PHONY: programs
 programs:
 	@[ "$$(id -u)" -ne 0 ] || { hack/go.sh && go build -o bin/hack/ ./hack/cmd/cluster && exec bin/hack/cluster build $(if $(KUBERNETES),-kubernetes $(KUBERNETES)); }
@@ -67,7 +67,7 @@ kubectl-gpu: ## the kubectl plugin, into bin/
 	@hack/go.sh
 	$(build) ./cli/kubectl-gpu
 
-# Unit tests mostly compute. What runs beside them in make test mostly waits, and has limits.
+# Unit tests mostly compute. In make test they run beside stories and contract tests, whose waits have time limits.
 .PHONY: unit
 unit: ## unit tests with the race detector
 	nice hack/unit.sh
@@ -149,7 +149,7 @@ bench: ## what Prepare, Allocate and start-up cost, against a real API server; A
 	$(call run,test/cmd/bench) $(if $(AGAINST),-against $(AGAINST))
 
 .PHONY: verify
-verify: ## formatting, vet, staticcheck, generated files, tidy modules, chart, shell scripts, commit subjects
+verify: ## formatting, vet, staticcheck, generated files, tidy modules, chart, rules of the repository, shell scripts, commit subjects
 	hack/verify.sh
 
 .PHONY: lint

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Runs the tests of packages with the race detector: hack/unit.sh PACKAGE... Without an argument, those of all packages but test/e2e, which
-# needs clusters, those that boot an API server, which make test runs as parts of their own, and those of the chart and the house's rules, which
-# verify.sh tests, as it does vet. $TEST_RESULTS is a file for the events.
+# Runs the tests of packages with the race detector: hack/unit.sh PACKAGE... Without an argument it runs all packages but some. test/e2e needs
+# clusters. Packages that boot an API server are parts of make test of their own. verify.sh tests the chart and the repository's rules, and runs
+# vet. The tests in "computing" run without the race detector. $TEST_RESULTS is a file for the events.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # Tests make and remove many files, which takes a multiple on ext4. Where root may, each test program has a tmpfs, which ends with it. The
@@ -18,10 +18,10 @@ fi
 play() {
 	local events=$1
 	shift
-	# -s omits the symbol table, which linking takes a fifth of its time for. The other flags are those of gotool.BuildFlags: without what debuggers
-	# need, linking takes a third less, and the build cache has most packages. Stack traces still have names.
+	# The flags before -vet are those of gotool.BuildFlags. Without debug information, linking takes a third less time, and what runs without the
+	# race detector finds most packages in the build cache. Stack traces still have names.
 	exec bin/tools/gotestsum --format pkgname ${events:+--jsonfile "$events"} -- "${run[@]}" \
-		-trimpath -buildvcs=false -gcflags=all=-dwarf=false -tags=grpcnotrace -ldflags=-s -vet=off -count=1 -timeout 1h "$@"
+		-trimpath -buildvcs=false -gcflags=all=-dwarf=false -tags=grpcnotrace -vet=off -count=1 -timeout 1h "$@"
 }
 if [ $# -gt 0 ]; then
 	play "${TEST_RESULTS:-}" -race -parallel 16 "$@"
@@ -34,7 +34,7 @@ readonly of=(./test/simulation ./pkg/webhook ./test/packing ./pkg/nvml ./pkg/con
 # go test begins packages in this order. The slowest come first: the last would run alone, on one core. Two more than there are cores run at a
 # time, because some mostly wait.
 listed=$(go list ./pkg/agent ./pkg/nvml ./test/restarts ./test/simulation ./test/dropin ./test/... ./hack/... ./cli/... ./... |
-	grep -v -E '/test/(e2e|contract|facts|intruder|packing)$|/deployments/helm|/tandem$')
+	grep -v -E '/test/(e2e|contract|facts|intruder|packing)$|/deployments/helm|^github.com/tandem-gpu/tandem$')
 mapfile -t packages <<<"$listed"
 set -m # each part is a process group, which ends as a whole
 play "${TEST_RESULTS:+$TEST_RESULTS.computing}" -run "$computing" "${of[@]}" &

@@ -186,7 +186,7 @@ func TestQueueOfClaims(t *testing.T) {
 		}
 	}
 
-	// Pods of two namespaces may have claims of one name.
+	// Claims in two namespaces may have the same name.
 	objects.Claims = map[types.NamespacedName]*resourceapi.ResourceClaim{name("own"): {Spec: template(exactly(2)).Spec.Spec}, {Namespace: "b", Name: "own"}: nil}
 	q := NewQueue([]v1alpha1.GPUNode{full})
 	q.Know(objects)

@@ -78,7 +78,7 @@ func TestPackagesHaveSizes(t *testing.T) {
 	}
 }
 
-// With other flags these would compile all packages again.
+// With other flags these would compile all packages again; unit.sh those that it tests without the race detector.
 func TestFlagsAreTheSameElsewhere(t *testing.T) {
 	for _, path := range []string{"../demo.sh", "../../Makefile", "../unit.sh", "../../simulated/internal/gen/called_test.go"} {
 		text, err := os.ReadFile(path)

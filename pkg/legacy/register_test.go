@@ -488,7 +488,7 @@ func TestForeignPluginAnswersLate(t *testing.T) {
 	f.awaitReady(p, "")
 }
 
-// A plugin that has no devices when it is first asked, because it starts, is asked again.
+// A plugin that is still starting may have no devices when it is first asked. So it is asked again.
 func TestForeignPluginGetsDevicesLater(t *testing.T) {
 	t.Parallel()
 	f := newFixture(t, release137)

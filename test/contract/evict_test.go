@@ -131,6 +131,7 @@ func (s *story) leavesOnce(step, of string, kill func()) {
 	before := s.Pods()
 	victim := before[0]
 	gpu := s.GPUs(victim.Name, "")[0]
+	used := slices.Concat(slices.Collect(maps.Values(s.Seen()))...)
 	release := s.holdsAt(step, victim)
 	from := s.audited(0, func(auditapi.Event) {})
 	if err := gpufaults.XID79.Raise(s.Machine(), gpu); err != nil {
@@ -163,7 +164,10 @@ func (s *story) leavesOnce(step, of string, kill func()) {
 	}
 	kill()
 	if step == "the pod is ending" {
-		s.react(gpu)
+		s.react(unused(used))
+		if pod := there(); pod == nil || pod.DeletionTimestamp == nil {
+			s.Fatalf("%s: the pod did not take its time to end", when)
+		}
 	}
 	release()
 	s.Only(patient, len(before), victim.Name)
@@ -198,14 +202,24 @@ func (s *story) leavesOnce(step, of string, kill func()) {
 	s.Logf("%s: %d eviction", when, evicted)
 }
 
-// react waits until agent and controllers have reacted to a rule for a GPU that no pod has: by then each has looked at the others' pods.
-func (s *story) react(broken int) {
-	s.Helper()
-	used := slices.Concat(slices.Collect(maps.Values(s.Seen()))...)
-	free := 0
-	for free == broken || slices.Contains(used, free) {
-		free++
+// unused returns a GPU that is not among some.
+func unused(used []int) int {
+	gpu := 0
+	for slices.Contains(used, gpu) {
+		gpu++
 	}
+	return gpu
+}
+
+// react applies a rule for a free GPU, removes it, and waits until the GPUNode shows both. At each change of the GPUNode's taints the
+// controller looks again at the pod that is ending.
+func (s *story) react(free int) {
+	s.Helper()
+	if _, err := theClient.ResourceV1().DeviceTaintRules().List(s.Ctx, metav1.ListOptions{}); apierrors.IsNotFound(err) {
+		s.Log("the API server does not serve DeviceTaintRules: the pod ends before the controller has looked at it again")
+		return
+	}
+	s.Cleanup(s.endTaint)
 	s.taints(free, "NoSchedule")
 	s.Shows("the rule", func(n gpunode.GPUNode) bool { return n.Status.Counts.Tainted == 1 })
 	s.endTaint()

@@ -315,7 +315,7 @@ func TestPluginsThatAreRefused(t *testing.T) {
 	}
 }
 
-// An API server that does not answer is asked again, as by kubelet: otherwise its pods would never end.
+// kubelet asks again if the API server does not answer. Otherwise the node's pods would never be removed.
 func TestAPIServerIsAway(t *testing.T) {
 	now := metav1.Now()
 	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "team", Name: "one", UID: "u", DeletionTimestamp: &now, Finalizers: []string{"x"}}}

@@ -17,6 +17,7 @@ import (
 	"slices"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -31,11 +32,13 @@ import (
 // life is a pod on the node, from its binding to its removal.
 type life struct {
 	kubelet *Kubelet
+	// ctx ends with kubelet.
+	ctx context.Context
 	// end is closed when the pod is to end; changed gets an item when its metadata changed.
 	end     chan struct{}
 	changed chan struct{}
 
-	// Kubelet.mu guards the pod, whether its resources count, and what keeps its containers.
+	// Kubelet.mu guards these. active: the pod's resources count. kept, if set, is closed when its containers may end.
 	pod    *corev1.Pod
 	active bool
 	kept   chan struct{}
@@ -48,9 +51,11 @@ type life struct {
 	statuses map[string]*corev1.ContainerStatus
 	procs    map[string]Process
 
-	// writing is held while the status is written.
+	// writing guards written, the last status that the API server accepted, and lets one goroutine at a time write the status.
 	writing sync.Mutex
 	written string
+	// late: a goroutine writes the status, because the API server was away.
+	late atomic.Bool
 }
 
 func (k *Kubelet) observe(ctx context.Context, pod *corev1.Pod) {
@@ -62,7 +67,7 @@ func (k *Kubelet) observe(ctx context.Context, pod *corev1.Pod) {
 		return
 	case l == nil:
 		l = &life{
-			kubelet: k, end: make(chan struct{}), changed: make(chan struct{}, 1), pod: pod, phase: corev1.PodPending,
+			kubelet: k, ctx: ctx, end: make(chan struct{}), changed: make(chan struct{}, 1), pod: pod, phase: corev1.PodPending,
 			statuses: map[string]*corev1.ContainerStatus{}, procs: map[string]Process{},
 		}
 		k.lives[pod.UID] = l
@@ -93,7 +98,8 @@ func (l *life) stop() {
 	}
 }
 
-// Keep has the containers of a pod run on when it is to end, as those do that use their grace period, until release is called.
+// Keep lets the containers of a pod run on after the pod is told to end, until release is called, longer than any grace period. It
+// is called before the pod is told to end, and does nothing for a pod that is not on the node.
 func (k *Kubelet) Keep(pod types.UID) (release func()) {
 	kept := make(chan struct{})
 	k.change(func() {
@@ -189,14 +195,13 @@ func (l *life) run(ctx context.Context) {
 	k.change(func() { delete(k.lives, pod.UID) })
 }
 
-// persist calls the API server until it answers, as kubelet does. A pod that is gone needs no call.
+// persist repeats a call until the API server has done what it says, or the pod is gone. kubelet repeats it also where it is wrong.
 func (k *Kubelet) persist(ctx context.Context, pod *corev1.Pod, what string, call func() error) {
 	for {
-		err := call()
-		if err == nil || apierrors.IsNotFound(err) || apierrors.IsConflict(err) || ctx.Err() != nil {
+		switch err := call(); {
+		case err == nil || apierrors.IsNotFound(err) || apierrors.IsConflict(err) || ctx.Err() != nil:
 			return
-		}
-		if answer, ok := errors.AsType[*apierrors.StatusError](err); ok && answer.ErrStatus.Code < http.StatusInternalServerError {
+		case apierrors.IsBadRequest(err) || apierrors.IsInvalid(err) || apierrors.IsForbidden(err):
 			k.fail(fmt.Errorf("%s pod %s: %w", what, pod.Name, err))
 			return
 		}
@@ -519,22 +524,35 @@ func (l *life) set(change func()) {
 	change()
 }
 
-// write writes the pod's status, if it has changed.
+// write writes the pod's status, if it has changed. It does not wait for an API server that is away: the status is written later.
 func (l *life) write(ctx context.Context) {
 	k, pod := l.kubelet, l.current()
+	if err := l.report(ctx, pod); err != nil && l.late.CompareAndSwap(false, true) {
+		k.done.Go(func() {
+			defer l.late.Store(false)
+			// Not ctx, which may end with the pod's containers.
+			k.persist(l.ctx, pod, "report", func() error { return l.report(l.ctx, pod) })
+		})
+	}
+}
+
+func (l *life) report(ctx context.Context, pod *corev1.Pod) error {
+	k := l.kubelet
 	l.writing.Lock()
 	defer l.writing.Unlock()
-	k.persist(ctx, pod, "report", func() error {
-		patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"uid": pod.UID}, "status": l.status(pod)})
-		if err != nil || l.written == string(patch) {
-			return err
-		}
-		_, err = k.Client.CoreV1().Pods(pod.Namespace).Patch(ctx, pod.Name, types.StrategicMergePatchType, patch, metav1.PatchOptions{}, "status")
-		if err == nil {
-			l.written = string(patch)
-		}
-		return err
-	})
+	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"uid": pod.UID}, "status": l.status(pod)})
+	if err != nil {
+		k.fail(fmt.Errorf("encode status of pod %s: %w", pod.Name, err))
+		return nil
+	}
+	if l.written == string(patch) {
+		return nil
+	}
+	_, err = k.Client.CoreV1().Pods(pod.Namespace).Patch(ctx, pod.Name, types.StrategicMergePatchType, patch, metav1.PatchOptions{}, "status")
+	if err == nil {
+		l.written = string(patch)
+	}
+	return err
 }
 
 func (l *life) status(pod *corev1.Pod) map[string]any {

@@ -13,6 +13,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/hack/install"
 	"github.com/tandem-gpu/tandem/test/oracle"
 )
@@ -22,7 +23,11 @@ const ruleLabel = "torture/rule"
 
 // taintGPU taints a GPU by a DeviceTaintRule for a while, as an administrator does.
 func (s *injector) taintGPU(ctx context.Context, op Op) (done, error) {
-	selector, err := s.selector(ctx, op.GPU)
+	gpu, held := op.GPU, ""
+	if op.Answer == noExecute {
+		gpu, held = s.held(ctx, gpu)
+	}
+	selector, err := s.selector(ctx, gpu, held)
 	if err != nil || selector == nil {
 		return done{skipped: "the slices do not have the GPU"}, err
 	}
@@ -36,8 +41,8 @@ func (s *injector) taintGPU(ctx context.Context, op Op) (done, error) {
 	}
 	// Of a GPU with static partitions the rule selects one partition. The run accepts evictions from the other partitions as well.
 	if rule.Spec.Taint.Effect == resourceapi.DeviceTaintEffectNoExecute {
-		s.evicting(op.GPU, true)
-		defer s.evicting(op.GPU, false)
+		s.evicting(gpu, true)
+		defer s.evicting(gpu, false)
 	}
 	served := true
 	err = persist(ctx, "create DeviceTaintRule", func(ctx context.Context) error {
@@ -73,11 +78,36 @@ func (s *injector) forgotten(ctx context.Context, rule string) error {
 	})
 }
 
+// held returns a GPU that a pod has by limits, with the name of the device: the first one from a GPU on. If there is none, or it is not known, it
+// returns that GPU without a name. Kubernetes evicts pods with claims, and Tandem those with limits.
+func (s *injector) held(ctx context.Context, gpu int) (of int, name string) {
+	node, err := s.auditor.dynamic.Resource(gpuNodes).Get(ctx, s.node.Name(), metav1.GetOptions{})
+	if err != nil {
+		return gpu, ""
+	}
+	devices, _, _ := unstructured.NestedSlice(node.Object, "status", "devices") //nolint:errcheck // the CRD says that it is a list
+	next := gpusANode
+	for _, device := range devices {
+		fields, _ := device.(map[string]any)
+		holders, _ := fields["holders"].([]any)
+		text, _ := fields["name"].(string)
+		at, ok := placeNamed(text)
+		byLimits := slices.ContainsFunc(holders, func(holder any) bool {
+			fields, _ := holder.(map[string]any)
+			return fields["kind"] == string(v1alpha1.HolderPod)
+		})
+		if after := (at.gpu - gpu + gpusANode) % gpusANode; ok && byLimits && after < next {
+			next, name = after, text
+		}
+	}
+	return (gpu + next) % gpusANode, name
+}
+
 // selector returns what selects a GPU: all devices in the pool of a dynamic GPU, another whole GPU by pool and name, or one partition of a GPU with
-// static partitions. It is nil for a GPU that the slices do not have.
-func (s *injector) selector(ctx context.Context, gpu int) (*resourceapi.DeviceTaintSelector, error) {
+// static partitions, the named one if there is such a one. It is nil for a GPU that the slices do not have.
+func (s *injector) selector(ctx context.Context, gpu int, named string) (selector *resourceapi.DeviceTaintSelector, err error) {
 	var list *resourceapi.ResourceSliceList
-	err := persist(ctx, "list ResourceSlices", func(ctx context.Context) (err error) {
+	err = persist(ctx, "list ResourceSlices", func(ctx context.Context) (err error) {
 		list, err = s.client.ResourceV1().ResourceSlices().List(ctx, metav1.ListOptions{FieldSelector: "spec.nodeName=" + s.node.Name()})
 		return err
 	})
@@ -91,14 +121,16 @@ func (s *injector) selector(ctx context.Context, gpu int) (*resourceapi.DeviceTa
 			if !ok || at.gpu != gpu || slice.Spec.Driver != driver {
 				continue
 			}
-			selector := &resourceapi.DeviceTaintSelector{Driver: &driver, Pool: &slice.Spec.Pool.Name}
+			if selector != nil && d.Name != named {
+				continue
+			}
+			selector = &resourceapi.DeviceTaintSelector{Driver: &driver, Pool: &slice.Spec.Pool.Name}
 			if slice.Spec.Pool.Name == s.node.Name() {
 				selector.Device = &d.Name
 			}
-			return selector, nil
 		}
 	}
-	return nil, nil
+	return selector, nil
 }
 
 // maintainGPU takes a GPU out of service for a while by an entry in the GPUNode's spec.

@@ -18,6 +18,7 @@ import (
 	"strings"
 
 	"github.com/tandem-gpu/tandem/hack/binaries"
+	"github.com/tandem-gpu/tandem/hack/results"
 )
 
 // durations are how long stories took when they passed last, in seconds.
@@ -84,26 +85,30 @@ func order(names []string, took durations) []string {
 }
 
 const (
-	// memoryEach is what a cluster needs, in KiB.
-	memoryEach = 2 << 20
+	// memoryEach is what a cluster needs, and memoryOfOthers what the other parts of make test need, in KiB.
+	memoryEach, memoryOfOthers = 2 << 20, 4 << 20
 	// instancesOfAll are inotify instances for mostClusters: each has some 40, of kubelets, containerds, API server and agents.
 	instancesOfAll, mostClusters = 1024, 8
 )
 
-// carried is how many clusters the machine carries: they wait for half of their time.
+// carried is how many clusters the machine carries: they wait for half of their time. In make test other parts run at the same time.
 func carried() int {
 	meminfo, err := os.ReadFile("/proc/meminfo")
 	if err != nil {
 		return 1
 	}
-	return carriedBy(runtime.NumCPU(), string(meminfo))
+	reserved := 0
+	if os.Getenv(results.Variable) != "" {
+		reserved = memoryOfOthers
+	}
+	return carriedBy(runtime.NumCPU(), reserved, string(meminfo))
 }
 
-func carriedBy(cpus int, meminfo string) int {
+func carriedBy(cpus, reserved int, meminfo string) int {
 	for line := range strings.Lines(meminfo) {
 		var available int
 		if _, err := fmt.Sscanf(line, "MemAvailable: %d kB", &available); err == nil {
-			return max(1, min(cpus+1, available/memoryEach, mostClusters))
+			return max(1, min(cpus+1, (available-reserved)/memoryEach, mostClusters))
 		}
 	}
 	return 1

@@ -165,13 +165,19 @@ var everywhere = []string{"deps", "programs", storiesPart}
 
 // reduce removes the parts that belong to the first shard from the others, and returns the parts that only the first has.
 func (s *session) reduce() (firstOnly []string) {
-	kept := slices.DeleteFunc(slices.Clone(s.parts), func(p *part) bool {
-		if slices.Contains(everywhere, p.name) {
-			return false
+	var kept []*part
+	alone := true
+	for _, p := range s.parts {
+		alone = alone || !p.beside
+		if !slices.Contains(everywhere, p.name) {
+			firstOnly = append(firstOnly, p.name)
+			continue
 		}
-		firstOnly = append(firstOnly, p.name)
-		return true
-	})
+		if kept = append(kept, p); !s.shard.First() {
+			p.beside = p.beside && !alone
+		}
+		alone = false
+	}
 	if !s.shard.First() {
 		s.parts = kept
 	}

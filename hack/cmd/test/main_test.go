@@ -74,6 +74,8 @@ func TestSummary(t *testing.T) {
 		{"the first shard", map[string]string{"verify": "echo fine", "e2e": all}, "-shard 1/2 verify e2e", true, "stories=3 played=3 skipped=0 not_played=0", "verify (1 of 2)"},
 		{"another shard", map[string]string{"verify": "exit 1", "e2e": all}, "-shard 2/2 verify e2e", true,
 			"stories=3 played=3 skipped=0 not_played=0", "in the first shard only: verify\n"},
+		{"another shard of parts at the same time", map[string]string{"programs": "sleep 0.1; touch made", "unit": "exit 1", "e2e": "[ -e made ] && " + all}, "-shard 2/2 programs unit+e2e", true,
+			"stories=3 played=3 skipped=0 not_played=0", "in the first shard only: unit\n"},
 		{"another shard that does not compile", map[string]string{"e2e": "exit 1"}, "-shard 2/2 e2e", false, "stories=1 played=0 skipped=0 not_played=1", "not played: TestB\n"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
