@@ -70,7 +70,7 @@ kubectl-gpu: ## the kubectl plugin, into bin/
 # Unit tests mostly compute. In make test they run beside stories and contract tests, whose waits have time limits.
 .PHONY: unit
 unit: ## unit tests with the race detector
-	nice hack/unit.sh
+	nice -n 5 hack/unit.sh
 
 .PHONY: contract
 contract: ## agent and controller as programs, with a real API server and a fake kubelet

@@ -160,7 +160,7 @@ func TestAnswersHaveATime(t *testing.T) {
 	}()
 	select {
 	case <-ended:
-	case <-time.After(30 * time.Second):
+	case <-time.After(2 * time.Minute): // on a busy machine it takes a while to fill the buffers
 		t.Error("the connection is still open")
 	}
 }
