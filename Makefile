@@ -67,7 +67,7 @@ kubectl-gpu: ## the kubectl plugin, into bin/
 	@hack/go.sh
 	$(build) ./cli/kubectl-gpu
 
-# Unit tests mostly compute. In make test they run beside stories and contract tests, whose waits have time limits.
+# Unit tests mostly compute. In make test they run beside stories and contract tests, whose waits have time limits, so their priority is lower.
 .PHONY: unit
 unit: ## unit tests with the race detector
 	nice -n 5 hack/unit.sh

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the tests of packages with the race detector: hack/unit.sh PACKAGE... Without an argument it runs all packages but some. test/e2e needs
-# clusters. Packages that boot an API server are parts of make test of their own. verify.sh tests the chart and the repository's rules, and runs
+# clusters. make test has parts of its own for packages that boot an API server. verify.sh tests the chart and the repository's rules, and runs
 # vet. The tests in "computing" run without the race detector. $TEST_RESULTS is a file for the events.
 set -euo pipefail
 cd "$(dirname "$0")/.."

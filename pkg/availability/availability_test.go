@@ -203,7 +203,7 @@ func TestNode(t *testing.T) {
 	}
 }
 
-// TestIsSilent: an agent that wrote when it was there, and not for long, is silent. One of an older version never is.
+// TestIsSilent: an agent is silent if it has not written "seen" for longer than SilentAfter. An agent of a version that never writes it is not.
 func TestIsSilent(t *testing.T) {
 	now := time.Date(2026, 1, 1, 12, 0, 0, 0, time.UTC)
 	for _, c := range []struct {

@@ -121,7 +121,8 @@ func lacks(lookup func(string) error, symbols [][]string) string {
 // covers the calls of this package, go-nvlib and nvcdi that drivers older than R535 may lack; required symbols need no guard.
 type guard struct {
 	gonvml.Interface
-	// found are functions that the library has. go-nvml looks without a lock whether the library is loaded, which nvcdi's Init writes meanwhile.
+	// found are functions that the library has. LookupSymbol reads without a lock whether the library is loaded, and Init writes that in another
+	// goroutine, which calls nvcdi. So each function is looked up once.
 	found sync.Map
 }
 

@@ -17,7 +17,6 @@ import (
 	"slices"
 	"strconv"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -38,7 +37,7 @@ type life struct {
 	end     chan struct{}
 	changed chan struct{}
 
-	// Kubelet.mu guards these. active: the pod's resources count. kept, if set, is closed when its containers may end.
+	// Kubelet.mu guards these. active says that the pod's resources count. kept, if set, is closed when its containers may end.
 	pod    *corev1.Pod
 	active bool
 	kept   chan struct{}
@@ -54,8 +53,6 @@ type life struct {
 	// writing guards written, the last status that the API server accepted, and lets one goroutine at a time write the status.
 	writing sync.Mutex
 	written string
-	// late: a goroutine writes the status, because the API server was away.
-	late atomic.Bool
 }
 
 func (k *Kubelet) observe(ctx context.Context, pod *corev1.Pod) {
@@ -98,8 +95,8 @@ func (l *life) stop() {
 	}
 }
 
-// Keep lets the containers of a pod run on after the pod is told to end, until release is called, longer than any grace period. It
-// is called before the pod is told to end, and does nothing for a pod that is not on the node.
+// Keep lets the containers of a pod run on after the pod is told to end, whatever its grace period, until release is called. Call it before the pod
+// is told to end. It does nothing for a pod that is not on the node.
 func (k *Kubelet) Keep(pod types.UID) (release func()) {
 	kept := make(chan struct{})
 	k.change(func() {
@@ -195,7 +192,8 @@ func (l *life) run(ctx context.Context) {
 	k.change(func() { delete(k.lives, pod.UID) })
 }
 
-// persist repeats a call until the API server has done what it says, or the pod is gone. kubelet repeats it also where it is wrong.
+// persist repeats a call until the API server accepts it, or says that the pod is gone, as kubelet does. It does not repeat a call that the API
+// server refuses: that is a failure of the test's kubelet.
 func (k *Kubelet) persist(ctx context.Context, pod *corev1.Pod, what string, call func() error) {
 	for {
 		switch err := call(); {
@@ -527,12 +525,9 @@ func (l *life) set(change func()) {
 // write writes the pod's status, if it has changed. It does not wait for an API server that is away: the status is written later.
 func (l *life) write(ctx context.Context) {
 	k, pod := l.kubelet, l.current()
-	if err := l.report(ctx, pod); err != nil && l.late.CompareAndSwap(false, true) {
-		k.done.Go(func() {
-			defer l.late.Store(false)
-			// Not ctx, which may end with the pod's containers.
-			k.persist(l.ctx, pod, "report", func() error { return l.report(l.ctx, pod) })
-		})
+	if l.report(ctx, pod) != nil {
+		// Not ctx, which may end with the pod's containers.
+		k.done.Go(func() { k.persist(l.ctx, pod, "report", func() error { return l.report(l.ctx, pod) }) })
 	}
 }
 

@@ -166,17 +166,15 @@ var everywhere = []string{"deps", "programs", storiesPart}
 // reduce removes the parts that belong to the first shard from the others, and returns the parts that only the first has.
 func (s *session) reduce() (firstOnly []string) {
 	var kept []*part
-	alone := true
+	beside := false // a part that is kept runs at the same time
 	for _, p := range s.parts {
-		alone = alone || !p.beside
+		beside = beside && p.beside
 		if !slices.Contains(everywhere, p.name) {
 			firstOnly = append(firstOnly, p.name)
 			continue
 		}
-		if kept = append(kept, p); !s.shard.First() {
-			p.beside = p.beside && !alone
-		}
-		alone = false
+		kept = append(kept, &part{name: p.name, beside: beside})
+		beside = true
 	}
 	if !s.shard.First() {
 		s.parts = kept
