@@ -129,6 +129,13 @@ type byAddress struct {
 	inventory gpu.Inventory
 }
 
+// Init does nothing: the session is open while nvcdi has the library. Otherwise go-nvml would change whether it is loaded while other goroutines
+// look up functions, for which it takes no lock.
+func (l byAddress) Init() gonvml.Return { return gonvml.SUCCESS }
+
+// Shutdown does nothing, as Init.
+func (l byAddress) Shutdown() gonvml.Return { return gonvml.SUCCESS }
+
 func (l byAddress) DeviceGetHandleByUUID(uuid string) (gonvml.Device, gonvml.Return) {
 	g, _ := l.inventory.ByUUID(uuid)
 	return l.session.handle(uuid, g.PCIBusID)

@@ -121,23 +121,9 @@ func lacks(lookup func(string) error, symbols [][]string) string {
 // covers the calls of this package, go-nvlib and nvcdi that drivers older than R535 may lack; required symbols need no guard.
 type guard struct {
 	gonvml.Interface
-	// found are functions that the library has. LookupSymbol reads without a lock whether the library is loaded, and Init writes that in another
-	// goroutine, which calls nvcdi. So each function is looked up once.
-	found sync.Map
 }
 
-func (g *guard) has(symbol string) bool { return g.lookUp(symbol) == nil }
-
-func (g *guard) lookUp(symbol string) error {
-	if _, ok := g.found.Load(symbol); ok {
-		return nil
-	}
-	err := g.Extensions().LookupSymbol(symbol)
-	if err == nil {
-		g.found.Store(symbol, nil)
-	}
-	return err
-}
+func (g *guard) has(symbol string) bool { return g.Extensions().LookupSymbol(symbol) == nil }
 
 func (g *guard) device(d gonvml.Device, ret gonvml.Return) (gonvml.Device, gonvml.Return) {
 	if ret != gonvml.SUCCESS {
@@ -198,7 +184,7 @@ var migSymbols = [][]string{
 // GetMigMode returns NOT_SUPPORTED if any MIG function is missing: such a driver is older than MIG, or than this package's use of
 // it.
 func (d *guardedDevice) GetMigMode() (int, int, gonvml.Return) {
-	if lacks(d.guard.lookUp, migSymbols) != "" {
+	if lacks(d.guard.Extensions().LookupSymbol, migSymbols) != "" {
 		return 0, 0, gonvml.ERROR_NOT_SUPPORTED
 	}
 	return d.Device.GetMigMode()
@@ -231,7 +217,7 @@ func (d *guardedDevice) SetApplicationsClocks(memory, graphics uint32) gonvml.Re
 
 // GetComputeRunningProcesses has had three versions, of which a driver may drop the first ones.
 func (d *guardedDevice) GetComputeRunningProcesses() ([]gonvml.ProcessInfo, gonvml.Return) {
-	if lacks(d.guard.lookUp, computeProcesses) != "" {
+	if lacks(d.guard.Extensions().LookupSymbol, computeProcesses) != "" {
 		return nil, gonvml.ERROR_FUNCTION_NOT_FOUND
 	}
 	return d.Device.GetComputeRunningProcesses()
@@ -243,7 +229,7 @@ var computeProcesses = [][]string{{
 
 // GetMPSComputeRunningProcesses came with R470.
 func (d *guardedDevice) GetMPSComputeRunningProcesses() ([]gonvml.ProcessInfo, gonvml.Return) {
-	if lacks(d.guard.lookUp, mpsProcesses) != "" {
+	if lacks(d.guard.Extensions().LookupSymbol, mpsProcesses) != "" {
 		return nil, gonvml.ERROR_FUNCTION_NOT_FOUND
 	}
 	return d.Device.GetMPSComputeRunningProcesses()
