@@ -5,6 +5,7 @@ package e2e
 import (
 	"errors"
 	"fmt"
+	"net/http"
 	"strings"
 	"testing"
 
@@ -68,6 +69,8 @@ func TestRestartsWithoutAPIServer(t *testing.T) {
 	}
 	start()
 
+	// The pod's condition and the node's allocatable are from before.
+	s.Readyz(http.StatusOK)
 	s.Ready()
 	s.Running(patient, 2, 0)
 	s.Manifest(manifests.Pod("claim", "next-claim") + manifests.Pod("limit", "next-limit"))
