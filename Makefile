@@ -2,8 +2,10 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 export PATH := $(PATH):/usr/local/go/bin
-# Without paths of the checkout in programs, the build cache serves a clone in another directory, too.
-export GOFLAGS := $(strip $(filter-out -trimpath,$(or $(GOFLAGS),$(shell PATH="$(PATH)" go env GOFLAGS 2>/dev/null))) -trimpath)
+# The flags of gotool.BuildFlags: each package is compiled once for all that make runs. -trimpath leaves out the path of the checkout, so the
+# build cache serves a clone in another directory, too.
+flags := -trimpath -buildvcs=false -gcflags=all=-dwarf=false -tags=grpcnotrace
+export GOFLAGS := $(strip $(filter-out $(flags),$(or $(GOFLAGS),$(shell PATH="$(PATH)" go env GOFLAGS 2>/dev/null))) $(flags))
 # Targets of one run share a machine, and test names them in order.
 .NOTPARALLEL:
 
@@ -52,10 +54,8 @@ deps: ## install the Debian packages that building and testing need
 programs:
 	@[ "$$(id -u)" -ne 0 ] || { hack/go.sh && go build -o bin/hack/ ./hack/cmd/cluster && exec bin/hack/cluster build $(if $(KUBERNETES),-kubernetes $(KUBERNETES)); }
 
-# The flags are those of gotool.BuildFlags, with which make demo and make image have compiled most packages.
 commit = $(shell git rev-parse --short=12 HEAD 2>/dev/null)$(if $(shell git status --porcelain 2>/dev/null),-dirty)
-build = go build -buildvcs=false -gcflags=all=-dwarf=false -tags=grpcnotrace \
-	-ldflags '-X github.com/tandem-gpu/tandem/internal/version.Commit=$(commit)' -o bin/
+build = go build -ldflags '-X github.com/tandem-gpu/tandem/internal/version.Commit=$(commit)' -o bin/
 
 .PHONY: build
 build: ## all programs, into bin/

@@ -46,6 +46,9 @@ generated() {
 	[ "$before" = "$after" ] || { git diff --stat; return 1; }
 }
 
+# race runs a program that reads compiled packages. Those with the race detector are compiled for the tests anyway.
+race() { GOFLAGS="${GOFLAGS:-} -race" "$@"; }
+
 scripts() { git ls-files -co --exclude-standard '*.sh' .ci/run | xargs shellcheck; }
 
 # Commits before this one have longer subjects.
@@ -67,9 +70,9 @@ case "$*" in
 	check formatting formatting
 	check subjects subjects
 	check tidy tidy
-	check vet go vet "${packages[@]}"
+	check vet race go vet "${packages[@]}"
 	check tools tools
-	check staticcheck bin/tools/staticcheck "${packages[@]}"
+	check staticcheck race bin/tools/staticcheck "${packages[@]}"
 	check generated generated
 	check scripts scripts
 	check chart go test -count=1 ./deployments/...
