@@ -33,7 +33,7 @@ demo-down: ## remove the demo's cluster
 	@hack/demo.sh down
 
 # The parts of the two tiers, in this order. .github/workflows/long.yaml has one job for each part of test-long.
-test_parts := deps verify programs e2e+contract+intruder+unit dropin-end
+test_parts := deps verify programs unit+contract+intruder e2e dropin-end
 long_parts := deps lint mutations programs simulation kubelet-model torture-whole torture-mig torture-sharing scale \
 	e2e-v1.34.10 e2e-v1.35.4 e2e-v1.36.3
 
@@ -67,10 +67,9 @@ kubectl-gpu: ## the kubectl plugin, into bin/
 	@hack/go.sh
 	$(build) ./cli/kubectl-gpu
 
-# Unit tests mostly compute. In make test they run beside stories and contract tests, whose waits have time limits, so their priority is lower.
 .PHONY: unit
 unit: ## unit tests with the race detector
-	nice -n 5 hack/unit.sh
+	hack/unit.sh
 
 .PHONY: contract
 contract: ## agent and controller as programs, with a real API server and a fake kubelet

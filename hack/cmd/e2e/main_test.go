@@ -146,19 +146,17 @@ func TestDurations(t *testing.T) {
 
 func TestCarried(t *testing.T) {
 	for _, c := range []struct {
-		cpus, reserved int
-		meminfo        string
-		want           int
+		cpus    int
+		meminfo string
+		want    int
 	}{
-		{2, 0, "MemTotal:       16000000 kB\nMemAvailable:   12000000 kB\n", 3},
-		{2, 0, "MemAvailable:   5000000 kB\n", 2},
-		{2, 4000000, "MemAvailable:   7000000 kB\n", 1},
-		{2, 0, "MemAvailable:   500000 kB\n", 1},
-		{2, 4000000, "MemAvailable:   500000 kB\n", 1},
-		{64, 0, "MemAvailable:   500000000 kB\n", 8},
-		{2, 0, "", 1},
+		{2, "MemTotal:       16000000 kB\nMemAvailable:   12000000 kB\n", 3},
+		{2, "MemAvailable:   5000000 kB\n", 2},
+		{2, "MemAvailable:   500000 kB\n", 1},
+		{64, "MemAvailable:   500000000 kB\n", 8},
+		{2, "", 1},
 	} {
-		if got := carriedBy(c.cpus, c.reserved, c.meminfo); got != c.want {
+		if got := carriedBy(c.cpus, c.meminfo); got != c.want {
 			t.Errorf("%d CPUs with %q carry %d clusters, want %d", c.cpus, c.meminfo, got, c.want)
 		}
 	}

@@ -18,7 +18,6 @@ import (
 	"strings"
 
 	"github.com/tandem-gpu/tandem/hack/binaries"
-	"github.com/tandem-gpu/tandem/hack/results"
 )
 
 // durations are how long stories took when they passed last, in seconds.
@@ -85,30 +84,25 @@ func order(names []string, took durations) []string {
 }
 
 const (
-	// memoryEach is what a cluster needs, and memoryOfOthers what the other parts of make test need, in KiB.
-	memoryEach, memoryOfOthers = 2 << 20, 4 << 20
+	memoryEach = 2 << 20 // what a cluster needs, in KiB
 	// instancesOfAll are inotify instances for mostClusters: each has some 40, of kubelets, containerds, API server and agents.
 	instancesOfAll, mostClusters = 1024, 8
 )
 
-// carried is how many clusters the machine carries: they wait for half of their time. In make test other parts run at the same time.
+// carried is how many clusters the machine carries: they wait for half of their time.
 func carried() int {
 	meminfo, err := os.ReadFile("/proc/meminfo")
 	if err != nil {
 		return 1
 	}
-	reserved := 0
-	if os.Getenv(results.Variable) != "" {
-		reserved = memoryOfOthers
-	}
-	return carriedBy(runtime.NumCPU(), reserved, string(meminfo))
+	return carriedBy(runtime.NumCPU(), string(meminfo))
 }
 
-func carriedBy(cpus, reserved int, meminfo string) int {
+func carriedBy(cpus int, meminfo string) int {
 	for line := range strings.Lines(meminfo) {
 		var available int
 		if _, err := fmt.Sscanf(line, "MemAvailable: %d kB", &available); err == nil {
-			return max(1, min(cpus+1, (available-reserved)/memoryEach, mostClusters))
+			return max(1, min(cpus+1, available/memoryEach, mostClusters))
 		}
 	}
 	return 1
