@@ -119,7 +119,13 @@ func TestMPSNamespaces(t *testing.T) {
 		}
 		return nil
 	})
-	// Both may have waited at the same time.
+	// Both may have waited at the same time. Then kubelet refuses this one, too.
+	s.Await(patient, "kubelet to take a decision about the own namespace's pod", func() error {
+		if phase := s.Pod("limits").Status.Phase; phase != corev1.PodFailed && phase != corev1.PodRunning {
+			return errors.New(string(phase))
+		}
+		return nil
+	})
 	if s.Pod("limits").Status.Phase == corev1.PodFailed {
 		s.remove("limits")
 		s.Manifest(limitsPod("limits"))

@@ -39,8 +39,8 @@ import (
 const (
 	// Soon is for what takes seconds. Patient is for what waits until kubelet retries a Prepare: after 60 to 90 s, or three minutes in
 	// test/contract. Both count from the last change of the condition's error. They are long because the machine may be busy.
-	Soon    = 2 * time.Minute
-	Patient = 4 * time.Minute
+	Soon    = 5 * time.Minute
+	Patient = 8 * time.Minute
 	// LookAgain is the time between two looks at what is to happen, SampleEvery that between two looks at what must not.
 	LookAgain   = 200 * time.Millisecond
 	SampleEvery = 100 * time.Millisecond
