@@ -33,7 +33,7 @@ demo-down: ## remove the demo's cluster
 	@hack/demo.sh down
 
 # The parts of the two tiers, in this order. .github/workflows/long.yaml has one job for each part of test-long.
-test_parts := deps verify programs unit e2e+contract+intruder dropin-end
+test_parts := deps verify programs unit+contract+intruder e2e dropin-end
 long_parts := deps lint mutations programs simulation kubelet-model torture-whole torture-mig torture-sharing scale \
 	e2e-v1.34.10 e2e-v1.35.4 e2e-v1.36.3
 
