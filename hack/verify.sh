@@ -46,7 +46,7 @@ generated() {
 	[ "$before" = "$after" ] || { git diff --stat; return 1; }
 }
 
-# race runs a program that reads compiled packages. Those with the race detector are compiled for the tests anyway.
+# race has a program read packages that are compiled with the race detector. The tests need them too, so each is compiled once.
 race() { GOFLAGS="${GOFLAGS:-} -race" "$@"; }
 
 scripts() { git ls-files -co --exclude-standard '*.sh' .ci/run | xargs shellcheck; }

@@ -69,7 +69,7 @@ func TestRestartsWithoutAPIServer(t *testing.T) {
 	}
 	start()
 
-	// The pod's condition and the node's allocatable are from before.
+	// Until kubelet reaches the API server again, the agent pod's condition and the node's allocatable are those from before the outage.
 	s.Readyz(http.StatusOK)
 	s.Ready()
 	s.Running(patient, 2, 0)

@@ -119,8 +119,8 @@ func TestMPSNamespaces(t *testing.T) {
 		}
 		return nil
 	})
-	// Both may have waited at the same time. Then kubelet refuses this one, too.
-	s.Await(patient, "kubelet to take a decision about the own namespace's pod", func() error {
+	// While both pods wait, the agent refuses either's call: it cannot tell which pod kubelet asks for.
+	s.Await(patient, "the admitted namespace's pod to run or fail", func() error {
 		if phase := s.Pod("limits").Status.Phase; phase != corev1.PodFailed && phase != corev1.PodRunning {
 			return errors.New(string(phase))
 		}

@@ -142,8 +142,7 @@ func compile(ctx context.Context) (err error) {
 		return fmt.Errorf("make directory for the compiler: %w", err)
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(tmp)) }()
-	test := slices.Concat([]string{"test", "-c", "-o", program}, gotool.BuildFlags(), []string{stories})
-	for _, args := range [][]string{test, {"build", "-o", converter, "cmd/test2json"}} {
+	for _, args := range [][]string{{"test", "-c", "-o", program, stories}, {"build", "-o", converter, "cmd/test2json"}} {
 		cmd := gotool.Command(ctx, tmp, nil, args...)
 		cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
 		if err := cmd.Run(); err != nil {

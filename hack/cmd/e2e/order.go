@@ -84,7 +84,8 @@ func order(names []string, took durations) []string {
 }
 
 const (
-	memoryEach = 2 << 20 // what a cluster needs, in KiB
+	// memoryEach is what a cluster needs, in KiB.
+	memoryEach = 2 << 20
 	// instancesOfAll are inotify instances for mostClusters: each has some 40, of kubelets, containerds, API server and agents.
 	instancesOfAll, mostClusters = 1024, 8
 )
