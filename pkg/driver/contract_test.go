@@ -11,6 +11,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
@@ -697,6 +698,37 @@ func TestStopFinishesWaitingCallsAndLeavesNothing(t *testing.T) {
 	})
 	if r.published() == "" {
 		t.Error("slices were removed: a restart would disturb the scheduler")
+	}
+}
+
+// TestStopWaitsForTheAnswer covers an answer that gRPC writes late. TestStopDoesNotSleep fails if writes go unnoticed.
+func TestStopWaitsForTheAnswer(t *testing.T) {
+	for name, c := range map[string]struct {
+		answered time.Duration // before the stop
+		writes   []time.Duration
+		want     time.Duration
+	}{
+		"late":               {0, []time.Duration{300 * time.Millisecond}, 300*time.Millisecond + writeTime},
+		"never":              {0, nil, firstWriteTime},
+		"long ago":           {time.Minute, nil, 0},
+		"no calls":           {time.Since(time.Unix(0, 0)), nil, 0},
+		"at once":            {0, []time.Duration{time.Millisecond}, time.Millisecond + writeTime},
+		"one of two is late": {0, []time.Duration{time.Millisecond, 15 * time.Millisecond}, 15*time.Millisecond + writeTime},
+		"clock set back":     {-time.Hour, nil, firstWriteTime},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				s, start := &session{}, time.Now()
+				s.answered.Store(max(0, start.Add(-c.answered).UnixNano()))
+				for _, after := range c.writes {
+					time.AfterFunc(after, func() { s.service.written.Store(time.Now().UnixNano()) })
+				}
+				s.finishCalls()
+				if took := time.Since(start); took < c.want || took > c.want+2*time.Millisecond {
+					t.Errorf("waited %v, want %v", took, c.want)
+				}
+			})
+		})
 	}
 }
 

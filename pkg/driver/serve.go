@@ -47,7 +47,8 @@ type session struct {
 	// calls is locked for reading by each call in flight: the helper's Stop waits for no handler
 	// (TestStopFinishesWaitingCallsAndLeavesNothing).
 	calls sync.RWMutex
-	// answered is when the last call ended, in nanoseconds since 1970.
+	// answered is when the helper's handler last returned for a call about claims, in nanoseconds since 1970. Prepares that HeldOnly
+	// refuses do not count: kubelet repeats them.
 	answered atomic.Int64
 }
 
@@ -120,7 +121,6 @@ func (s *session) intercept(ctx context.Context, req any, info *grpc.UnaryServer
 		return nil, status.Error(codes.Unavailable, "the driver is stopping")
 	}
 	defer s.calls.RUnlock()
-	defer func() { s.answered.Store(time.Now().UnixNano()) }()
 	prepare := strings.HasSuffix(info.FullMethod, "/NodePrepareResources")
 	if prepare && s.HeldOnly != nil {
 		// At once: the helper would first get the claims, and wait for an API server that hangs.
@@ -135,8 +135,10 @@ func (s *session) intercept(ctx context.Context, req any, info *grpc.UnaryServer
 	resp, err := handler(ctx, req)
 	switch {
 	case prepare:
+		s.answered.Store(time.Now().UnixNano())
 		observe(s.metrics.prepare, start, err == nil && prepareSucceeded(resp))
 	case strings.HasSuffix(info.FullMethod, "/NodeUnprepareResources"):
+		s.answered.Store(time.Now().UnixNano())
 		observe(s.metrics.unprepare, start, err == nil)
 	case strings.HasSuffix(info.FullMethod, "/NotifyRegistrationStatus"):
 		if status, ok := req.(*registerapi.RegistrationStatus); ok {
@@ -180,14 +182,27 @@ func (s *session) HandleError(ctx context.Context, err error, msg string) {
 	s.cancel(fmt.Errorf("%s: %w", msg, err))
 }
 
-// writeTime is how long gRPC may take to write an answer to the socket after its handler returned. Stop discards what is not
-// written by then, as a crash would, and kubelet repeats the call to the next agent.
-const writeTime = 20 * time.Millisecond
+const (
+	// firstWriteTime is how long gRPC may take to start writing an answer after its handler returned, writeTime how long it may take to
+	// finish. Stop discards what is not written by then, as a crash would, and kubelet repeats the call to the next agent.
+	firstWriteTime = time.Second
+	writeTime      = 20 * time.Millisecond
+)
 
-// finishCalls refuses further calls and waits until those in flight are answered.
+// finishCalls refuses further calls, waits for those in flight, and gives gRPC time to write their answers. It cannot see which answer
+// was written. So it waits until something was written after the last handler returned, and then nothing for writeTime.
 func (s *session) finishCalls() {
 	s.calls.Lock()
-	time.Sleep(writeTime - time.Since(time.Unix(0, s.answered.Load())))
+	answered := s.answered.Load()
+	// The clock may have been set back.
+	since := func(nanoseconds int64) time.Duration { return max(0, time.Since(time.Unix(0, nanoseconds))) }
+	for stopped := time.Now(); time.Since(stopped) < firstWriteTime; time.Sleep(time.Millisecond) {
+		written := s.service.written.Load()
+		begun := written >= answered || since(answered) >= firstWriteTime
+		if begun && since(max(answered, written)) >= writeTime {
+			return
+		}
+	}
 }
 
 // maxSocketPath is the longest path of a Unix socket in bytes (unix(7), sun_path).
@@ -224,6 +239,29 @@ type ownSocket struct {
 	*net.UnixListener
 	path string
 	file fs.FileInfo
+	// written is when something was last written to one of its connections, in nanoseconds since 1970.
+	written atomic.Int64
+}
+
+// Accept returns a connection whose writes update written.
+func (s *ownSocket) Accept() (net.Conn, error) {
+	conn, err := s.UnixListener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	return &acceptedConn{conn, &s.written}, nil
+}
+
+// acceptedConn notes when it was last written to.
+type acceptedConn struct {
+	net.Conn
+	written *atomic.Int64
+}
+
+func (c *acceptedConn) Write(data []byte) (int, error) {
+	n, err := c.Conn.Write(data)
+	c.written.Store(time.Now().UnixNano())
+	return n, err
 }
 
 // unnamedSocket is a name that kubelet's plugin watcher ignores, because it starts with a dot (k8s.io/kubernetes,
