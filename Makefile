@@ -84,7 +84,7 @@ e2e: ## users' stories, on several real clusters at once (KUBERNETES=v1.36.3, RU
 	$(call run,hack/cmd/e2e) $(if $(RUN),-run '$(RUN)') $(if $(CLUSTERS),-clusters $(CLUSTERS)) $(if $(SHARD),-shard $(SHARD))
 
 e2e-v%:
-	@$(MAKE) --no-print-directory e2e KUBERNETES=v$*
+	@CONTAINER_RUNTIME=runc $(MAKE) --no-print-directory e2e KUBERNETES=v$*
 
 # What a run of make torture takes from the command line.
 torture_flags = $(if $(OPS),-ops $(OPS)) $(if $(SEED),-seed $(SEED)) $(if $(MIG),-mig) $(if $(SHARING),-sharing) \

@@ -5,12 +5,14 @@ package cluster
 import (
 	"context"
 	"crypto/x509"
+	"encoding/json"
 	"encoding/pem"
 	"errors"
 	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -18,6 +20,7 @@ import (
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 	"sigs.k8s.io/yaml"
@@ -260,6 +263,82 @@ func TestInThreadLeavesNoThreadChanged(t *testing.T) {
 	want := errors.New("no")
 	if err := inThread(func() error { return want }); !errors.Is(err, want) {
 		t.Errorf("error of the work: %v", err)
+	}
+}
+
+// TestHooksOfCrun gives a hook a state that is larger than a pipe. crun fails only now and then if a hook ends before it writes the state.
+func TestHooksOfCrun(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("makes namespaces: needs root")
+	}
+	if _, err := os.Stat("/usr/bin/crun"); err != nil {
+		t.Skip("needs crun:", err)
+	}
+	dir := t.TempDir()
+	script := filepath.Join(dir, "crun")
+	bundle := filepath.Join(dir, "bundle")
+	for _, sub := range []string{"bin", "dev", "proc"} {
+		if err := os.MkdirAll(filepath.Join(bundle, "rootfs", sub), 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for path, text := range map[string]string{
+		filepath.Join(bundle, "rootfs/bin/never-started"): "",
+		script:                           strings.ReplaceAll(crunScript, stateHookPath, filepath.Join(dir, "state-hook")),
+		filepath.Join(dir, "state-hook"): stateHook,
+		filepath.Join(dir, "reads"):      "#!/bin/sh\nprintf '%s ' \"$0\" \"$@\" \"$SAID\" > " + dir + "/said\ncat >> " + dir + "/said\n",
+	} {
+		if err := os.WriteFile(path, []byte(text), 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	runCrun := func(args ...string) {
+		t.Helper()
+		// Without a view of cgroups: this machine may have both versions, which crun refuses.
+		cmd := exec.Command("unshare", append([]string{"--mount", "sh", "-c", `mount -t tmpfs none /sys/fs/cgroup && exec "$@"`, "sh",
+			script, "--cgroup-manager=disabled", "--root", filepath.Join(dir, "root")}, args...)...)
+		cmd.Dir = bundle
+		// Not a pipe: the container keeps it.
+		output := must(os.Create(filepath.Join(dir, "output")))
+		defer output.Close()
+		cmd.Stdout, cmd.Stderr = output, output
+		if err := cmd.Run(); err != nil {
+			t.Fatalf("crun %q: %v: %s", args, err, must(os.ReadFile(output.Name())))
+		}
+	}
+	large := strings.Repeat("x", 1<<17)
+	spec := map[string]any{
+		"ociVersion":  "1.3.0",
+		"root":        map[string]any{"path": "rootfs"},
+		"mounts":      []any{},
+		"process":     map[string]any{"args": []any{"/bin/never-started"}, "cwd": "/", "user": map[string]any{"uid": 0, "gid": 0}},
+		"linux":       map[string]any{"namespaces": []any{map[string]any{"type": "pid"}, map[string]any{"type": "mount"}}},
+		"annotations": map[string]any{"large": large},
+		"hooks": specs.Hooks{CreateContainer: []specs.Hook{
+			{Path: "/bin/true", Args: []string{"true", "or", "not"}},
+			{Path: filepath.Join(dir, "reads"), Args: []string{"reads", "a b", "c"}, Env: []string{"SAID=$1 'x'", "PATH=/usr/bin:/bin"}},
+		}},
+	}
+	if err := os.WriteFile(filepath.Join(bundle, "config.json"), must(json.Marshal(spec)), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	runCrun("create", "--bundle", bundle, "hooks-"+strconv.Itoa(os.Getpid()))
+	t.Cleanup(func() { runCrun("delete", "--force", "hooks-"+strconv.Itoa(os.Getpid())) })
+	if err := json.Unmarshal(must(os.ReadFile(filepath.Join(bundle, "config.json"))), &spec); err != nil {
+		t.Fatal(err)
+	}
+	for _, hook := range spec["hooks"].(map[string]any)["createContainer"].([]any) {
+		if path := hook.(map[string]any)["path"]; path != filepath.Join(dir, "state-hook") {
+			t.Errorf("crun writes the state to %s", path)
+		}
+	}
+	said := string(must(os.ReadFile(filepath.Join(dir, "said"))))
+	called, state, _ := strings.Cut(said, "{")
+	if want := filepath.Join(dir, "reads") + " a b c $1 'x' "; called != want {
+		t.Errorf("the hook was called as %q, want %q", called, want)
+	}
+	if !json.Valid([]byte("{"+state)) || !strings.Contains(state, large) {
+		t.Errorf("the hook read a state of %d bytes", len(state))
 	}
 }
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Package cluster runs a real Kubernetes cluster on this machine without a container engine: etcd, kube-apiserver,
-// scheduler and controller manager on a machine of their own, and on each node containerd, runc, CNI, kubelet and
+// scheduler and controller manager on a machine of their own, and on each node containerd, crun, CNI, kubelet and
 // kube-proxy. A machine is a set of namespaces (mount, network, PID, UTS, IPC, cgroup) with a root file system, a tmpfs
 // on /run, a /dev and a cgroup of its own, so nothing of the host is touched and nothing stays behind when it ends.
 // The package needs root. It does not build the programs (hack/binaries does) and installs nothing in the cluster.
@@ -30,8 +30,7 @@ type Config struct {
 	// KubernetesVersion of the control plane and of nodes that name none, for example "v1.36.3"; empty means
 	// binaries.DefaultKubernetes.
 	KubernetesVersion string `json:"kubernetesVersion,omitempty"`
-	// ContainerRuntime of nodes that name none: Crun or Runc; empty means Runc. Crun needs less CPU time, but Debian 12's
-	// fails to start a container now and then ("writing to pipe: Broken pipe").
+	// ContainerRuntime of nodes that name none: Crun or Runc; empty means Crun, which needs less CPU time.
 	ContainerRuntime string `json:"containerRuntime,omitempty"`
 	// Nodes; empty means one node named "node-1", unless APIServerOnly or NoNodes is set.
 	Nodes []NodeConfig `json:"nodes,omitempty"`
@@ -113,7 +112,7 @@ func (c *Config) complete() error {
 	if err := binaries.ValidKubernetes(c.KubernetesVersion); err != nil {
 		problems = append(problems, fmt.Errorf("kubernetesVersion: %w", err))
 	}
-	c.ContainerRuntime = cmp.Or(c.ContainerRuntime, Runc)
+	c.ContainerRuntime = cmp.Or(c.ContainerRuntime, Crun)
 	if (c.APIServerOnly || c.NoNodes) && len(c.Nodes) > 0 {
 		problems = append(problems, errors.New("nodes: apiServerOnly and noNodes have none"))
 	}

@@ -189,17 +189,33 @@ exec mount --bind ` + bootIDFile + ` "$bundle/rootfs` + procBootID + `"
 
 const bootIDHookPath = "/etc/containerd/boot-id-hook"
 
-// crunScript is what containerd calls. Debian 12's crun refuses specifications of a newer version than 1.0, and does not know the command
-// "features", by whose answer kubelet learns that mounts can be read-only recursively.
+// crunScript is what containerd calls. Debian 12's crun refuses specifications of a newer version than 1.0, does not know the command
+// "features", by whose answer kubelet learns that mounts can be read-only recursively, and fails to make a container one of whose hooks
+// ends before crun has written the state to it ("writing to pipe: Broken pipe", fixed in crun 1.17): stateHook comes between them.
 const crunScript = `#!/bin/sh
 [ "$1" != features ] || exec echo '{"ociVersionMin": "1.0.0", "ociVersionMax": "1.0.2", "mountOptions": ["rro"]}'
 previous=
 for argument; do
-  [ "$previous" != --bundle ] || sed -i 's/"ociVersion":"[^"]*"/"ociVersion":"1.0.2"/' "$argument/config.json" || exit
+  [ "$previous" != --bundle ] || sed -i -e 's/"ociVersion":"[^"]*"/"ociVersion":"1.0.2"/' \
+    -e 's#{"path":\("[^"]*"\),"args":\["[^"]*"#{"path":"` + stateHookPath + `","args":["hook",\1#g' "$argument/config.json" || exit
   previous=$argument
 done
 exec /usr/bin/crun "$@"
 `
+
+// stateHook reads the state that the runtime writes, and becomes the hook.
+const stateHook = `#!/bin/sh
+state=
+while IFS= read -r line || [ -n "$line" ]; do
+  state="$state$line
+"
+done
+exec "$@" <<end
+$state
+end
+`
+
+const stateHookPath = "/etc/containerd/state-hook"
 
 const crunPath = "/etc/containerd/crun"
 
@@ -266,6 +282,7 @@ func (n *Node) configure(ctx context.Context, programs *binaries.Set) error {
 		"/etc/containerd/base-spec.json":    string(spec),
 		bootIDHookPath:                      bootIDHook,
 		crunPath:                            crunScript,
+		stateHookPath:                       stateHook,
 	}
 	for path, content := range files {
 		path = n.machine.path(path)

@@ -40,7 +40,7 @@ func TestRealCluster(t *testing.T) {
 	c, err := New(Config{Dir: filepath.Join(t.TempDir(), "cluster"), KubernetesVersion: os.Getenv("TANDEM_TEST_KUBERNETES"), Progress: t.Output(),
 		Nodes: []NodeConfig{
 			{Name: "one", Labels: map[string]string{"test": "first"}, Mounts: []Mount{{Source: shown, Target: "/opt/shown", ReadOnly: true}}},
-			{Name: "two", ContainerRuntime: Crun},
+			{Name: "two", ContainerRuntime: Runc},
 		}})
 	if err != nil {
 		t.Fatal(err)

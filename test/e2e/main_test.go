@@ -46,7 +46,7 @@ const keepVariable = "E2E_CLUSTER"
 // tempPrefix begins the names of directories with clusters of one run.
 const tempPrefix = "tandem-e2e-"
 
-// runtimeVariable names the container runtime of the clusters: cluster.Runc, the default, or cluster.Crun.
+// runtimeVariable names the container runtime of the clusters: cluster.Crun, the default, or cluster.Runc.
 const runtimeVariable = "CONTAINER_RUNTIME"
 
 // logsVariable names the directory for what a failed run has to tell.
