@@ -150,8 +150,8 @@ func TestCarried(t *testing.T) {
 		meminfo string
 		want    int
 	}{
-		{2, "MemTotal:       16000000 kB\nMemAvailable:   12000000 kB\n", 3},
-		{2, "MemAvailable:   5000000 kB\n", 2},
+		{2, "MemTotal:       16000000 kB\nMemAvailable:   12000000 kB\n", 2},
+		{4, "MemAvailable:   5000000 kB\n", 2},
 		{2, "MemAvailable:   500000 kB\n", 1},
 		{64, "MemAvailable:   500000000 kB\n", 8},
 		{2, "", 1},

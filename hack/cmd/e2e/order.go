@@ -90,7 +90,7 @@ const (
 	instancesOfAll, mostClusters = 1024, 8
 )
 
-// carried is how many clusters the machine carries: they wait for half of their time.
+// carried is how many clusters the machine carries. One keeps a CPU busy for half of its time or more.
 func carried() int {
 	meminfo, err := os.ReadFile("/proc/meminfo")
 	if err != nil {
@@ -103,7 +103,7 @@ func carriedBy(cpus int, meminfo string) int {
 	for line := range strings.Lines(meminfo) {
 		var available int
 		if _, err := fmt.Sscanf(line, "MemAvailable: %d kB", &available); err == nil {
-			return max(1, min(cpus+1, available/memoryEach, mostClusters))
+			return max(1, min(cpus, available/memoryEach, mostClusters))
 		}
 	}
 	return 1
