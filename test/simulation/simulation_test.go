@@ -670,13 +670,13 @@ func TestSelfTest(t *testing.T) {
 		"the restoring of holds at start":        {faults{noRestore: true}, []string{"has two owners"}, []string{"not handed over"}},
 		"the state of a pod that has ended":      {faults{noPodStates: true}, []string{"has two owners"}, nil},
 		"the release of what has ended":          {faults{noRelease: true}, []string{"stuck: ", "leaked: "}, nil},
-		"the cancelling of a refused call":       {faults{noCancel: true}, []string{"after a refused call"}, nil},
+		"the cancelling of a refused call":       {faults{noCancel: true, profile: named("several claims")}, []string{"after a refused call"}, nil},
 		"what uses a GPU as its daemon changes":  {faults{noDaemonCheck: true, profile: named("daemons of a changing policy")}, []string{"daemon"}, []string{"stuck: "}},
 		"the end of settings before the hold":    {faults{noCleanup: true, profile: named("daemons and several claims")}, []string{"daemon"}, []string{"stuck: "}},
-		"what is reuse inside a pod":             {faults{noReuse: true}, []string{"has two owners"}, []string{"is too much for"}},
+		"what is reuse inside a pod":             {faults{noReuse: true, profile: named("several claims")}, []string{"has two owners"}, []string{"is too much for"}},
 		"one clock for a pod's end and a hold":   {faults{twoClocks: true, profile: named("late checkpoints")}, []string{"has two owners"}, []string{"leaked: "}},
-		"the sum of what is given out of a GPU":  {faults{noSum: true}, []string{"is too much for"}, nil},
-		"the number of equal shares given out":   {faults{noCount: true}, []string{"is too much for"}, nil},
+		"the sum of what is given out of a GPU":  {faults{noSum: true, profile: named("parts of GPUs by several claims")}, []string{"is too much for"}, nil},
+		"the number of equal shares given out":   {faults{noCount: true, profile: named("equal shares and the agent")}, []string{"is too much for"}, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			for seed := uint64(1); seed <= 200; seed++ {
