@@ -189,9 +189,10 @@ exec mount --bind ` + bootIDFile + ` "$bundle/rootfs` + procBootID + `"
 
 const bootIDHookPath = "/etc/containerd/boot-id-hook"
 
-// crunScript is what containerd calls. Debian 12's crun refuses specifications of a newer version than 1.0, does not know the command
-// "features", by whose answer kubelet learns that mounts can be read-only recursively, and fails to make a container one of whose hooks
-// ends before crun has written the state to it ("writing to pipe: Broken pipe", fixed in crun 1.17): stateHook comes between them.
+// crunScript is what containerd calls. Debian 12's crun refuses specifications newer than 1.0. It does not know the command "features",
+// from whose answer kubelet learns that mounts can be read-only recursively. And it fails with "writing to pipe: Broken pipe" if a hook
+// ends before crun has written the state to it (fixed in crun 1.17, containers/crun#1553), so stateHook runs first. Hooks without
+// arguments are left as they are. A startContainer hook would fail: its path is one in the container. No container here has either.
 const crunScript = `#!/bin/sh
 [ "$1" != features ] || exec echo '{"ociVersionMin": "1.0.0", "ociVersionMax": "1.0.2", "mountOptions": ["rro"]}'
 previous=
@@ -203,7 +204,7 @@ done
 exec /usr/bin/crun "$@"
 `
 
-// stateHook reads the state that the runtime writes, and becomes the hook.
+// stateHook reads the whole state, then becomes the hook and gives it the state. It calls no program: a hook may have no PATH.
 const stateHook = `#!/bin/sh
 state=
 while IFS= read -r line || [ -n "$line" ]; do

@@ -90,7 +90,7 @@ const (
 	instancesOfAll, mostClusters = 1024, 8
 )
 
-// carried is how many clusters the machine carries. One keeps a CPU busy for half of its time or more.
+// carried is how many clusters the machine carries. One cluster keeps about one CPU busy.
 func carried() int {
 	meminfo, err := os.ReadFile("/proc/meminfo")
 	if err != nil {
