@@ -83,7 +83,7 @@ intruder: ## attacks on an API server with the chart's roles and policies, and w
 e2e: ## users' stories, on several real clusters at once (KUBERNETES=v1.36.3, RUN=regexp, CLUSTERS=2, SHARD=1/3)
 	$(call run,hack/cmd/e2e) $(if $(RUN),-run '$(RUN)') $(if $(CLUSTERS),-clusters $(CLUSTERS)) $(if $(SHARD),-shard $(SHARD))
 
-# Most users have runc.
+# These stories run on runc, which most users have.
 e2e-v%:
 	@CONTAINER_RUNTIME=$${CONTAINER_RUNTIME:-runc} $(MAKE) --no-print-directory e2e KUBERNETES=v$*
 

@@ -48,7 +48,7 @@ type session struct {
 	// (TestStopFinishesWaitingCallsAndLeavesNothing).
 	calls sync.RWMutex
 	// answered is when the helper's handler last returned for a call about claims, in nanoseconds since 1970. Prepares that HeldOnly
-	// refuses do not count: kubelet repeats them.
+	// refuses do not count, because kubelet repeats them. Registrations do not either: service does not see their answers.
 	answered atomic.Int64
 }
 
@@ -190,7 +190,8 @@ const (
 )
 
 // finishCalls refuses further calls, waits for those in flight, and gives gRPC time to write their answers. It cannot see which answer
-// was written. So it waits until something was written after the last handler returned, and then nothing for writeTime.
+// was written: the helper takes no stats handler, with which pkg/legacy counts answers. So it waits until something was written after the
+// last handler returned, and then nothing for writeTime.
 func (s *session) finishCalls() {
 	s.calls.Lock()
 	answered := s.answered.Load()
