@@ -27,10 +27,10 @@ if [ $# -gt 0 ]; then
 	play "${TEST_RESULTS:-}" -race -parallel 16 "$@"
 fi
 
-# These tests mostly compute, encrypt, compress or compile, and the race detector makes them two to forty times slower. Other tests of the
-# packages run the same code with it. TestComputingTests of repo_test.go reads both lines.
-readonly computing='^(TestSelfTest|TestFailedAdmissions|TestOptimum|TestOurOrderPacksBetter|TestEachFunctionMayBeMissing|TestProfileOfARecording|TestBuild|TestEqualInputsGiveEqualImages|TestPush|TestRelease|TestRotation|TestRulesAsTheScheduler|TestSameSeedSameTrace)$'
-readonly of=(./test/simulation ./pkg/webhook ./test/packing ./pkg/nvml ./pkg/controller ./hack/image ./hack/release)
+# These tests mostly compute, encrypt, compress, compile or start processes, and the race detector makes them two to forty times slower. Other
+# tests run the same code with it. TestComputingTests of repo_test.go reads both lines.
+readonly computing='^(TestSelfTest|TestFailedAdmissions|TestOptimum|TestOurOrderPacksBetter|TestEachFunctionMayBeMissing|TestProfileOfARecording|TestBuild|TestEqualInputsGiveEqualImages|TestPush|TestRelease|TestRotation|TestRulesAsTheScheduler|TestSameSeedSameTrace|TestRestarts)$'
+readonly of=(./test/simulation ./test/restarts ./pkg/webhook ./test/packing ./pkg/nvml ./pkg/controller ./hack/image ./hack/release)
 # go test begins packages in this order. The slowest come first: the last would run alone, on one core. Two more than there are cores run at a
 # time, because some mostly wait.
 listed=$(go list ./pkg/agent ./pkg/nvml ./test/restarts ./test/simulation ./test/dropin ./test/... ./hack/... ./cli/... ./... |

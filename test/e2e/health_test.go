@@ -94,7 +94,7 @@ func TestPodsLeaveABrokenGPU(t *testing.T) {
 		of := apis[i%len(apis)]
 		victim, gpu := s.onNode(of, lost)
 		lost[gpu]++
-		took = append(took, s.leaves(leavings[i/len(apis)%len(leavings)], victim.Name, gpu, 2*ofEach))
+		took = append(took, s.leaves(leavings[i/len(apis)%len(leavings)], victim, gpu, 2*ofEach))
 		s.Await(soon, "the GPU to be healthy and in service", func() error {
 			object, err := s.GPUNodeObject()
 			if err == nil && (object.Status.Counts.Unhealthy > 0 || slices.ContainsFunc(object.Status.Devices, gpunode.DeviceStatus.OutOfService)) {
@@ -105,8 +105,9 @@ func TestPodsLeaveABrokenGPU(t *testing.T) {
 		// Fourteen pods have GPUs. Two more fill the nodes, so one gets this GPU.
 		s.Kubectl("scale", "deployment", "-n", s.Namespace, of, fmt.Sprintf("--replicas=%d", ofEach+2))
 		s.Running(patient, 2*gpusANode, 0)
+		seen := s.Seen()
 		if !slices.ContainsFunc(s.Pods(), func(p corev1.Pod) bool {
-			return strings.HasPrefix(p.Name, of) && p.Spec.NodeName == gpuNode && slices.Contains(s.GPUs(p.Name, ""), gpu)
+			return strings.HasPrefix(p.Name, of) && p.Spec.NodeName == gpuNode && slices.Contains(seen[p.Name], gpu)
 		}) {
 			t.Errorf("no pod of %s has GPU %d again", of, gpu)
 		}
@@ -120,22 +121,26 @@ func TestPodsLeaveABrokenGPU(t *testing.T) {
 	s.NoDoubleOwners()
 }
 
-// onNode returns a pod of a Deployment that runs on the node, and its GPU: one that pods have lost least often, because an owner that loses the same
+// onNode returns the name of a pod of a Deployment that runs on the node, and its GPU: one that pods have lost least often, because an owner that loses the same
 // GPU again waits longer. If all pods run elsewhere, it deletes them one after another until one runs there.
-func (s *story) onNode(of string, lost map[int]int) (found corev1.Pod, gpu int) {
+func (s *story) onNode(of string, lost map[int]int) (victim string, gpu int) {
 	s.Helper()
 	s.Await(patient, "a pod of "+of+" on "+gpuNode, func() error {
 		var elsewhere []string
-		gpu = -1
+		here := map[string]string{}
 		for _, pod := range s.Pods() {
 			switch {
 			case !strings.HasPrefix(pod.Name, of) || !podstatus.Ready(&pod) || pod.DeletionTimestamp != nil:
 			case pod.Spec.NodeName != gpuNode:
 				elsewhere = append(elsewhere, pod.Name)
 			default:
-				if has := s.GPUs(pod.Name, "")[0]; gpu < 0 || lost[has] < lost[gpu] {
-					found, gpu = pod, has
-				}
+				here[pod.Name] = pod.Spec.Containers[0].Name
+			}
+		}
+		gpu = -1
+		for name, has := range s.Devices.Of(&s.Story, here) {
+			if gpu < 0 || lost[has[0]] < lost[gpu] {
+				victim, gpu = name, has[0]
 			}
 		}
 		if gpu >= 0 {
@@ -146,7 +151,7 @@ func (s *story) onNode(of string, lost map[int]int) (found corev1.Pod, gpu int) 
 		}
 		return fmt.Errorf("pods %v are elsewhere", elsewhere)
 	})
-	return found, gpu
+	return victim, gpu
 }
 
 // leaves makes the pods of a victim's GPU leave it, and returns how long it took until n pods ran on other GPUs.
@@ -166,8 +171,9 @@ func (s *story) leaves(l leaving, victim string, gpu, n int) time.Duration {
 			s.Errorf("%s: %s: container %s, was %s", l.name, name, now[name], container)
 		}
 	}
+	seen := s.Seen()
 	for _, pod := range s.Pods() {
-		if has := s.GPUs(pod.Name, ""); len(has) != 1 || pod.Spec.NodeName == gpuNode && has[0] == gpu {
+		if has := seen[pod.Name]; len(has) != 1 || pod.Spec.NodeName == gpuNode && has[0] == gpu {
 			s.Errorf("%s: %s has GPUs %v, and was to leave %d", l.name, pod.Name, has, gpu)
 		}
 	}

@@ -61,9 +61,9 @@ func (s *story) hungGPU(api string) (others, returned time.Duration) {
 	s.Manifest(manifests.Deployment("limits", 3) + manifests.ClaimDeployment("claims", "single", 4))
 	others = s.Took("seven pods to run beside the hung GPU", func() { s.Running(soon, gpusANode-1, 0) })
 	s.NoDoubleOwners()
-	for _, pod := range s.Pods() {
-		if pod.Status.Phase == "Running" && slices.Equal(s.GPUs(pod.Name, ""), before) {
-			s.Errorf("%s sees the GPU %v of the hung pod", pod.Name, before)
+	for name, has := range s.Seen() {
+		if slices.Equal(has, before) {
+			s.Errorf("%s sees the GPU %v of the hung pod", name, before)
 		}
 	}
 	name := s.Namespace + "/hung"

@@ -35,13 +35,16 @@ func (s *story) sharesKept() bool {
 // perGPU counts the pods of an app that run, by node and GPU.
 func (s *story) perGPU(app string) map[string]int {
 	s.Helper()
-	count := map[string]int{}
+	nodes, containers := map[string]string{}, map[string]string{}
 	for _, pod := range s.Pods() {
-		if pod.Labels["app"] != app || pod.Status.Phase != corev1.PodRunning || pod.DeletionTimestamp != nil {
-			continue
+		if pod.Labels["app"] == app && pod.Status.Phase == corev1.PodRunning && pod.DeletionTimestamp == nil {
+			nodes[pod.Name], containers[pod.Name] = pod.Spec.NodeName, pod.Spec.Containers[0].Name
 		}
-		for _, minor := range s.GPUs(pod.Name, "") {
-			count[fmt.Sprintf("%s/gpu-%d", pod.Spec.NodeName, minor)]++
+	}
+	count := map[string]int{}
+	for name, minors := range s.Devices.Of(&s.Story, containers) {
+		for _, minor := range minors {
+			count[fmt.Sprintf("%s/gpu-%d", nodes[name], minor)]++
 		}
 	}
 	return count

@@ -44,6 +44,8 @@ const (
 	// LookAgain is the time between two looks at what is to happen, SampleEvery that between two looks at what must not.
 	LookAgain   = 200 * time.Millisecond
 	SampleEvery = 100 * time.Millisecond
+	// longWait is when a wait is worth a line in the story's log.
+	longWait = 5 * time.Second
 	// mostPatience is how many times as long Await waits in all, where a condition says something else each time.
 	mostPatience = 4
 )
@@ -196,6 +198,9 @@ func (s *Story) Await(patience time.Duration, what string, condition func() erro
 	for {
 		err := condition()
 		if err == nil {
+			if took := time.Since(began); took > longWait {
+				s.Logf("waited %.1f s for %s", took.Seconds(), what)
+			}
 			return
 		}
 		if now := err.Error(); now != said {
