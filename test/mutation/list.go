@@ -229,5 +229,12 @@ func List() []Mutation {
 			Changes: []Change{Edit("pkg/wiring", "Parts", "cleanupPending",
 				"p.records.Partitions.Made(h.Device) || ", "")},
 		},
+		{
+			Name: "second-snapshot", Tier: Test, Package: "./pkg/driver", By: "TestOneSnapshotOfACall",
+			What: "each claim of a call is planned by a snapshot of its own",
+			Harm: "a change of the inventory between two claims fails a pod that kubelet could have started",
+			Changes: []Change{Edit("pkg/driver", "Driver", "planAll",
+				"d.plan(ctx, claim, inv, podsFirst)", "d.plan(ctx, claim, d.Inventory.Inventory(), podsFirst)")},
+		},
 	}
 }
