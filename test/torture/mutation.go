@@ -57,7 +57,7 @@ func Mutations() []Mutation {
 `)},
 		},
 		{
-			Name: "start-up", What: "the agent starts with an empty ledger", Mix: forgetful,
+			Name: "start-up", What: "the agent starts with an empty ledger, and finds no holder later", Mix: forgetful,
 			changes: []mutation.Change{
 				mutation.Replace("pkg/ledger", "Ledger", "load", `
 	err := l.Honestload(ctx)
@@ -70,6 +70,13 @@ func Mutations() []Mutation {
 	return nil
 `),
 				mutation.Replace("pkg/reconcile", "Reconciler", "Adopt", `
+	return nil
+`),
+				// What each pass finds without a hold comes back, too.
+				mutation.Replace("pkg/reconcile", "Reconciler", "expectLost", `
+	return never, nil
+`),
+				mutation.Replace("pkg/reconcile", "Reconciler", "expectUsed", `
 	return nil
 `),
 			},

@@ -22,20 +22,27 @@ var ErrBlind = errors.New("the oracle found nothing")
 // SelftestOps is how many operations a mutation may go unseen.
 const SelftestOps = 300
 
-// Selftest builds Tandem with each mutation and plays against it until the oracle finds a fault. ErrBlind names the first that
-// it did not find.
+// Selftest builds Tandem with each mutation and plays against it until the oracle finds a fault. The error wraps ErrBlind for each that it did
+// not find.
 func Selftest(ctx context.Context, dir string, state State, mutations []Mutation, out io.Writer) error {
+	var blind []error
 	for _, s := range mutations {
 		started := time.Now()
 		fmt.Fprintf(out, "selftest: %s: %s\n", s.Name, s.What)
 		counters, err := s.play(ctx, filepath.Join(dir, s.Name), state, out)
 		if err != nil {
-			return fmt.Errorf("selftest %s: %w", s.Name, err)
+			err = fmt.Errorf("selftest %s: %w", s.Name, err)
+			if !errors.Is(err, ErrBlind) || ctx.Err() != nil {
+				return errors.Join(append(blind, err)...)
+			}
+			fmt.Fprintln(out, err)
+			blind = append(blind, err)
+			continue
 		}
 		fmt.Fprintf(out, "selftest: %s: found after %d operations and %s: %s\n", s.Name, counters.Ops, time.Since(started).Round(time.Second),
 			counters.Found())
 	}
-	return nil
+	return errors.Join(blind...)
 }
 
 // play removes its cluster at the end.
