@@ -6,6 +6,8 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -356,8 +358,8 @@ func TestRead(t *testing.T) {
 	dynamic := dynamicfake.NewSimpleDynamicClientWithCustomListKinds(runtime.NewScheme(), map[schema.GroupVersionResource]string{
 		v1alpha1.Resource: "GPUNodeList", definitions: "CustomResourceDefinitionList",
 	}, crd)
-	c := overview.Cluster{Client: client, Dynamic: dynamic, DriverName: "gpu.nvidia.com"}
-	got, err := Read(t.Context(), c, "", "0.2.0", now)
+	c := overview.Cluster{Client: client, Dynamic: dynamic, DriverName: "gpu.nvidia.com", Clock: clockAt(t, now)}
+	got, err := Read(t.Context(), c, "", "0.2.0")
 	if err != nil || len(got.NotRead) > 0 {
 		t.Fatal(err, got.NotRead)
 	}
@@ -370,13 +372,13 @@ func TestRead(t *testing.T) {
 		!strings.Contains(found[0].Action, "that the log of the node's agent names") {
 		t.Errorf("found %+v", found)
 	}
-	named, err := Read(t.Context(), c, "tandem-system", "0.2.0", now)
+	named, err := Read(t.Context(), c, "tandem-system", "0.2.0")
 	if err != nil || len(named.DaemonSets) != 1 || len(named.Agents) != 2 || len(named.Deployments) != 1 || !slices.ContainsFunc(named.NotRead, func(n NotRead) bool {
 		return n.Kind == KindOtherPods
 	}) {
 		t.Errorf("read %+v, %v", named, err)
 	}
-	if _, err := Read(t.Context(), c, "default", "0.2.0", now); err == nil || err.Error() != "namespace default has no agents of Tandem" {
+	if _, err := Read(t.Context(), c, "default", "0.2.0"); err == nil || err.Error() != "namespace default has no agents of Tandem" {
 		t.Errorf("a namespace without agents: %v", err)
 	}
 	deny := func(action clienttesting.Action) (bool, runtime.Object, error) {
@@ -384,7 +386,7 @@ func TestRead(t *testing.T) {
 	}
 	client.PrependReactor("list", "*", deny)
 	dynamic.PrependReactor("*", "*", deny)
-	got, err = Read(t.Context(), c, "", "0.2.0", now)
+	got, err = Read(t.Context(), c, "", "0.2.0")
 	if found := Examine(got); err != nil || len(got.NotRead) < 9 || len(found) > 0 {
 		t.Errorf("without rights: %v, not read %v, found %+v", err, got.NotRead, found)
 	}
@@ -417,7 +419,7 @@ func TestReadWithoutBinding(t *testing.T) {
 		dynamic := dynamicfake.NewSimpleDynamicClientWithCustomListKinds(runtime.NewScheme(), map[schema.GroupVersionResource]string{
 			v1alpha1.Resource: "GPUNodeList", definitions: "CustomResourceDefinitionList",
 		}, decode(t, definition), &unstructured.Unstructured{Object: content})
-		read, err := Read(t.Context(), overview.Cluster{Client: client, Dynamic: dynamic, DriverName: "gpu.nvidia.com"}, "", "0.2.0", now)
+		read, err := Read(t.Context(), overview.Cluster{Client: client, Dynamic: dynamic, DriverName: "gpu.nvidia.com"}, "", "0.2.0")
 		if err != nil || len(read.GPUNodes) != 1 {
 			t.Fatalf("read %+v, %v", read, err)
 		}
@@ -438,3 +440,20 @@ func decode(t *testing.T, definition []byte) *unstructured.Unstructured {
 	}
 	return object
 }
+
+// clockAt is the clock of an API server that answered at that time.
+func clockAt(t *testing.T, at time.Time) *overview.Clock {
+	t.Helper()
+	answer := httptest.NewRecorder()
+	answer.Header().Set("Date", at.UTC().Format(http.TimeFormat))
+	clock := &overview.Clock{}
+	if _, err := clock.Watch(answered{answer.Result()}).RoundTrip(nil); err != nil {
+		t.Fatal(err)
+	}
+	return clock
+}
+
+// answered is a transport with one answer.
+type answered struct{ response *http.Response }
+
+func (a answered) RoundTrip(*http.Request) (*http.Response, error) { return a.response, nil }

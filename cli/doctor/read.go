@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"time"
 
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
@@ -36,13 +35,13 @@ var definitions = schema.GroupVersionResource{Group: "apiextensions.k8s.io", Ver
 
 // Read reads what Examine needs. It writes nothing. What the viewer may not read is in NotRead. namespace is that of the release. If it is
 // empty, Read finds the releases. A namespace without agents is an error: whatever Examine said about it would mislead.
-func Read(ctx context.Context, c overview.Cluster, namespace, client string, now time.Time) (Facts, error) {
-	f := Facts{Client: client, Now: now, Leases: map[string]coordinationv1.Lease{}, Withheld: map[string]bool{}, Endpoints: map[string]int{}}
+func Read(ctx context.Context, c overview.Cluster, namespace, client string) (Facts, error) {
+	f := Facts{Client: client, Leases: map[string]coordinationv1.Lease{}, Withheld: map[string]bool{}, Endpoints: map[string]int{}}
 	server, err := c.Client.Discovery().ServerVersion()
 	if err != nil {
 		return f, fmt.Errorf("read the API server's version: %w", err)
 	}
-	f.Kubernetes = server.GitVersion
+	f.Kubernetes, f.Now = server.GitVersion, c.Clock.Now()
 	_, err = c.Client.Discovery().ServerResourcesForGroupVersion("resource.k8s.io/v1")
 	f.ServesClaims = err == nil
 	read := func(kind Kind, err error) bool {

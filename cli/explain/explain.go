@@ -265,9 +265,9 @@ type Request struct {
 	Limits string
 }
 
-// mixes reports whether the resource of GPUs covers partitions on a node, or does not cover all of its GPUs.
+// mixes reports whether the resource of GPUs covers partitions or replicas on a node, or does not cover all of its GPUs.
 func (a Request) mixes(status v1alpha1.GPUNodeStatus) bool {
-	return a.Limits != "" && a.Limits == status.ExtendedResource && status.Partitions != nil
+	return a.Limits != "" && a.Limits == status.ExtendedResource && (status.Partitions != nil || slices.ContainsFunc(status.Devices, replicated))
 }
 
 // counts returns the counts of the requested devices on a node.
@@ -285,9 +285,40 @@ func (a Request) counts(status v1alpha1.GPUNodeStatus) v1alpha1.DeviceCounts {
 		if d.ExtendedResource != resource || d.Excluded {
 			continue
 		}
-		node.Count(&counts, d)
+		if !replicated(d) {
+			node.Count(&counts, d)
+			continue
+		}
+		n, free, held := d.Sharing.Replicas, replicasLeft(d), podsOn(d)
+		counts.Total += n
+		switch node.Reason(d) {
+		case availability.Unhealthy:
+			counts.Unhealthy += n
+		case availability.Maintenance:
+			counts.Maintenance += n
+		case availability.Tainted:
+			counts.Tainted += n
+		default:
+			counts.Pods, counts.Free, counts.Claims = counts.Pods+held, counts.Free+free, counts.Claims+max(0, n-held-free)
+		}
 	}
 	return counts
+}
+
+// replicated reports whether an extended resource offers replicas of a device.
+func replicated(d v1alpha1.DeviceStatus) bool { return d.Sharing != nil && d.Sharing.Replicas > 0 }
+
+// replicasLeft returns how many replicas of a healthy device a pod can get.
+func replicasLeft(d v1alpha1.DeviceStatus) int32 { return max(0, d.Sharing.Allocatable-podsOn(d)) }
+
+// podsOn counts the holders of a device that are pods. A pod's holder has one replica.
+func podsOn(d v1alpha1.DeviceStatus) (n int32) {
+	for _, h := range d.Holders {
+		if h.Kind == v1alpha1.HolderPod {
+			n++
+		}
+	}
+	return n
 }
 
 // resource is the extended resource that names the devices; empty for GPUs.

@@ -352,7 +352,10 @@ const cannotAllocate = "cannot allocate all claims"
 // otherResources returns what the scheduler says besides GPUs, and besides what an answer has for each node. all reports whether that is so of
 // all nodes, as far as the scheduler's counts tell.
 func (f Facts) otherResources() (texts string, all bool) {
-	total, said, _ := strings.Cut(f.scheduler(), " nodes are available: ")
+	total, said, usual := strings.Cut(f.scheduler(), " nodes are available: ")
+	if !usual {
+		return Bounded(total, mostText), total != "" // of another scheduler, or of a plugin
+	}
 	said, _, _ = strings.Cut(said, ". ")
 	offered, every, some := f.offered(), false, false
 	var others []string

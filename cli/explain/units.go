@@ -42,9 +42,8 @@ func (s *stock) takeUnits(n need, most int64) (got int64, not []blocked) {
 
 // unitsOf returns how many units of its extended resource a device has left, and why it has fewer than all.
 func (s *stock) unitsOf(d v1alpha1.DeviceStatus) (free int64, why blocked) {
-	replicas := d.Sharing != nil && d.Sharing.Replicas > 0
 	if s.empty {
-		if replicas {
+		if replicated(d) {
 			return int64(d.Sharing.Replicas), blocked{}
 		}
 		return 1, blocked{}
@@ -52,18 +51,12 @@ func (s *stock) unitsOf(d v1alpha1.DeviceStatus) (free int64, why blocked) {
 	if why, out := whyOutUntolerated(d.Name, d); out {
 		return 0, why
 	}
-	if replicas {
-		held := int64(0)
-		for _, h := range d.Holders {
-			if h.Kind == v1alpha1.HolderPod {
-				held++
-			}
+	if replicated(d) {
+		left := replicasLeft(d)
+		if left < d.Sharing.Replicas {
+			why = blocked{d.Name, availability.HeldByPod, fmt.Sprintf("%d of %d replicas left", left, d.Sharing.Replicas)}
 		}
-		free = int64(d.Sharing.Allocatable) - held
-		if free < int64(d.Sharing.Replicas) {
-			why = blocked{d.Name, availability.HeldByPod, fmt.Sprintf("%d of %d replicas left", max(0, free), d.Sharing.Replicas)}
-		}
-		return free, why
+		return int64(left), why
 	}
 	reason := availability.Check(true, use{Device: availability.StatusName(d)}, slices.Values(s.uses))
 	if reason == availability.Available && d.ExtendedResourceState == v1alpha1.ExtendedResourceWithdrawn {

@@ -31,6 +31,10 @@ func (f Facts) waits(ctx context.Context, a *Answer, claims []claimOf, needs []n
 		return
 	}
 	ofClaim := func(n need) bool { return n.resource == "" }
+	if slices.ContainsFunc(claims, f.unread) {
+		a.Cause, a.Summary = CauseUnreadable, "waits for GPUs: which ones its claims request cannot be told without the rights below"
+		return
+	}
 	if f.missing(KindGPUNodes) || f.missing(KindClasses) && slices.ContainsFunc(needs, ofClaim) {
 		a.Cause, a.Summary = CauseUnreadable, "waits for GPUs: which nodes have them cannot be told without the rights below"
 		return

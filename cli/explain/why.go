@@ -170,7 +170,10 @@ func (f Facts) why(ctx context.Context, b bounds) Answer {
 		for _, n := range some {
 			a.Requests = append(a.Requests, fmt.Sprintf("%s (%s%s)", n, of, allocatedTo(of)))
 		}
-		if of.spec == nil {
+		switch {
+		case f.unread(of):
+			a.Requests = append(a.Requests, fmt.Sprintf("%s, which could not be read", of))
+		case of.spec == nil:
 			a.Requests = append(a.Requests, fmt.Sprintf("%s, which does not exist", of))
 		}
 		if of.claim == nil || of.claim.Status.Allocation == nil {
@@ -328,6 +331,11 @@ func (f Facts) gpuNode(name string) *v1alpha1.GPUNode {
 
 func (f Facts) missing(kind Kind) bool {
 	return slices.ContainsFunc(f.NotRead, func(n NotRead) bool { return n.Kind == kind })
+}
+
+// unread reports whether it is not known what a claim requests, because the claim or its template could not be read.
+func (f Facts) unread(of claimOf) bool {
+	return of.spec == nil && (of.name != "" && f.missing(KindClaims) || of.template != "" && f.missing(KindTemplates))
 }
 
 func uniq(texts []string) (found []string) {

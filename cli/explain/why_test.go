@@ -320,3 +320,56 @@ func TestExcludedDevices(t *testing.T) {
 		t.Errorf("limits: %s: %s", got.Cause, got.Summary)
 	}
 }
+
+// TestWhyOfUnreadClaims: what could not be read may exist, and what it requests is not known.
+func TestWhyOfUnreadClaims(t *testing.T) {
+	for kind, claim := range map[Kind]corev1.PodResourceClaim{
+		KindClaims:    {Name: "x", ResourceClaimName: ptr.To("c")},
+		KindTemplates: {Name: "x", ResourceClaimTemplateName: ptr.To("t")},
+	} {
+		f := facts(exactly(1), "xx")
+		f.Claims, f.NotRead = nil, []NotRead{{kind, "forbidden"}}
+		f.Pod.Spec.ResourceClaims = []corev1.PodResourceClaim{claim}
+		got := answerTo(t, f)
+		if text := fmt.Sprint(got.Summary, got.Requests); got.Cause != CauseUnreadable || strings.Contains(text, "does not exist") {
+			t.Errorf("%s: %s: %s", kind, got.Cause, text)
+		}
+	}
+}
+
+// TestReasonOfReplicas: a GPU with a holder has replicas left.
+func TestReasonOfReplicas(t *testing.T) {
+	f := facts(nil, "-")
+	d := &f.GPUNodes[0].Status.Devices[0]
+	d.Sharing = &v1alpha1.DeviceSharing{Strategy: "TimeSlicing", Replicas: 4, Allocatable: 4, Memory: 4 * gib}
+	d.Holders = []v1alpha1.DeviceHolder{{Kind: v1alpha1.HolderPod, State: v1alpha1.HoldHeld, Memory: gib}}
+	f.GPUNodes[0].Status.Counts, f.GPUNodes[0].Status.ExtendedResource = v1alpha1.DeviceCounts{Total: 1, Pods: 1}, testResource
+	for limit, want := range map[string]string{
+		"1": "1 Insufficient cpu", "4": "no node has 4 nvidia.com/gpu free: node-0 has 3 of 4 (1 by pods)",
+	} {
+		f.Pod = newPod("a", func(p *corev1.Pod) {
+			p.Spec.Containers[0].Resources = gpuLimits(limit)
+			p.Status.Conditions = []corev1.PodCondition{unschedulable("0/1 nodes are available: 1 Insufficient cpu.")}
+		})
+		if got := NewQueue(f.GPUNodes).Reason(f.Pod); !strings.Contains(got, want) {
+			t.Errorf("%s: the queue says %q, want %q", limit, got, want)
+		}
+		if got := answerTo(t, f).Summary; !strings.Contains(got, want) {
+			t.Errorf("%s: the answer is %q, want %q", limit, got, want)
+		}
+	}
+}
+
+// TestWhyOfAnotherScheduler: a reason that has not kube-scheduler's form comes first, too.
+func TestWhyOfAnotherScheduler(t *testing.T) {
+	f := facts(exactly(1), "-")
+	f.Pod.Status.Conditions = []corev1.PodCondition{unschedulable("pod group is not ready, 1 of 4 members")}
+	if got := answerTo(t, f); got.Cause != CauseRoom || !strings.HasPrefix(got.Summary, "waits: the scheduler says pod group is not ready, 1 of 4 members; node-0 has free GPUs") {
+		t.Errorf("%s: %s", got.Cause, got.Summary)
+	}
+}
+
+// unschedulable is the condition of a pod that its scheduler has not placed.
+func unschedulable(message string) corev1.PodCondition {
+	return corev1.PodCondition{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Reason: corev1.PodReasonUnschedulable, Message: message}
+}

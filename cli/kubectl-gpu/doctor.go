@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/spf13/cobra"
 
@@ -42,7 +41,7 @@ func (p *plugin) doctor() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			facts, err := doctor.Read(cmd.Context(), c.cluster, c.only(false), version.Version, time.Now())
+			facts, err := doctor.Read(cmd.Context(), c.cluster, c.only(false), version.Version)
 			if err != nil {
 				return err
 			}

@@ -5,7 +5,6 @@ package main
 import (
 	"errors"
 	"fmt"
-	"time"
 
 	"github.com/spf13/cobra"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -50,7 +49,7 @@ func (p *plugin) pending() *cobra.Command {
 			if output == "json" || output == "yaml" {
 				return p.printData(output, "waiting pods", found)
 			}
-			return p.print(p.style.Pending(found, time.Now(), output == "wide"))
+			return p.print(p.style.Pending(found, c.cluster.Clock.Now(), output == "wide"))
 		},
 	}
 	listFlags(cmd, &output, &all)

@@ -60,6 +60,11 @@ func connectWith(flags *genericclioptions.ConfigFlags) func() (connection, error
 		// Pages of large clusters and the rights of many namespaces are more than the default of 5 requests a second.
 		config.QPS, config.Burst = 50, 100
 		config.UserAgent = "kubectl-gpu/" + version.Version
+		// Without the clock: the dates of what it reads are those of pods.
+		scrape, err := overview.NewScraper(config)
+		if err != nil {
+			return connection{}, fmt.Errorf("configure API client: %w", err)
+		}
 		clock := &overview.Clock{}
 		config.Wrap(clock.Watch)
 		client, err := kubernetes.NewForConfig(config)
@@ -67,10 +72,6 @@ func connectWith(flags *genericclioptions.ConfigFlags) func() (connection, error
 			return connection{}, fmt.Errorf("configure API client: %w", err)
 		}
 		objects, err := dynamic.NewForConfig(config)
-		if err != nil {
-			return connection{}, fmt.Errorf("configure API client: %w", err)
-		}
-		scrape, err := overview.NewScraper(config)
 		if err != nil {
 			return connection{}, fmt.Errorf("configure API client: %w", err)
 		}

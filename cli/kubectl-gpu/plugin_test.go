@@ -608,3 +608,23 @@ func TestNotesByStandardError(t *testing.T) {
 		t.Errorf("%q", got)
 	}
 }
+
+// TestClockOfTheServer: a pod that the API server passes on does not set the clock that says which agents are silent.
+func TestClockOfTheServer(t *testing.T) {
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("Date", time.Now().Add(time.Hour).UTC().Format(http.TimeFormat))
+	}))
+	defer server.Close()
+	flags := genericclioptions.NewConfigFlags(true)
+	*flags.APIServer, *flags.KubeConfig = server.URL, os.DevNull
+	c, err := connectWith(flags)()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.cluster.Scrape(t.Context(), &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "a", Name: "b"}}); err != nil {
+		t.Fatal(err)
+	}
+	if off := time.Until(c.cluster.Clock.Now()); off.Abs() > 2*time.Second {
+		t.Errorf("a pod has set the clock: it is %s off", off)
+	}
+}

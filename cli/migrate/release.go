@@ -13,6 +13,7 @@ import (
 	"io"
 	"maps"
 	"slices"
+	"strconv"
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
@@ -33,11 +34,16 @@ var chartKinds = map[string]Kind{
 	"nvidia-device-plugin": DevicePlugin, "dra-driver-nvidia-gpu": DRADriver, "nvidia-dra-driver-gpu": DRADriver, "gpu-operator": Operator,
 }
 
-// ReadReleases returns the values of the deployed Helm releases of NVIDIA's charts in all namespaces, with the ConfigMaps that they name.
+// readStatuses are those of a Secret whose objects may be in the cluster (helm, pkg/release/common/status.go): Helm leaves what it has made when an
+// installation or an upgrade fails.
+const readStatuses = "deployed,failed,pending-install,pending-upgrade,pending-rollback"
+
+// ReadReleases returns the values of the Helm releases of NVIDIA's charts in all namespaces, each by its newest revision, with the ConfigMaps that
+// they name.
 // It returns what it could read together with errors about the rest. namespace is that of Tandem's release; if it is empty, releases are found.
 func ReadReleases(ctx context.Context, client kubernetes.Interface, namespace string) ([]Source, error) {
 	list, err := client.CoreV1().Secrets(metav1.NamespaceAll).List(ctx, metav1.ListOptions{
-		LabelSelector: "owner=helm,status=deployed", FieldSelector: "type=" + releaseType,
+		LabelSelector: "owner=helm,status in (" + readStatuses + ")", FieldSelector: "type=" + releaseType,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("list Secrets of Helm releases: %w", err)
@@ -45,7 +51,7 @@ func ReadReleases(ctx context.Context, client kubernetes.Interface, namespace st
 	trusted := trustedNamespaces(client, namespace)
 	var sources []Source
 	var errs []error
-	for _, secret := range list.Items {
+	for _, secret := range newestRevisions(list.Items) {
 		source, ok, err := releaseSource(secret)
 		if err != nil {
 			errs = append(errs, fmt.Errorf("read Secret %s/%s: %w", secret.Namespace, secret.Name, err))
@@ -82,6 +88,26 @@ func ReadReleases(ctx context.Context, client kubernetes.Interface, namespace st
 		})
 	}
 	return sources, errors.Join(errs...)
+}
+
+// newestRevisions returns the last Secret of each release, in the order of their names.
+func newestRevisions(secrets []corev1.Secret) []corev1.Secret {
+	revision := func(s corev1.Secret) int {
+		n, _ := strconv.Atoi(s.Labels["version"])
+		return n
+	}
+	newest := map[string]corev1.Secret{}
+	for _, s := range secrets {
+		of := s.Namespace + "/" + cmp.Or(s.Labels["name"], s.Name)
+		if known, found := newest[of]; !found || revision(s) > revision(known) {
+			newest[of] = s
+		}
+	}
+	found := make([]corev1.Secret, 0, len(newest))
+	for _, of := range slices.Sorted(maps.Keys(newest)) {
+		found = append(found, newest[of])
+	}
+	return found
 }
 
 // ReadDaemonSets returns the settings of NVIDIA's DaemonSets that are in their environment and arguments, as variables of GPU Operator and of

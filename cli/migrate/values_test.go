@@ -16,6 +16,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes/fake"
 	clienttesting "k8s.io/client-go/testing"
 
@@ -175,5 +176,26 @@ func TestReleases(t *testing.T) {
 	}
 	if from := strings.Join(result.From, ", "); from != "release nvidia/plugin (nvidia-device-plugin), ConfigMap nvidia/configs (device plugin configuration)" {
 		t.Error(from)
+	}
+}
+
+// TestNewestRevision: what Helm has made stays when an installation or an upgrade fails.
+func TestNewestRevision(t *testing.T) {
+	revision := func(version, status, priority string) *corev1.Secret {
+		s := release(t, "nvidia", "plugin", map[string]any{
+			"name": "plugin", "config": map[string]any{"priorityClassName": priority}, "chart": map[string]any{"metadata": map[string]any{"name": "nvidia-device-plugin"}},
+		})
+		s.Name, s.Labels = "sh.helm.release.v1.plugin.v"+version, map[string]string{"owner": "helm", "name": "plugin", "status": status, "version": version}
+		return s
+	}
+	for name, revisions := range map[string][]runtime.Object{
+		"failed installation": {revision("1", "failed", "high")},
+		"failed upgrade":      {revision("9", "deployed", "low"), revision("10", "failed", "high")},
+		"rolled back":         {revision("2", "superseded", "low"), revision("3", "deployed", "high")},
+	} {
+		sources, err := ReadReleases(t.Context(), fake.NewClientset(append(revisions, podOn("a", "plugin", &plugin))...), "")
+		if err != nil || len(sources) != 1 || sources[0].Values["priorityClassName"] != "high" {
+			t.Errorf("%s: %+v, %v", name, sources, err)
+		}
 	}
 }

@@ -107,27 +107,31 @@ const indent = "         "
 // mostSharers bounds the shares of a device that are listed.
 const mostSharers = 8
 
-// shares lists the shares of a shared GPU and the memory that is left.
+// shares lists the shares of a shared GPU and what is left.
 func (s Style) shares(gpu GPU) string {
 	if gpu.Sharing == nil || len(gpu.Holders) == 0 {
 		return ""
 	}
 	var rows [][]cell
-	left := gpu.Sharing.MemoryBytes
+	left, leftShares := gpu.Sharing.MemoryBytes, gpu.Sharing.Shares
 	for i, h := range gpu.Holders {
-		left -= h.MemoryBytes
+		left, leftShares = left-h.MemoryBytes, leftShares-h.Shares
 		switch {
 		case i < mostSharers:
 			rows = append(rows, []cell{{text: cmp.Or(h.share, "all")}, {text: h.text}})
 		case i == mostSharers:
 			rows = append(rows, []cell{{text: fmt.Sprintf("and %d more", len(gpu.Holders)-i)}})
 		}
-		if !h.Shared {
-			left = 0
+		if !h.Shared && h.Shares == 0 {
+			left, leftShares = 0, 0
 		}
 	}
+	amount := explain.Mebibytes(left)
+	if gpu.Sharing.Shares > 0 {
+		left, amount = leftShares, explain.Number(int(leftShares), "share")
+	}
 	if left > 0 && gpu.WhyOut() == "" {
-		rows = append(rows, []cell{{text: explain.Mebibytes(left)}, {text: "free"}})
+		rows = append(rows, []cell{{text: amount}, {text: "free"}})
 	}
 	return s.columns(indent, 2, rows)
 }

@@ -213,3 +213,30 @@ func TestNamesArePlain(t *testing.T) {
 		}
 	}
 }
+
+// TestEqualSharesLeft: what is left of a GPU that claims divide into equal shares is shares, which need not have memory.
+func TestEqualSharesLeft(t *testing.T) {
+	var node v1alpha1.GPUNode
+	d := v1alpha1.DeviceStatus{Name: "gpu-0", Sharing: &v1alpha1.DeviceSharing{Strategy: "TimeSlicing", Claims: "shares", Memory: 80 << 30, Shares: 4}}
+	for held := 1; held <= 4; held++ {
+		d.Holders = append(d.Holders, v1alpha1.DeviceHolder{Kind: v1alpha1.HolderClaim, State: v1alpha1.HoldHeld, Shared: true, Shares: 1})
+		node.Status.Devices = []v1alpha1.DeviceStatus{d}
+		want := map[int]string{1: "3 shares", 2: "2 shares", 3: "1 share "}[held]
+		got := Style{}.Draw(PictureOf(NodeOf(node), nil, ""))
+		if strings.Contains(got, "MiB free") || strings.Contains(got, "free") != (held < 4) || !strings.Contains(got, want) {
+			t.Errorf("%d of 4 shares are held:\n%s", held, got)
+		}
+	}
+}
+
+// TestAllocatedPartition: a claim has a part of a GPU before its partition is made.
+func TestAllocatedPartition(t *testing.T) {
+	node := v1alpha1.GPUNode{
+		Spec:   v1alpha1.GPUNodeSpec{Claims: []v1alpha1.AllocatedClaim{{UID: "u", Namespace: "ml", Name: "part", Devices: []string{"gpu-0-mig-1g10gb-19-0"}}}},
+		Status: v1alpha1.GPUNodeStatus{Devices: []v1alpha1.DeviceStatus{{Name: "gpu-0"}, {Name: "gpu-1"}}},
+	}
+	n := NodeOf(node)
+	if len(n.Devices[0].Allocated) != 1 || len(n.Devices[1].Allocated) != 0 || n.Devices[0].State != Allocated {
+		t.Errorf("devices %+v", n.Devices)
+	}
+}

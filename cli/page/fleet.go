@@ -159,7 +159,7 @@ func (f *fleet) fail(err error) {
 	defer f.mu.Unlock()
 	f.notes[aboutGPUNodes] = fmt.Sprintf("The nodes are not up to date: %v", err)
 	if f.failed.IsZero() {
-		f.failed = time.Now()
+		f.failed = f.cluster.Clock.Now()
 	}
 }
 
@@ -337,7 +337,7 @@ type state struct {
 // now returns the state of the named nodes, or of all.
 func (f *fleet) now(ctx context.Context, names ...string) state {
 	f.mu.Lock()
-	s := state{at: time.Now(), user: f.user, listed: f.listed, notes: maps.Clone(f.notes)}
+	s := state{at: f.cluster.Clock.Now(), user: f.user, listed: f.listed, notes: maps.Clone(f.notes)}
 	if !f.failed.IsZero() {
 		s.at = f.failed
 	}

@@ -460,6 +460,7 @@ func TestPartitionFaults(t *testing.T) {
 	s.KillAgent()
 	s.Breaks()
 	s.Ready()
+	s.retry("interrupted")
 	s.Running(patient, 2, 0)
 	s.Await(soon, "nothing to be left over", s.instances(2))
 	s.explained()
