@@ -37,7 +37,7 @@ func (l *Ledger) ReservePod(requests []PodRequest) error {
 	}
 }
 
-// errChanged means that another call has taken a device since its reuse was judged.
+// errChanged means that a hold has changed since its reuse was judged.
 var errChanged = errors.New("a hold has changed meanwhile")
 
 // tryReservePod reserves, or returns conflicting holds, also those of the same ID that must not be reused.
@@ -161,6 +161,9 @@ func (l *Ledger) confirmReuse(requests []PodRequest) (confirmed []uint64, refuse
 			confirmed = append(confirmed, h.Generation)
 			continue
 		}
+		if l.changedSince(h) {
+			return nil, nil, errChanged // it names its pod now, say
+		}
 		// The end of the pod may have been reported meanwhile.
 		if podState == Gone || l.podState(h) == Gone {
 			if err := l.Release(h); err != nil {
@@ -171,6 +174,14 @@ func (l *Ledger) confirmReuse(requests []PodRequest) (confirmed []uint64, refuse
 		refused = append(refused, h)
 	}
 	return confirmed, refused, nil
+}
+
+// changedSince reports whether a hold has ended, was taken again, or has other pods.
+func (l *Ledger) changedSince(h Hold) bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	current, held := l.holds[keyOf(h)]
+	return !held || current.Generation != h.Generation
 }
 
 // reuses reports whether a request for the ID of a hold can come from the hold's own pod.

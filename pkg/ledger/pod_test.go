@@ -142,3 +142,45 @@ func TestSlowAllocateOfADeadKubelet(t *testing.T) {
 		t.Errorf("the hold is of %v, want the second pod", pods)
 	}
 }
+
+// identifying names the pod of a hold while it judges whether the hold is reused, and knows only pods that a hold names.
+type identifying struct {
+	judge
+	identify func(Hold)
+}
+
+func (i identifying) Reuses(h Hold) bool {
+	i.identify(h)
+	return false
+}
+
+// TestNextPodBeforeIdentification: a pod gets the device of one that kubelet has rejected, although the hold named that one late.
+func TestNextPodBeforeIdentification(t *testing.T) {
+	var l *Ledger
+	podStates := identifying{
+		judge: func(h Hold) PodState {
+			if len(h.Pods) == 0 {
+				return Running
+			}
+			return Gone
+		},
+		identify: func(h Hold) {
+			if err := l.Identify(h, Pod{UID: "rejected"}); err != nil {
+				t.Error(err)
+			}
+		},
+	}
+	l, err := Open(t.Context(), Options{Dir: t.TempDir(), BootID: "boot", PodStates: podStates})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	for range 2 {
+		if err := l.ReservePod(limitsOf("a")); err != nil {
+			t.Error(err)
+		}
+	}
+	if holds := l.Holds(); len(holds) != 1 || len(holds[0].Pods) > 0 {
+		t.Errorf("holds %v", holds)
+	}
+}

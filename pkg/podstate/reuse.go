@@ -21,12 +21,14 @@ const reusePatience = time.Second
 func (p *Pods) Reuses(h ledger.Hold) (reuses bool) {
 	ctx, cancel := context.WithTimeout(context.Background(), reusePatience)
 	defer cancel()
+	named := false
 	decided := p.await(ctx, func() (decided bool) {
-		reuses, decided = p.ReusesNow(h)
+		reuses, decided, named = p.reusesNow(h)
 		return decided
 	})
-	if settling := Unsettled(h); decided && !reuses && len(h.Pods) > 0 {
-		// The pods have ended within Settling. The hold ends with that, and an error would fail the next pod.
+	if settling := Unsettled(h); decided && !reuses && named {
+		// The pods have ended within Settling. The hold ends with that, and an error would fail the next pod. The hold may not name its pod yet:
+		// the reconciler does that a moment after kubelet has written its checkpoint.
 		time.Sleep(settling)
 		reuses, _ = p.ReusesNow(h)
 	}
@@ -37,9 +39,15 @@ func (p *Pods) Reuses(h ledger.Hold) (reuses bool) {
 // only to a later container of the pod, and only from an init container that is no sidecar (k8s.io/kubernetes
 // pkg/kubelet/cm/devicemanager, devicesToReuse). It writes its checkpoint between the two calls. Simulations call it, too.
 func (p *Pods) ReusesNow(h ledger.Hold) (reuses, decided bool) {
+	reuses, decided, _ = p.reusesNow(h)
+	return reuses, decided
+}
+
+// reusesNow is ReusesNow. named is whether the hold or kubelet's checkpoint names a pod.
+func (p *Pods) reusesNow(h ledger.Hold) (reuses, decided, named bool) {
 	checkpoint, err := ReadDeviceCheckpoint(p.kubeletDir)
 	if err != nil {
-		return false, true
+		return false, true, len(h.Pods) > 0
 	}
 	uids := map[string]bool{}
 	for _, pod := range h.Pods {
@@ -58,17 +66,17 @@ func (p *Pods) ReusesNow(h ledger.Hold) (reuses, decided bool) {
 	if len(uids) == 0 {
 		// An earlier Allocate failed after the ledger had recorded it, or a later write of the checkpoint has overtaken the one that names
 		// the pod.
-		return Unsettled(h) == 0 || p.admits(h.Resource), true
+		return Unsettled(h) == 0 || p.admits(h.Resource), true, false
 	}
 	decided = true
 	for uid := range uids {
 		pod, alive, ended := p.lifeOf(uid)
 		if alive && asksAgain(pod, h, has[uid]) {
-			return true, true
+			return true, true, true
 		}
 		decided = decided && ended
 	}
-	return false, decided
+	return false, decided, true
 }
 
 // lifeOf returns a pod that the watch has reported, whether kubelet may admit it, and whether it has ended by the watch.

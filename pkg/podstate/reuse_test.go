@@ -97,12 +97,14 @@ func TestReuseAwaitsTheWatch(t *testing.T) {
 		before, after *corev1.Pod
 		want          bool
 		took          time.Duration
+		unnamed       bool // by the hold; kubelet's checkpoint names it
 	}{
-		"a pod that comes":       {nil, pod(podA, "a", pending, asksFirst("1"), asks("1"), named), true, 100 * time.Millisecond},
-		"a pod that ends":        {pod(podA, "a", asks("1"), named), pod(podA, "a", asks("1"), named, phase(corev1.PodSucceeded)), false, 2 * time.Second},
-		"nothing":                {nil, nil, false, time.Second},
-		"one that has one call":  {nil, pod(podA, "a", pending, asks("1"), named), false, time.Second},
-		"one that still goes on": {pod(podA, "a", asks("1"), named), pod(podA, "a", asks("1"), named, beingDeleted), false, time.Second},
+		"a pod that comes":       {nil, pod(podA, "a", pending, asksFirst("1"), asks("1"), named), true, 100 * time.Millisecond, false},
+		"a pod that ends":        {pod(podA, "a", asks("1"), named), pod(podA, "a", asks("1"), named, phase(corev1.PodSucceeded)), false, 2 * time.Second, false},
+		"nothing":                {nil, nil, false, time.Second, false},
+		"one that has one call":  {nil, pod(podA, "a", pending, asks("1"), named), false, time.Second, false},
+		"one that still goes on": {pod(podA, "a", asks("1"), named), pod(podA, "a", asks("1"), named, beingDeleted), false, time.Second, false},
+		"one that ends, unnamed": {pod(podA, "a", asks("1"), named), pod(podA, "a", asks("1"), named, phase(corev1.PodSucceeded)), false, 2 * time.Second, true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -115,6 +117,9 @@ func TestReuseAwaitsTheWatch(t *testing.T) {
 					p.Observe(test.before, test.after)
 				}()
 				h := limit(ledger.StateHeld, 0, podA)
+				if test.unnamed {
+					h.Pods = nil
+				}
 				h.Holder.ID, h.Resource = reused, "nvidia.com/gpu"
 				if got := p.Reuses(h); got != test.want || time.Since(began) != test.took {
 					t.Errorf("got %v after %s, want %v after %s", got, time.Since(began), test.want, test.took)

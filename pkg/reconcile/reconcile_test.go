@@ -267,6 +267,22 @@ func TestAdminAccessIsFoundOut(t *testing.T) {
 	g.await("GPU-2: claim c2 restored []")
 }
 
+// TestAdminAccessIsAskedForAgain: what was held because the API server did not answer is free soon after it does.
+func TestAdminAccessIsAskedForAgain(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1", "GPU-2")
+	g.away = true
+	g.group("p1", true)
+	g.claimState(kubeletClaim{"c1", "monitor", []string{"p1"}, []string{"gpu-1", "gpu-2"}})
+	must(t, g.r.Restore(t.Context()))
+	g.addPod(g.pod("p1", "monitor"))
+	g.claim("monitor", "c1", "admin:gpu-1", "gpu-2")
+	g.run()
+	g.stays("GPU-1: claim c1 restored [p1]", "GPU-2: claim c1 restored [p1]")
+	g.change(func() { g.away = false })
+	g.await("GPU-2: claim c1 restored [p1]")
+}
+
 func TestLimitWithoutPod(t *testing.T) {
 	t.Parallel()
 	g := newRig(t, "GPU-1", "GPU-2", "GPU-3")

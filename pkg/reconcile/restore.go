@@ -227,12 +227,12 @@ func (r *Reconciler) expectPodHold(ctx context.Context, d podstate.PodDevice, re
 	return r.expect(ctx, h)
 }
 
-// errUnasked means that a claim may have shares of devices. They are held whole, which blocks other sharers, until the API server
-// has returned the shares.
+// errUnasked means that a claim may have shares of devices, or devices for admin access. They are held whole, which blocks other holders, until the
+// API server has returned the claim.
 var errUnasked = errors.New("the API server has not said how much of its devices the claim has")
 
-// restoreClaim reports whether the inventory lacks a device of the claim. It returns errUnasked if the claim's shares are
-// unknown.
+// restoreClaim reports whether RestoreLate is to try again: the inventory lacks a device of the claim, or the API server has not returned the claim.
+// It returns errUnasked in the second case.
 func (r *Reconciler) restoreClaim(ctx context.Context, claim podstate.KubeletClaim) (missing bool, err error) {
 	if len(claim.Devices) == 0 {
 		return false, nil // kubelet has only begun to prepare it
@@ -262,8 +262,10 @@ func (r *Reconciler) claim(ctx context.Context, namespace, name, uid string) (*r
 func (r *Reconciler) expectClaim(ctx context.Context, claim podstate.KubeletClaim, current *resourceapi.ResourceClaim, asked bool,
 ) (missing bool, err error) {
 	devices, consumed := r.devicesOf(ctx, claim, current, asked)
+	if err := r.releaseAdmin(claim, current); err != nil {
+		return false, err
+	}
 	found := r.resolve(devices)
-	unknown := false
 	for named, d := range found {
 		h := ledger.Hold{
 			Holder: ledger.Holder{Kind: ledger.KindClaim, ID: claim.UID}, Device: d.Ref(),
@@ -272,7 +274,6 @@ func (r *Reconciler) expectClaim(ctx context.Context, claim podstate.KubeletClai
 		if c, shared := consumed[named]; shared {
 			h.Share = d.Share(c)
 		}
-		unknown = unknown || !asked && d.Sharing().Claims != ""
 		for _, uid := range claim.PodUIDs {
 			h.Pods = append(h.Pods, r.Pods.Name(uid))
 		}
@@ -280,10 +281,27 @@ func (r *Reconciler) expectClaim(ctx context.Context, claim podstate.KubeletClai
 			return false, err
 		}
 	}
-	if unknown {
+	if !asked && len(found) > 0 {
 		return true, fmt.Errorf("restore claim %s/%s: %w", claim.Namespace, claim.Name, errUnasked)
 	}
 	return len(found) < len(r.ofNode(devices)), nil
+}
+
+// releaseAdmin ends the holds of devices for admin access that were taken while the API server could not be asked.
+func (r *Reconciler) releaseAdmin(claim podstate.KubeletClaim, current *resourceapi.ResourceClaim) error {
+	if current == nil {
+		return nil
+	}
+	now := r.usesOf(current)
+	admin, held := r.refs(now.admin), r.refs(now.held)
+	var errs []error
+	for _, h := range r.Ledger.Holds() {
+		of := ledger.Holder{Kind: ledger.KindClaim, ID: claim.UID}
+		if h.Holder == of && h.State == ledger.StateRestored && slices.Contains(admin, h.Device) && !slices.Contains(held, h.Device) {
+			errs = append(errs, r.Ledger.Release(h))
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // devicesOf returns the claim's devices from kubelet's claim state. Only the API server knows which devices are for admin access and hold nothing. While it is away kubelet's list counts: no Prepare
