@@ -483,3 +483,16 @@ func TestFromEnvironment(t *testing.T) {
 		t.Errorf("no pod: %v", err)
 	}
 }
+
+// TestEndlessAnswer: a client that is root and answers in the daemon's place does not fill the supervisor's memory.
+func TestEndlessAnswer(t *testing.T) {
+	t.Parallel()
+	script := filepath.Join(t.TempDir(), "endless")
+	if err := os.WriteFile(script, []byte("#!/bin/sh\nexec yes 0123456789\n"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	text, err := program{path: script, env: os.Environ(), timeout: patience}.tell(t.Context(), "get_server_list")
+	if err == nil || !strings.Contains(err.Error(), "the answer is longer than 65536 bytes") || len(err.Error()) > 2*longestQuote || text != "" {
+		t.Errorf("%d bytes, %v", len(text), err)
+	}
+}

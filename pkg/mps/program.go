@@ -104,8 +104,13 @@ func (p program) tell(ctx context.Context, line string) (string, error) {
 	defer cancel()
 	cmd := p.command(ctx)
 	cmd.Stdin = strings.NewReader(line + "\n")
-	output, err := cmd.CombinedOutput()
-	text := strings.TrimSpace(string(output))
+	output := &answer{}
+	cmd.Stdout, cmd.Stderr = output, output
+	err := cmd.Run()
+	text := strings.TrimSpace(string(output.text))
+	if output.tooLong {
+		err, text = errLongAnswer, text[:min(len(text), longestQuote)]
+	}
 	if ctx.Err() != nil {
 		err = context.Cause(ctx)
 	}
@@ -116,6 +121,28 @@ func (p program) tell(ctx context.Context, line string) (string, error) {
 		return "", fmt.Errorf("send the MPS daemon %q: %w", line, err)
 	}
 	return text, nil
+}
+
+// answer keeps what a program answers, unless that is too long. A client that is root may answer in the daemon's place.
+type answer struct {
+	text    []byte
+	tooLong bool
+}
+
+const (
+	longestAnswer = 64 << 10
+	longestQuote  = 1 << 10
+)
+
+var errLongAnswer = fmt.Errorf("the answer is longer than %d bytes", longestAnswer)
+
+func (a *answer) Write(p []byte) (int, error) {
+	if len(a.text)+len(p) > longestAnswer {
+		a.tooLong = true
+		return 0, errLongAnswer
+	}
+	a.text = append(a.text, p...)
+	return len(p), nil
 }
 
 // last keeps the end of what is written, and writes all of it to another writer.
