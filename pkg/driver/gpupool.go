@@ -265,10 +265,8 @@ func (p gpuPool) consuming(d device.Device) resourceapi.Device {
 // taints returns the taints of a device that is unhealthy or under maintenance itself, or whose GPU is. While a withdrawal returns there
 // may be two reasons; a device has each key once.
 func (p gpuPool) taints(ref device.Ref) (taints []resourceapi.DeviceTaint) {
-	for _, w := range p.tainted {
-		if w.Device != ref && !w.Device.Whole() {
-			continue
-		}
+	concerns := func(w withdrawal) bool { return w.Device == ref || w.Device.Whole() }
+	for _, w := range ownHealth(ref, slices.DeleteFunc(slices.Clone(p.tainted), func(w withdrawal) bool { return !concerns(w) })) {
 		for _, t := range w.taints() {
 			if !slices.ContainsFunc(taints, func(other resourceapi.DeviceTaint) bool { return other.Key == t.Key }) {
 				taints = append(taints, t)

@@ -137,6 +137,7 @@ func factsOf(d device.Device, withdrawn []withdrawal, a allocated, kept Capabili
 			reasons = append(reasons, w)
 		}
 	}
+	reasons = ownHealth(d.Ref(), reasons)
 	miscounted := slices.ContainsFunc(a.shares[d.Ref()], func(has device.Share) bool { return miscounts(facts.claims, request.Share, has) })
 	if a.blocks(d.Ref()) || miscounted {
 		reasons = append(reasons, withdrawal{use: use{Reason: availability.HeldByClaim}})
@@ -149,6 +150,16 @@ func factsOf(d device.Device, withdrawn []withdrawal, a allocated, kept Capabili
 	}
 	facts.taints = facts.taints[:min(len(facts.taints), maxTaints)]
 	return facts
+}
+
+// ownHealth leaves out the health of other devices if a device has its own: that of a partition has the faults of its GPU, and says whether pods
+// are evicted.
+func ownHealth(ref device.Ref, reasons []withdrawal) []withdrawal {
+	own := func(w withdrawal) bool { return w.Reason == availability.Unhealthy && w.Device == ref }
+	if !slices.ContainsFunc(reasons, own) {
+		return reasons
+	}
+	return slices.DeleteFunc(reasons, func(w withdrawal) bool { return w.Reason == availability.Unhealthy && w.Device != ref })
 }
 
 // miscounts reports whether the scheduler would place a claim where what another claim has leaves no room by the ledger. The other claim

@@ -3,7 +3,6 @@
 package wiring
 
 import (
-	"errors"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -24,7 +23,7 @@ type Serving struct {
 	// HeldOnly is why only what is held is served. Nil serves everything.
 	HeldOnly error
 	// NoDriver and Waiting return why new pods and claims get no GPU. GPUNode's status.waiting names NoDriver's reason first, then the ledger's,
-	// then that of Waiting. Both may be nil.
+	// then that of Waiting. Both may be nil. With NoDriver no GPU that is held counts as lost.
 	NoDriver, Waiting func() error
 	// Registerer receives the metrics.
 	Registerer prometheus.Registerer
@@ -40,13 +39,6 @@ type APIs struct {
 
 // NewAPIs makes the components that serve the node. It needs Connect, and may be called again with another Registerer.
 func (p *Parts) NewAPIs(s Serving) (apis APIs, err error) {
-	none := func() error { return nil }
-	if s.NoDriver == nil {
-		s.NoDriver = none
-	}
-	if s.Waiting == nil {
-		s.Waiting = none
-	}
 	allocations, acknowledge, daemonTrouble := p.Hooks.Allocations, func(string, []string, bool) {}, p.Hooks.DaemonTrouble
 	if allocations == nil {
 		if apis.GPUNode, err = gpunode.New(p.gpuNodeConfig(s)); err != nil {
@@ -76,12 +68,20 @@ func (p *Parts) gpuNodeConfig(s Serving) gpunode.Config {
 		Claims: func(namespace string) gpunode.Claims { return p.Client.ResourceV1().ResourceClaims(namespace) },
 		Node:   p.Node, Ledger: p.Ledger, Inventory: p.Views.Offered, Sharing: p.Sharing, Recorder: p.Recorder, Registerer: s.Registerer,
 		Waiting: func() string {
-			reason := errors.Join(s.NoDriver(), p.Ledger.Withheld(), s.Waiting())
-			if reason == nil {
-				return ""
+			var reasons []string
+			for _, reason := range []func() error{s.NoDriver, p.Ledger.Withheld, s.Waiting} {
+				if reason == nil {
+					continue
+				}
+				if err := reason(); err != nil {
+					reasons = append(reasons, strings.ReplaceAll(err.Error(), "\n", "; "))
+				}
 			}
-			return strings.ReplaceAll(reason.Error(), "\n", "; ")
+			return strings.Join(reasons, "; ")
 		},
+	}
+	if s.NoDriver != nil {
+		config.Facts.FaultAction = nil // no GPU could be read, so none is known to be lost
 	}
 	if c.Mode.Limits() {
 		config.Facts.Limits, config.Facts.OfferedToPods = c.Resources(), c.OfferedToPods

@@ -164,3 +164,14 @@ func TestPoolsReachTheGPUNode(t *testing.T) {
 		t.Error("the GPUNode does not know")
 	}
 }
+
+// TestNothingIsLostWithoutADriver: an agent that could not read any GPU does not know that one which is held has gone.
+func TestNothingIsLostWithoutADriver(t *testing.T) {
+	c := config.Defaults()
+	p, _ := connected(t, c)
+	for name, s := range map[string]Serving{"a driver": {Config: c}, "no driver": {Config: c, NoDriver: func() error { return errors.New("paused") }}} {
+		if decides := p.gpuNodeConfig(s).Facts.FaultAction != nil; decides != (s.NoDriver == nil) {
+			t.Errorf("%s: pods are evicted from what is missing: %t", name, decides)
+		}
+	}
+}
