@@ -26,6 +26,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/cli/overview"
+	"github.com/tandem-gpu/tandem/internal/owner"
 	"github.com/tandem-gpu/tandem/internal/podstatus"
 	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -365,7 +366,7 @@ func (d *Drainer) evict(ctx context.Context, node string, waiting []Waiting, for
 		}
 		pod, err := d.Cluster.Client.CoreV1().Pods(ref.Namespace).Get(ctx, ref.Name, metav1.GetOptions{})
 		switch {
-		case apierrors.IsNotFound(err), err == nil && (pod.UID != ref.UID || pod.DeletionTimestamp != nil || podstatus.Ended(pod)):
+		case apierrors.IsNotFound(err), err == nil && (!owner.Is(pod, ref.UID) || pod.DeletionTimestamp != nil || podstatus.Ended(pod)):
 			continue
 		case err != nil:
 			return passing(fmt.Errorf("get pod %s/%s: %w", ref.Namespace, ref.Name, err))
@@ -377,7 +378,7 @@ func (d *Drainer) evict(ctx context.Context, node string, waiting []Waiting, for
 		case why == "":
 			pods = append(pods, pod)
 		default:
-			d.refused[pod.UID] = true
+			d.refused[ref.UID] = true
 			if err := d.Say(fmt.Sprintf("GPUNode names pod %s/%s, which %s: not evicted", pod.Namespace, pod.Name, why)); err != nil {
 				return err
 			}

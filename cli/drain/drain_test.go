@@ -349,6 +349,14 @@ func TestRun(t *testing.T) {
 			said: []string{"gpu-0 of node-1 is held by ml/infer (limits); ml/bare (limits); ml/agent (limits)"},
 			err:  "cannot evict DaemonSet-managed Pods (use --force to override): ml/agent\ncannot evict Pods that declare no controller (use --force to override): ml/bare",
 		},
+		"a static pod, which the API server knows by another UID": {
+			holders: []v1alpha1.DeviceHolder{byPod("infer")}, options: Options{Evict: true}, pods: []runtime.Object{func() *corev1.Pod {
+				p := pod("infer", "Node")
+				p.Annotations, p.UID = map[string]string{corev1.MirrorPodAnnotationKey: string(p.UID)}, "mirror"
+				return p
+			}()},
+			said: []string{"gpu-0 of node-1 is held by ml/infer (limits)"}, err: "cannot evict static Pods (remove their manifests from the node): ml/infer",
+		},
 		"by force": {
 			holders: []v1alpha1.DeviceHolder{byPod("bare"), byPod("agent")}, pods: []runtime.Object{pod("bare", ""), pod("agent", "DaemonSet")},
 			at: map[int]func(*v1alpha1.GPUNode){3: holders()}, options: Options{Evict: true, Force: true}, evicted: []string{"bare", "agent"},

@@ -563,6 +563,10 @@ func TestRejects(t *testing.T) {
 		"unknown of controller": {[]string{"--set", "controller.replica=2"}, "at '/controller': additional properties 'replica'"},
 		"daemons' account":      {[]string{"--set", "mps.serviceAccount.create=false"}, "mps.serviceAccount.name is not set"},
 		"much shared memory":    {[]string{"--set", "mps.sharedMemory=much"}, "at '/mps/sharedMemory'"},
+		"one account for both":  {[]string{"--set", "serviceAccount.create=false,serviceAccount.name=x,controller.serviceAccount.create=false,controller.serviceAccount.name=x"}, "need a service account each, and are given x, x, tandem-mps-daemon"},
+		"daemons with rights":   {[]string{"--set", "mps.serviceAccount.name=tandem"}, "need a service account each"},
+		"long name":             {[]string{"--set", "fullnameOverride=" + strings.Repeat("x", 50)}, "has 50 characters, and may have 49"},
+		"long name of a metric": {[]string{"--set", "metrics.service.create=true,fullnameOverride=" + strings.Repeat("x", 45)}, "has 45 characters, and may have 44"},
 		"agent's account":       {[]string{"--set", "serviceAccount.create=false"}, "serviceAccount.name is not set"},
 	} {
 		t.Run(name, func(t *testing.T) {

@@ -639,9 +639,9 @@ func TestControllersPolicies(t *testing.T) {
 		"eviction as seen":       {"-controller-evictions", nil, preconditions(object{"uid": "u", "resourceVersion": "1"}), ""},
 		"eviction at once":       {"-controller-evictions", nil, change(preconditions(object{"uid": "u", "resourceVersion": "1"}), "deleteOptions.gracePeriodSeconds", int64(0)), "own grace period"},
 		"eviction at its time":   {"-controller-evictions", nil, change(preconditions(object{"uid": "u", "resourceVersion": "1"}), "deleteOptions.gracePeriodSeconds", int64(30)), "own grace period"},
-		"eviction by UID":        {"-controller-evictions", nil, preconditions(object{"uid": "u"}), "UID and resourceVersion"},
-		"eviction of any":        {"-controller-evictions", nil, object{"metadata": object{"name": "p"}}, "UID and resourceVersion"},
-		"eviction with an empty": {"-controller-evictions", nil, object{"deleteOptions": object{}}, "UID and resourceVersion"},
+		"eviction without UID":   {"-controller-evictions", nil, preconditions(object{"resourceVersion": "1"}), "UID as a precondition"},
+		"eviction of any":        {"-controller-evictions", nil, object{"metadata": object{"name": "p"}}, "UID as a precondition"},
+		"eviction with an empty": {"-controller-evictions", nil, object{"deleteOptions": object{}}, "UID as a precondition"},
 	} {
 		t.Run(name, func(t *testing.T) { judge(t, c.policy, request, c.before, c.after, c.want) })
 	}

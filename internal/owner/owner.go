@@ -10,6 +10,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
 )
 
 // SafeToEvict is an annotation of pods. With the value "true" the pod's author states that its owner creates another pod in its place.
@@ -24,6 +25,12 @@ var replacing = map[schema.GroupKind]bool{
 	{Group: "apps", Kind: "DaemonSet"}:         true,
 	{Group: "", Kind: "ReplicationController"}: true,
 	{Group: "batch", Kind: "Job"}:              true, // the controller also checks its limits
+}
+
+// Is reports whether kubelet knows a pod by this UID. A static pod has the UID of its manifest on the node, and the API server has a mirror with
+// another one (k8s.io/kubernetes pkg/kubelet/pod/mirror_client.go, pkg/kubelet/config/common.go). It is a pure function.
+func Is(pod *corev1.Pod, uid types.UID) bool {
+	return pod.UID == uid || uid != "" && pod.Annotations[corev1.MirrorPodAnnotationKey] == string(uid)
 }
 
 // Replaces reports whether a pod's owner is known to replace it, so that it may be evicted. It is a pure function.

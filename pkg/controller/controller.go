@@ -150,7 +150,7 @@ func (c *Controller) register(config Config) error {
 		&conditions{client: writer, now: time.Now},
 		&lifecycle{client: writer, live: live, now: time.Now, gone: map[string]time.Time{}},
 		&healer{client: writer, claims: claims, driver: config.DriverName, live: live, recorder: recorder, metrics: measured, evictions: newEvictions(time.Now), turns: map[string]turn{}},
-		&evictor{client: writer, live: live, recorder: recorder, metrics: measured, limits: config.limits(), evictions: newEvictions(time.Now), now: time.Now, turns: map[string]podTurn{}},
+		&evictor{client: writer, live: live, recorder: recorder, metrics: measured, limits: config.limits(), evictions: newEvictions(time.Now), driver: config.DriverName, now: time.Now, turns: map[string]podTurn{}},
 		&retrier{client: writer, live: live, claims: claims, changes: claims.changes(), driver: config.DriverName, metrics: measured, now: time.Now, nodes: map[string]schedule{}},
 		&daemons{client: writer, config: config.Daemons, metrics: measured, now: time.Now},
 	} {

@@ -3,6 +3,7 @@
 package controller
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -13,6 +14,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	policyv1 "k8s.io/api/policy/v1"
 	resourceapi "k8s.io/api/resource/v1"
+	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -25,6 +27,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/owner"
 	"github.com/tandem-gpu/tandem/internal/podstatus"
 	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -52,7 +55,7 @@ func PlanRemoval(node *v1alpha1.GPUNode, pod *corev1.Pod, limits device.Resource
 		return Removal{}
 	}
 	for _, d := range node.Status.Devices {
-		if !slices.ContainsFunc(heldByPods(d), func(p v1alpha1.PodReference) bool { return p.UID == pod.UID }) {
+		if !slices.ContainsFunc(heldByPods(d), func(p v1alpha1.PodReference) bool { return owner.Is(pod, p.UID) }) {
 			continue
 		}
 		for _, taint := range d.Taints {
@@ -134,7 +137,7 @@ func heldByPods(d v1alpha1.DeviceStatus) (pods []v1alpha1.PodReference) {
 	return pods
 }
 
-// concerned returns the pods that taints of a node's devices may end, each once.
+// concerned returns the pods that taints of a node's devices may end, each once, by UID.
 func concerned(node *v1alpha1.GPUNode) (pods []v1alpha1.PodReference) {
 	seen := map[types.UID]bool{}
 	for _, d := range node.Status.Devices {
@@ -145,6 +148,7 @@ func concerned(node *v1alpha1.GPUNode) (pods []v1alpha1.PodReference) {
 			}
 		}
 	}
+	slices.SortFunc(pods, func(a, b v1alpha1.PodReference) int { return cmp.Compare(a.UID, b.UID) })
 	return pods
 }
 
@@ -156,14 +160,16 @@ type evictor struct {
 	metrics   *metrics
 	limits    device.Resources
 	evictions *evictions
+	driver    string
 	now       func() time.Time
 
 	turns map[string]podTurn // by node
 }
 
-// podTurn is how far the pass over a node's pods has come, and when the first of those before has to be looked at again.
+// podTurn is how far the pass over a node's pods has come, and when the first of those before has to be looked at again. The list may shrink
+// meanwhile.
 type podTurn struct {
-	next  int
+	last  types.UID
 	again time.Duration
 }
 
@@ -210,22 +216,22 @@ func (r *evictor) Reconcile(ctx context.Context, request reconcile.Request) (rec
 	}
 	pods := concerned(node)
 	t := r.turns[request.Name]
-	first := min(t.next, len(pods))
-	t.next = min(first+podsATurn, len(pods))
+	pods = slices.DeleteFunc(pods, func(p v1alpha1.PodReference) bool { return p.UID <= t.last })
 	var errs []error
-	for _, pod := range pods[first:t.next] {
+	for _, pod := range pods[:min(podsATurn, len(pods))] {
+		t.last = pod.UID
 		again, err := r.remove(ctx, request.Name, pod)
 		if again > 0 && (t.again == 0 || again < t.again) {
 			t.again = again
 		}
 		errs = append(errs, err)
 	}
-	if t.next < len(pods) {
+	if len(pods) > podsATurn {
 		r.turns[request.Name] = t
 		return requeue(anotherTurn, errs)
 	}
 	delete(r.turns, request.Name)
-	if t.again == 0 && len(pods) > 0 {
+	if t.again == 0 && t.last != "" {
 		t.again = lookInterval
 	}
 	return requeue(t.again, errs)
@@ -239,7 +245,7 @@ func (r *evictor) remove(ctx context.Context, node string, named v1alpha1.PodRef
 		return 0, client.IgnoreNotFound(fmt.Errorf("get pod %s, which has a tainted device: %w", key, err))
 	}
 	// What a forged status names costs no more than this.
-	if pod.UID != named.UID || !mayHave(pod, node, r.limits) {
+	if !owner.Is(pod, named.UID) || !mayHave(pod, node, r.limits) {
 		return 0, nil
 	}
 	// The node is read last: its taint may be over.
@@ -263,14 +269,11 @@ func (r *evictor) remove(ctx context.Context, node string, named v1alpha1.PodRef
 		say(corev1.EventTypeWarning, "NotEvicted", ". It is not evicted: %s", plan.Refused)
 		return 0, nil
 	}
-	// A rule may have ended while no controller ran. A controller that has just started may not have removed its taint yet.
 	if rule := plan.Taint.Rule; rule != "" {
-		err := r.live.Get(ctx, types.NamespacedName{Name: rule}, &resourceapi.DeviceTaintRule{})
-		if apierrors.IsNotFound(err) {
-			return 0, nil
-		}
-		if err != nil {
+		if stands, err := r.stands(ctx, rule, now); err != nil {
 			return 0, fmt.Errorf("get DeviceTaintRule %s, whose taint ends pod %s: %w", rule, key, err)
+		} else if !stands {
+			return 0, nil
 		}
 	}
 	evicted, refused, err := evict(ctx, r.client, pod)
@@ -292,14 +295,33 @@ func (r *evictor) remove(ctx context.Context, node string, named v1alpha1.PodRef
 	return 0, nil
 }
 
-// evict evicts the version of a pod that was read, with its own grace period. evicted is false if the pod is gone. refused is the answer of a
-// disruption budget or an admission policy. An error, with which the reconciler retries, may say that the pod has changed.
+// stands reports whether a rule still is what the GPUNode says of it. It may have ended or changed while no controller ran, or a moment ago, and
+// the tainter has not written that yet.
+func (r *evictor) stands(ctx context.Context, name string, node *v1alpha1.GPUNode) (bool, error) {
+	rule := &resourceapi.DeviceTaintRule{}
+	if err := r.live.Get(ctx, types.NamespacedName{Name: name}, rule); err != nil {
+		return false, client.IgnoreNotFound(err)
+	}
+	current := RuleTaints([]*resourceapi.DeviceTaintRule{rule}, r.driver, node.Name, node.Status.Devices)
+	return len(current) > 0 && slices.ContainsFunc(node.Spec.Taints, func(t v1alpha1.RuleTaint) bool {
+		return apiequality.Semantic.DeepEqual(t, current[0])
+	}), nil
+}
+
+// evict evicts a pod with its own grace period. evicted is false if the pod is gone. refused is the answer of a disruption budget or an admission
+// policy. An error, with which the reconciler retries, may say that the pod has changed.
+//
+// A pending pod is evicted only in the version that was read: it may have started. For other pods the API server counts an eviction against the
+// budget before it looks at the version (k8s.io/kubernetes pkg/registry/core/pod/storage/eviction.go), and kubelet writes the health of the device
+// into the pod's status at that moment.
 func evict(ctx context.Context, c client.Client, pod *corev1.Pod) (evicted bool, refused, err error) {
+	preconditions := &metav1.Preconditions{UID: ptr.To(pod.UID)}
+	if pod.Status.Phase == corev1.PodPending {
+		preconditions.ResourceVersion = ptr.To(pod.ResourceVersion)
+	}
 	eviction := &policyv1.Eviction{
-		ObjectMeta: metav1.ObjectMeta{Name: pod.Name, Namespace: pod.Namespace},
-		DeleteOptions: &metav1.DeleteOptions{
-			Preconditions: &metav1.Preconditions{UID: ptr.To(pod.UID), ResourceVersion: ptr.To(pod.ResourceVersion)},
-		},
+		ObjectMeta:    metav1.ObjectMeta{Name: pod.Name, Namespace: pod.Namespace},
+		DeleteOptions: &metav1.DeleteOptions{Preconditions: preconditions},
 	}
 	limited, cancel := context.WithTimeoutCause(ctx, answerTime, errNoAnswer)
 	defer cancel()

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"testing/synctest"
@@ -151,7 +152,7 @@ func limitedTo(name corev1.ResourceName, n string) func(*corev1.Pod) {
 func (w *world) evictor() *evictor {
 	return &evictor{
 		client: w.client, live: w.client, recorder: w.recorder, metrics: w.metrics, limits: device.Resources{GPU: testResource},
-		evictions: newEvictions(w.now), now: w.now, turns: map[string]podTurn{},
+		evictions: newEvictions(w.now), driver: testDriver, now: w.now, turns: map[string]podTurn{},
 	}
 }
 
@@ -186,7 +187,7 @@ func TestEvicts(t *testing.T) {
 	w.once(w.evictor(), requestFor("node-1").NamespacedName) // another leader
 	w.want(map[string]int{"eviction pod-a": 1, "eviction pod-b": 1})
 	for _, e := range sent {
-		if p := e.DeleteOptions.Preconditions; p.UID == nil || p.ResourceVersion == nil || e.DeleteOptions.GracePeriodSeconds != nil {
+		if p := e.DeleteOptions.Preconditions; p.UID == nil || p.ResourceVersion != nil || e.DeleteOptions.GracePeriodSeconds != nil {
 			t.Errorf("sent %+v", e.DeleteOptions)
 		}
 	}
@@ -246,21 +247,28 @@ func TestEvictsNoOtherPod(t *testing.T) {
 	}
 }
 
-// TestEndedRuleEvictsNoPod: the taint of a rule evicts only while the rule exists, even if the GPUNode still has the taint.
+// TestEndedRuleEvictsNoPod: the taint of a rule evicts only while the rule is as the GPUNode says.
 func TestEndedRuleEvictsNoPod(t *testing.T) {
 	ruled := taint("fans", "example.com/repair", "fan")
 	node := gpuNode(has(0, newPod("a"), ruled))
-	node.Spec.Taints = []v1alpha1.RuleTaint{{Rule: "fans", Taint: ruled.Taint}}
-	rule := &resourceapi.DeviceTaintRule{ObjectMeta: metav1.ObjectMeta{Name: "fans"}}
+	evicts := func(r *resourceapi.DeviceTaintRule) {
+		r.Spec.Taint.Effect, r.Spec.Taint.TimeAdded = resourceapi.DeviceTaintEffectNoExecute, ruled.Since
+	}
+	rule := newRule("fans", evicts)
+	node.Spec.Taints = RuleTaints([]*resourceapi.DeviceTaintRule{rule}, testDriver, node.Name, node.Status.Devices)
+	later := metav1.NewTime(ruled.Since.Add(time.Hour))
 	for name, c := range map[string]struct {
 		objects []client.Object
 		fails   error
 		writes  map[string]int
 		failed  bool
 	}{
-		"the rule is there":     {objects: []client.Object{rule}, writes: map[string]int{"eviction pod-a": 1}},
-		"the rule has ended":    {},
-		"the API server failed": {objects: []client.Object{rule}, fails: errors.New("etcd is away"), failed: true},
+		"the rule is there":            {objects: []client.Object{rule}, writes: map[string]int{"eviction pod-a": 1}},
+		"the rule has ended":           {},
+		"the rule ends nothing":        {objects: []client.Object{newRule("fans")}},
+		"the rule is for another node": {objects: []client.Object{newRule("fans", evicts, inPool("node-2"))}},
+		"another rule has its name":    {objects: []client.Object{newRule("fans", evicts, func(r *resourceapi.DeviceTaintRule) { r.Spec.Taint.TimeAdded = &later })}},
+		"the API server failed":        {objects: []client.Object{rule}, fails: errors.New("etcd is away"), failed: true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t, interceptor.Funcs{
@@ -411,4 +419,61 @@ func TestEvictionWithoutAnAnswer(t *testing.T) {
 			t.Errorf("evicted %t, refused %v, %v after %s", evicted, refused, err, took)
 		}
 	})
+}
+
+// TestStaticPodIsNamed: the GPUNode has the UID that kubelet knows a static pod by, and the API server's mirror has another one.
+func TestStaticPodIsNamed(t *testing.T) {
+	known := newPod("a", withLimit)
+	known.UID = "of-the-manifest"
+	mirror := newPod("a", withLimit, func(p *corev1.Pod) {
+		p.OwnerReferences, p.Annotations = nil, map[string]string{corev1.MirrorPodAnnotationKey: "of-the-manifest"}
+	})
+	w := newWorld(t, interceptor.Funcs{}, gpuNode(has(0, known, broken)), mirror)
+	w.clock = broken.Since.Time
+	w.once(w.evictor(), requestFor("node-1").NamespacedName)
+	w.want(map[string]int{})
+	if e := w.event(); !strings.Contains(e, "NotEvicted") || !strings.Contains(e, "static") {
+		t.Errorf("event %q", e)
+	}
+}
+
+// TestTurnsOverAShrinkingList: pods that end during a pass hide no other.
+func TestTurnsOverAShrinkingList(t *testing.T) {
+	const pods = 2*podsATurn + 4
+	var objects []client.Object
+	var holders []func(*v1alpha1.GPUNodeStatus)
+	for i := range pods {
+		pod := newPod(fmt.Sprintf("%02d", i), withLimit)
+		objects, holders = append(objects, pod), append(holders, has(i%8, pod, broken))
+	}
+	node := gpuNode(holders...)
+	read := map[string]bool{}
+	w := newWorld(t, interceptor.Funcs{
+		Get: func(ctx context.Context, under client.WithWatch, key client.ObjectKey, o client.Object, options ...client.GetOption) error {
+			if _, is := o.(*corev1.Pod); is {
+				read[key.Name] = true
+			}
+			return under.Get(ctx, key, o, options...)
+		},
+	}, append(objects, node)...)
+	r := w.evictor()
+	for range 3 {
+		if _, err := r.Reconcile(t.Context(), requestFor("node-1")); err != nil {
+			t.Fatal(err)
+		}
+		current := &v1alpha1.GPUNode{}
+		if err := w.client.Get(t.Context(), requestFor("node-1").NamespacedName, current); err != nil {
+			t.Fatal(err)
+		}
+		for i := range current.Status.Devices {
+			d := &current.Status.Devices[i]
+			d.Holders = slices.DeleteFunc(d.Holders, func(h v1alpha1.DeviceHolder) bool { return read[h.Pods[0].Name] })
+		}
+		if err := w.client.Status().Update(t.Context(), current); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if len(read) != pods {
+		t.Errorf("%d of %d pods were looked at", len(read), pods)
+	}
 }

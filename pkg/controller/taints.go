@@ -118,7 +118,14 @@ func (r *tainter) Reconcile(ctx context.Context, request reconcile.Request) (rec
 	if err := r.client.Get(ctx, request.NamespacedName, node); err != nil {
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
-	taints := RuleTaints(r.rules.list(), r.driver, node.Name, node.Status.Devices)
+	devices := node.Status.Devices
+	if len(devices) == 0 {
+		// Without a driver the node has no device. Its agent must not offer a tainted one when the driver is back.
+		for _, t := range node.Spec.Taints {
+			devices = append(devices, v1alpha1.DeviceStatus{Name: device.GPUName(t.Device)})
+		}
+	}
+	taints := RuleTaints(r.rules.list(), r.driver, node.Name, devices)
 	if len(taints) > v1alpha1.MaxTaints {
 		// The API server would refuse all of them.
 		klog.FromContext(ctx).Info("Relaying only a part of the DeviceTaintRules", "node", node.Name, "rules", len(taints), "most", v1alpha1.MaxTaints)
