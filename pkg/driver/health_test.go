@@ -12,6 +12,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
+	resourceapi "k8s.io/api/resource/v1"
 	drahealthv1 "k8s.io/kubelet/pkg/apis/dra-health/v1"
 	drahealthv1alpha1 "k8s.io/kubelet/pkg/apis/dra-health/v1alpha1"
 
@@ -145,5 +146,27 @@ func TestWatchHealthStatus(t *testing.T) {
 	// The streams end with the driver.
 	if err := r.stop(); err != nil {
 		t.Error(err)
+	}
+}
+
+// TestPartitionIsTaintedByItsOwnHealth: its health has the faults of its GPU, and says whether pods are evicted.
+func TestPartitionIsTaintedByItsOwnHealth(t *testing.T) {
+	t.Parallel()
+	part := device.Partition{UUID: "MIG-0", Profile: "1g.10gb", Health: device.Health{Reason: device.ReasonXID, XID: 94, Evict: true}}
+	part.Ref = device.Ref{GPU: "GPU-0", Placement: device.Placement{Size: 1}}
+	gpu := device.GPU{UUID: "GPU-0", MIGEnabled: true, Health: device.Health{Reason: device.ReasonXID, XID: 119}, Partitions: []device.Partition{part}}
+	withdrawn, _ := findWithdrawn(device.Inventory{GPUs: []device.GPU{gpu}}, nil, nil, time.Now())
+	for _, d := range (device.Inventory{GPUs: []device.GPU{gpu}}).Devices() {
+		want := resourceapi.DeviceTaintEffectNoSchedule
+		if d.Ref() == part.Ref {
+			want = resourceapi.DeviceTaintEffectNoExecute
+		}
+		for pool, taints := range map[string][]resourceapi.DeviceTaint{
+			"of the node": factsOf(d, withdrawn, allocated{}, Capabilities{Taints: true}).taints, "of the GPU": gpuPool{tainted: withdrawn}.taints(d.Ref()),
+		} {
+			if len(taints) == 0 || taints[0].Effect != want {
+				t.Errorf("pool %s: %s has %v, want %s", pool, d.Name(), taints, want)
+			}
+		}
 	}
 }

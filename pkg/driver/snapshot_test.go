@@ -4,7 +4,6 @@ package driver
 
 import (
 	"testing"
-	"time"
 
 	resourceapi "k8s.io/api/resource/v1"
 
@@ -32,28 +31,6 @@ func TestOneSnapshotOfACall(t *testing.T) {
 	for _, claim := range claims {
 		if result := results[claim.UID]; result.Err != nil || len(result.Devices) != 1 {
 			t.Errorf("%s: %v, %v", claim.Name, result.Devices, result.Err)
-		}
-	}
-}
-
-// TestPartitionIsTaintedByItsOwnHealth: its health has the faults of its GPU, and says whether pods are evicted.
-func TestPartitionIsTaintedByItsOwnHealth(t *testing.T) {
-	t.Parallel()
-	part := device.Partition{UUID: "MIG-0", Profile: "1g.10gb", Health: device.Health{Reason: device.ReasonXID, XID: 94, Evict: true}}
-	part.Ref = device.Ref{GPU: "GPU-0", Placement: device.Placement{Size: 1}}
-	gpu := device.GPU{UUID: "GPU-0", MIGEnabled: true, Health: device.Health{Reason: device.ReasonXID, XID: 119}, Partitions: []device.Partition{part}}
-	withdrawn, _ := findWithdrawn(device.Inventory{GPUs: []device.GPU{gpu}}, nil, nil, time.Now())
-	for _, d := range (device.Inventory{GPUs: []device.GPU{gpu}}).Devices() {
-		want := resourceapi.DeviceTaintEffectNoSchedule
-		if d.Ref() == part.Ref {
-			want = resourceapi.DeviceTaintEffectNoExecute
-		}
-		for pool, taints := range map[string][]resourceapi.DeviceTaint{
-			"of the node": factsOf(d, withdrawn, allocated{}, Capabilities{Taints: true}).taints, "of the GPU": gpuPool{tainted: withdrawn}.taints(d.Ref()),
-		} {
-			if len(taints) == 0 || taints[0].Effect != want {
-				t.Errorf("pool %s: %s has %v, want %s", pool, d.Name(), taints, want)
-			}
 		}
 	}
 }
