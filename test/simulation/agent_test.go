@@ -25,6 +25,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
 	"k8s.io/client-go/tools/record"
+	"k8s.io/dynamic-resource-allocation/resourceslice"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 	"k8s.io/utils/ptr"
 
@@ -84,6 +85,7 @@ func (s *simulation) startAgent() {
 	if len(a.book.Holds()) > 0 {
 		s.hit(agentRestarts)
 	}
+	s.host.sawIncomplete()
 	for _, daemon := range s.host.daemonsOnGPUs() {
 		if len(s.host.clients(daemon)) > 0 {
 			s.hit(daemonOutlivesAgent)
@@ -157,7 +159,7 @@ func (a *agent) open() (err error) {
 
 // asGiven leaves each GPU as the world has it.
 var asGiven = partition.Policy{
-	Dynamic: func(device.GPU) bool { return false },
+	Dynamic: func(gpu device.GPU) bool { return gpu.Dynamic },
 	Sharing: func(gpu device.GPU) device.Sharing { return gpu.Sharing },
 }
 
@@ -247,7 +249,7 @@ func (a *agent) serve() {
 		return
 	}
 	a.serving = true
-	if a.profile.mps {
+	if a.profile.mps || a.profile.mig {
 		a.run("clears settings", a.reconciler.Clear)
 	}
 	a.run("watches health", a.parts.Health.Run)
@@ -367,21 +369,22 @@ func (a *agent) look() time.Duration {
 	return again
 }
 
-// kept are the fields of slices that an API server of that version keeps by default, without those that concern partitions and strict.
+// kept are the fields of slices that an API server of that version keeps by default, without those that concern strict.
 func kept(version int) driver.Capabilities {
-	return driver.Capabilities{Taints: version >= 36, Shares: version >= firstShares}
+	return driver.Capabilities{Taints: version >= 36, Counters: version >= 36, Shares: version >= firstShares}
 }
 
 // publish writes the slice where it has changed.
 func (a *agent) publish() time.Duration {
 	now := time.Now()
 	pools, next := a.offer.Pools(a.driver.Facts(kept(a.version), now))
-	if len(pools) != 1 || len(pools[nodeName].Slices) != 1 {
-		a.fail("the pools of a few whole GPUs are not one slice: %v", pools)
+	if len(pools) != 1+len(a.host.mig.dynamic) || len(pools[nodeName].Slices) != 1 {
+		a.fail("the pools are not those of the dynamic GPUs and one slice for all others: %v", pools)
 		return never
 	}
-	a.checkOffer(pools[nodeName].Slices[0].Devices)
-	if wanted := resourceSlice(pools[nodeName].Slices[0].Devices); !a.published.same(wanted) {
+	wanted := resourceSlices(pools)
+	a.checkOffer(wanted.devices())
+	if !a.published.same(wanted) {
 		a.published = wanted
 		a.writeSlice()
 	}
@@ -886,19 +889,25 @@ func podObject(p *pod) *corev1.Pod {
 	return object
 }
 
-// resourceSlice is what the library's slice controller makes of a pool with one slice.
-func resourceSlice(devices []resourceapi.Device) *slice {
-	return &slice{&resourceapi.ResourceSlice{
-		ObjectMeta: metav1.ObjectMeta{Name: nodeName + "-" + driverName},
-		Spec: resourceapi.ResourceSliceSpec{
-			Driver: driverName, NodeName: ptr.To(nodeName), Devices: devices,
-			Pool: resourceapi.ResourcePool{Name: nodeName, Generation: 1, ResourceSliceCount: 1},
-		},
-	}}
+// resourceSlices are what the library's slice controller makes of pools.
+func resourceSlices(pools map[string]resourceslice.Pool) *slice {
+	made := &slice{}
+	for _, name := range sorted(pools) {
+		for i, of := range pools[name].Slices {
+			made.slices = append(made.slices, &resourceapi.ResourceSlice{
+				ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("%s-%s-%d", name, driverName, i)},
+				Spec: resourceapi.ResourceSliceSpec{
+					Driver: driverName, NodeName: ptr.To(nodeName), SharedCounters: of.SharedCounters, Devices: of.Devices,
+					Pool: resourceapi.ResourcePool{Name: name, Generation: 1, ResourceSliceCount: int64(len(pools[name].Slices))},
+				},
+			})
+		}
+	}
+	return made
 }
 
 func (s *slice) same(other *slice) bool {
-	return s != nil && other != nil && apiequality.Semantic.DeepEqual(s.Spec.Devices, other.Spec.Devices)
+	return s != nil && other != nil && apiequality.Semantic.DeepEqual(s.slices, other.slices)
 }
 
 // resourceClaim is a claim as an API object, made once for each version of it.
@@ -913,6 +922,9 @@ func newResourceClaim(c *claim) *resourceapi.ResourceClaim {
 	object := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: c.name, UID: types.UID(c.uid)}}
 	wanted := &resourceapi.ExactDeviceRequest{
 		DeviceClassName: gpuClass, AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: int64(c.count),
+	}
+	if c.profile != "" {
+		wanted.DeviceClassName, wanted.Selectors = migClass, celSelector(fmt.Sprintf("device.attributes['gpu.nvidia.com'].profile == '%s'", c.profile))
 	}
 	if c.asks != (amount{}) {
 		wanted.Capacity = &resourceapi.CapacityRequirements{Requests: capacities(c.asks)}

@@ -16,8 +16,11 @@ import (
 	"k8s.io/utils/ptr"
 )
 
-// gpuClass is NVIDIA's DeviceClass (deviceclass-gpu.yaml in its chart).
-const gpuClass = "gpu.nvidia.com"
+// gpuClass and migClass are NVIDIA's DeviceClasses (deviceclass-gpu.yaml and deviceclass-mig.yaml in its chart).
+const (
+	gpuClass = "gpu.nvidia.com"
+	migClass = "mig.nvidia.com"
+)
 
 type deviceClasses map[string]*resourceapi.DeviceClass
 
@@ -30,12 +33,16 @@ func (c deviceClasses) Get(name string) (*resourceapi.DeviceClass, error) {
 	return nil, fmt.Errorf("no class %s", name)
 }
 
-var classes = deviceClasses{gpuClass: {
-	ObjectMeta: metav1.ObjectMeta{Name: gpuClass},
-	Spec: resourceapi.DeviceClassSpec{Selectors: []resourceapi.DeviceSelector{{CEL: &resourceapi.CELDeviceSelector{
-		Expression: "device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'gpu'",
-	}}}},
-}}
+var classes = deviceClasses{gpuClass: classOf(gpuClass, "gpu"), migClass: classOf(migClass, "mig")}
+
+func classOf(name, kind string) *resourceapi.DeviceClass {
+	expression := fmt.Sprintf("device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == '%s'", kind)
+	return &resourceapi.DeviceClass{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: resourceapi.DeviceClassSpec{Selectors: celSelector(expression)}}
+}
+
+func celSelector(expression string) []resourceapi.DeviceSelector {
+	return []resourceapi.DeviceSelector{{CEL: &resourceapi.CELDeviceSelector{Expression: expression}}}
+}
 
 // features are those that a scheduler of that version has by default, as far as they concern this driver. They select one of the
 // allocators of the package, as in the scheduler.
@@ -63,7 +70,7 @@ func allocate(version int, published *slice, taken []*resourceapi.AllocationResu
 		count(state, allocation)
 	}
 	allocator, err := structured.NewAllocator(context.Background(), features(version), state, classes,
-		[]*resourceapi.ResourceSlice{published.ResourceSlice}, compiled)
+		published.slices, compiled)
 	if err != nil {
 		return nil, fmt.Errorf("make the allocator: %w", err)
 	}

@@ -55,6 +55,8 @@ type claim struct {
 	pod string
 	// asks is the amount of each GPU that it requests; zero for no amount.
 	asks amount
+	// profile is that of the partitions that it requests; empty for whole GPUs.
+	profile string
 	// ownDaemon is set where its parameters ask for an MPS daemon for its pods.
 	ownDaemon bool
 	// allocation is the scheduler's answer; nil for none.
@@ -81,16 +83,23 @@ func (c *claim) devices() []string {
 
 // String is for the trace.
 func (c *claim) String() string {
-	return fmt.Sprintf("%s of %q for %d of %d MiB and %d shares has %v, reserved for %v, deleting %v", c.uid, c.pod, c.count, c.asks.mib, c.asks.shares, c.devices(), c.reservedFor, c.deleting)
+	return fmt.Sprintf("%s of %q for %d %s of %d MiB and %d shares has %v, reserved for %v, deleting %v", c.uid, c.pod, c.count, c.profile, c.asks.mib, c.asks.shares, c.devices(), c.reservedFor, c.deleting)
 }
 
-// slice is the ResourceSlice of the node's pool. It has the devices as the product publishes them.
-type slice struct{ *resourceapi.ResourceSlice }
+// slice is all ResourceSlices of the node. They have the devices as the product publishes them.
+type slice struct{ slices []*resourceapi.ResourceSlice }
+
+func (s *slice) devices() (devices []resourceapi.Device) {
+	for _, one := range s.slices {
+		devices = append(devices, one.Spec.Devices...)
+	}
+	return devices
+}
 
 // String lists the devices: shared ones with the amount that is left, withdrawn ones in parentheses.
 func (s *slice) String() string {
 	var devices []string
-	for _, d := range s.Spec.Devices {
+	for _, d := range s.devices() {
 		name := d.Name
 		if d.AllowMultipleAllocations != nil && *d.AllowMultipleAllocations {
 			memory, shares := d.Capacity["memory"].Value, d.Capacity["shares"].Value

@@ -352,7 +352,7 @@ func (k *kubelet) list() ([]podstate.UsedDevice, []podstate.KubeletClaim, error)
 			}
 			used := podstate.KubeletClaim{Namespace: namespace, Name: info.name}
 			for _, d := range info.devices {
-				used.Devices = append(used.Devices, podstate.PoolDevice{Pool: nodeName, Device: d})
+				used.Devices = append(used.Devices, podstate.PoolDevice{Pool: k.host.poolOf(d), Device: d})
 			}
 			claims = append(claims, used)
 		}

@@ -97,7 +97,7 @@ func (s *simulation) actions() []action {
 		}
 		return n
 	}
-	return []action{
+	actions := []action{
 		{8, "an owner of claim pods comes", func() { s.own(pod{own: []int{size()}, finite: !s.chance(3)}) }},
 		{8, "an owner of pods comes", func() { s.own(pod{gpus: size(), init: s.chance(3), finite: !s.chance(3)}) }},
 		{1, "an owner of endless claim pods comes", func() { s.own(pod{own: []int{1}}) }},
@@ -198,6 +198,12 @@ func (s *simulation) actions() []action {
 			_ = os.Remove(podstate.DeviceCheckpointPath(s.host.kubeletDir()))
 		}},
 	}
+	if s.profile.mig {
+		actions = append(actions,
+			action{4, driverFails, func() { s.host.mig.failing = 1 + s.rand.IntN(3) }},
+			action{2, administers, s.administer})
+	}
+	return actions
 }
 
 func (s *simulation) apiGoes() {

@@ -16,7 +16,7 @@ import (
 	"github.com/tandem-gpu/tandem/test/nodriver"
 )
 
-// hardware is the driver of the node's GPUs. None of them is partitioned or reset.
+// hardware is the driver of the node's GPUs. None of them is reset.
 type hardware struct {
 	nodriver.Hardware
 	*host
@@ -30,7 +30,9 @@ func (h hardware) Inventory() device.Inventory {
 	inventory := h.world.inventory
 	inventory.GPUs = slices.Clone(inventory.GPUs)
 	for i := range inventory.GPUs {
-		if gpu := &inventory.GPUs[i]; h.unhealthy[gpu.UUID] {
+		gpu := &inventory.GPUs[i]
+		gpu.MIGEnabled, gpu.Partitions = h.mig.enabled[gpu.UUID], h.mig.on(gpu.UUID)
+		if h.unhealthy[gpu.UUID] {
 			gpu.Faults = []device.Health{{Reason: device.ReasonRowRemapFailure, Message: "a row could not be remapped"}}
 		}
 	}
@@ -94,7 +96,7 @@ func (a *agent) checkList(list *pluginapi.ListAndWatchResponse) {
 // checkOffer: no slice offers an unhealthy GPU to a claim.
 func (a *agent) checkOffer(devices []resourceapi.Device) {
 	for _, d := range devices {
-		if uuid := d.Attributes["uuid"].StringValue; uuid != nil && a.host.unhealthy[*uuid] && len(d.Taints) == 0 {
+		if a.host.unhealthy[uuidOf(device.GPUName(d.Name))] && len(d.Taints) == 0 {
 			a.fail("unhealthy: the slice offers %s", d.Name)
 		}
 	}

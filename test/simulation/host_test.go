@@ -57,6 +57,7 @@ type host struct {
 	driver sync.Mutex
 	// modes are the compute modes of GPUs by UUID, where they are not the default.
 	modes       map[string]device.ComputeMode
+	mig         migDriver
 	devices     *clientDevices
 	supervisors map[string]*supervisor // by the names of their pods
 	// answers are the daemons of pods with limits, by UID, and the CDI devices of claims, by UID: kubelet stores both.
@@ -115,6 +116,7 @@ func (h *host) start(uid string, grants []grant) {
 	for _, g := range grants {
 		h.checkOwner(uid, g)
 		h.checkDaemon(uid, g)
+		h.checkPartitions(uid, g)
 		h.checkSettings(uid, g)
 		h.changeClocks(g)
 	}
@@ -129,8 +131,7 @@ func (h *host) checkOwner(uid string, mine grant) {
 				continue
 			}
 			for _, p := range mine.parts {
-				whole := func(q string) bool { return gpuOf(q) == gpuOf(p) && (amountOf(p).all || amountOf(q).all) }
-				if slices.ContainsFunc(g.parts, whole) {
+				if slices.ContainsFunc(g.parts, func(q string) bool { return gpuOf(q) == gpuOf(p) && amountOf(q).excludes(amountOf(p)) }) {
 					h.fail("%s has two owners: %s in pod %s still runs, %s in pod %s starts", p, g.owner, other, mine.owner, uid)
 				}
 			}
@@ -151,6 +152,10 @@ func (h *host) checkOwner(uid string, mine grant) {
 // sawBeside counts what starts with a part of a GPU of which others have some, too.
 func (h *host) sawBeside(owner string, has amount, others map[string]amount) {
 	for _, other := range sorted(others) {
+		if has.slices != 0 {
+			h.hit(partitionBesidePartition)
+			continue
+		}
 		switch both := isClaim(owner) && isClaim(other); {
 		case both && has == amount{}:
 			h.hit(noLimitBesideShare)
@@ -235,6 +240,10 @@ func (h *host) reboot() {
 	h.driver.Lock()
 	clear(h.modes)
 	clear(h.clocks)
+	clear(h.mig.partitions)
+	clear(h.mig.enabled)
+	clear(h.mig.was)
+	clear(h.mig.foreign)
 	h.driver.Unlock()
 	clear(h.devices.daemons)
 	h.check(os.RemoveAll(h.run()))
@@ -327,7 +336,7 @@ func (h *host) writeState(claims map[string]*claimInfo) {
 		c := claims[name]
 		devices := []any{}
 		for _, d := range c.devices {
-			devices = append(devices, map[string]any{"PoolName": nodeName, "DeviceName": d, "CDIDeviceIDs": h.cdi[c.uid]})
+			devices = append(devices, map[string]any{"PoolName": h.poolOf(d), "DeviceName": d, "CDIDeviceIDs": h.cdi[c.uid]})
 		}
 		pods := map[string]any{}
 		for uid := range maps.Keys(c.pods) {

@@ -61,5 +61,5 @@ func published(version int, sharing []policy) *slice {
 	s.shareGPUs()
 	offer := driver.Offer{NodeName: nodeName}
 	pools, _ := offer.Pools(driver.Facts{Inventory: s.inventory, Kept: kept(version)})
-	return resourceSlice(pools[nodeName].Slices[0].Devices)
+	return resourceSlices(pools)
 }

@@ -29,6 +29,8 @@ type profile struct {
 	// sharing has the policies by which several pods share a GPU; nil for no sharing. In mps worlds they share it by MPS.
 	sharing []policy
 	mps     bool
+	// mig worlds have dynamic GPUs.
+	mig bool
 	// rows are rare ones that the profile is made for. next prefers it for them before any world has met them.
 	rows []row
 }
@@ -97,6 +99,8 @@ const (
 	clockSet        = "the clock is set"
 	slowDisk        = "the disk is slow"
 	gpuFails        = "a GPU has a fault"
+	administers     = "an administrator changes partitions"
+	driverFails     = "the driver fails to change partitions"
 )
 
 // profiles take turns by the seeds of the worlds. Each makes common what is rare by itself.
@@ -106,6 +110,9 @@ var profiles = []profile{
 	{name: "reboots with claims", actions: []string{reboots, endlessClaims}, faultInterval: time.Minute, pace: 2 * time.Second, gpus: 8},
 	{name: "reboots with limits", actions: []string{reboots, endlessPods}, faultInterval: 15 * time.Second, calm: true, gpus: 8},
 	{name: "reboots in a rush", actions: []string{reboots, burst}, faultInterval: 20 * time.Second},
+	{name: "partitions by several claims", mig: true, gpus: 4, versions: withPartitions, actions: []string{several, ownAndShared, claimAndLimit}},
+	{name: "partitions, agent and driver fail", mig: true, gpus: 2, versions: withPartitions,
+		actions: []string{agentDies, driverFails, claimOwners, finitePods}, faultInterval: 2 * time.Second},
 	{name: "pods gone after a reboot", actions: []string{reboots, endlessClaims},
 		faultInterval: 20 * time.Second, gpus: 8, injections: []inject{
 			{process: "host", before: "starts kubelet", oneIn: 1, name: "its pods are gone", do: func(s *simulation, _ string) {
@@ -239,7 +246,21 @@ var profiles = []profile{
 		injections: daemonsLate},
 	{name: "daemons and force-deleted pods", sharing: byMemory, mps: true, gpus: 3, actions: []string{forceDeletes, orphans, orphanClaims},
 		pace: 500 * time.Millisecond},
+	{name: "partitions in a rush", mig: true, gpus: 2, versions: withPartitions, actions: []string{burst, claimPods, finitePods},
+		pace: 300 * time.Millisecond, injections: watchView},
+	{name: "partitions of an administrator", mig: true, gpus: 2, versions: withPartitions, actions: []string{administers, agentDies, claimOwners, podOwners},
+		faultInterval: 3 * time.Second, injections: []inject{
+			{process: "agent", before: "prepare ", oneIn: 8, name: administers, do: func(s *simulation, _ string) { s.administer() }},
+		}},
+	{name: "partitions and reboots", mig: true, gpus: 3, versions: withPartitions, actions: []string{reboots, endlessClaims, claimPods},
+		faultInterval: 20 * time.Second},
+	{name: "partitions", mig: true, gpus: 3, versions: withPartitions, actions: []string{claimOwners, podOwners, deletes}},
+	{name: "partitions force-deleted", mig: true, gpus: 2, versions: withPartitions, actions: []string{forceDeletes, orphans, orphanClaims},
+		pace: 300 * time.Millisecond},
 }
+
+// withPartitions are the kubelets of clusters whose slices have counters.
+var withPartitions = []int{36, 37}
 
 var daemonsLate = []inject{
 	{process: "kubelet", before: "starts tandem-mps", oneIn: 3, name: "later", late: 40 * time.Second},

@@ -79,6 +79,13 @@ const (
 	equalBesideEqual         row = "claims-with-equal-shares-of-one-gpu"
 	equalBesideReplica       row = "claim-and-pod-with-equal-shares"
 	noLimitBesideShare       row = "claim-without-a-limit-beside-another"
+	partitionCreated         row = "partition-created"
+	partitionDestroyed       row = "partition-destroyed"
+	partitionCallFails       row = "driver-fails-to-change-a-partition"
+	partitionLeftIncomplete  row = "agent-dies-with-an-incomplete-partition"
+	partitionForeign         row = "administrator-makes-a-partition"
+	partitionBesidePartition row = "claims-with-partitions-of-one-gpu"
+	wholeAfterPartition      row = "whole-gpu-after-a-partition-of-it"
 )
 
 // allRows must all be met by a full run.
@@ -93,4 +100,5 @@ var allRows = []row{
 	clientStarts, daemonAwaited, daemonNotReady, podWithoutDaemon, daemonStopped, daemonLosesClients, daemonPodDeleted,
 	daemonOutlivesAgent, daemonsControllerDies, policyChangesInUse,
 	shareBesideShare, shareBesideReplica, replicaBesideReplica, equalBesideEqual, equalBesideReplica, noLimitBesideShare,
+	partitionCreated, partitionDestroyed, partitionCallFails, partitionLeftIncomplete, partitionForeign, partitionBesidePartition, wholeAfterPartition,
 }

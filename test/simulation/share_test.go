@@ -62,8 +62,15 @@ func (s *simulation) shareGPUs() {
 type amount struct {
 	// all means the whole GPU.
 	all bool
+	// slices are the memory slices of a partition, one bit each.
+	slices uint
 	// mib is memory in MiB. shares are equal shares, of is how many the GPU has.
 	mib, shares, of int
+}
+
+// excludes reports whether no GPU has room for both, whatever else it has.
+func (a amount) excludes(other amount) bool {
+	return a.all || other.all || a.slices&other.slices != 0
 }
 
 func (a amount) plus(other amount) amount {
@@ -71,7 +78,7 @@ func (a amount) plus(other amount) amount {
 }
 
 // A string says what a pod has: "gpu-0" is a whole GPU, "gpu-0=20480" is that many MiB of it, and "gpu-0=20480+2/5" is two of five equal
-// shares as well.
+// shares as well. A partition has its published name.
 
 func part(gpu string, a amount) string {
 	if a.all {
@@ -85,6 +92,8 @@ func (a amount) String() string {
 	switch {
 	case a.all:
 		return "all"
+	case a.slices != 0:
+		return fmt.Sprintf("slices %08b", a.slices)
 	case a.of == 0:
 		return strconv.Itoa(a.mib)
 	default:
@@ -93,12 +102,15 @@ func (a amount) String() string {
 }
 
 func gpuOf(part string) string {
-	gpu, _, _ := strings.Cut(part, "=")
-	return gpu
+	name, _, _ := strings.Cut(part, "=")
+	return device.GPUName(name)
 }
 
 func amountOf(part string) (a amount) {
 	_, text, isPart := strings.Cut(part, "=")
+	if place, partition := placeOf(part); partition {
+		return amount{slices: (1<<place.Size - 1) << place.Start}
+	}
 	if !isPart {
 		return amount{all: true}
 	}
@@ -106,11 +118,12 @@ func amountOf(part string) (a amount) {
 	return a
 }
 
-// gpusOf are the names of GPUs, each once.
+// gpusOf are the names of GPUs and partitions, each once.
 func gpusOf(parts []string) []string {
 	var gpus []string
 	for _, p := range parts {
-		gpus = append(gpus, gpuOf(p))
+		name, _, _ := strings.Cut(p, "=")
+		gpus = append(gpus, name)
 	}
 	slices.Sort(gpus)
 	return slices.Compact(gpus)
@@ -182,6 +195,10 @@ func (s *simulation) slots() (n int) {
 func (s *simulation) partsOf(uid string, gpus []string) []string {
 	var parts []string
 	for _, gpu := range gpus {
+		if _, partition := placeOf(gpu); partition {
+			parts = append(parts, gpu)
+			continue
+		}
 		parts = append(parts, part(gpu, s.amountOn(gpu, s.wanted[uid])))
 	}
 	return parts
@@ -198,6 +215,9 @@ func (s *simulation) newClaim(k claim) *claim {
 			k.asks.mib = []int{10, 20, 30, 40}[s.rand.IntN(4)] << 10
 		}
 		s.wanted[k.uid] = k.asks
+	}
+	if s.profile.mig && !s.chance(4) {
+		k.profile = migProfiles[s.rand.IntN(len(migProfiles))].Name
 	}
 	if s.profile.mps {
 		if k.ownDaemon = k.asks.mib == 0 && s.chance(3); k.asks.mib > 0 {
@@ -238,7 +258,7 @@ func (h having) give(owner string, parts []string) {
 		if before := h[gpu][owner]; before.all || has.all {
 			has = amount{all: true}
 		} else {
-			has = amount{mib: max(has.mib, before.mib), shares: max(has.shares, before.shares), of: max(has.of, before.of)}
+			has = amount{slices: has.slices | before.slices, mib: max(has.mib, before.mib), shares: max(has.shares, before.shares), of: max(has.of, before.of)}
 		}
 		h[gpu][owner] = has
 	}
@@ -256,7 +276,7 @@ func (h having) fit(gpu, except string, one amount) int {
 	for owner, has := range h[gpu] {
 		switch {
 		case owner == except:
-		case has.all:
+		case has.excludes(one):
 			return 0
 		default:
 			mib -= has.mib
@@ -300,6 +320,10 @@ func (s *simulation) takenNow() (taken, promised having) {
 		taken.give("the policy", []string{gpu})
 		promised.give("the policy", []string{gpu})
 	}
+	for ref := range s.host.mig.foreign {
+		taken.give("the administrator", s.namesOf(ref)[:1])
+		promised.give("the administrator", s.namesOf(ref)[:1])
+	}
 	// A pod with a limit and claims has what kubelet allocated to it while its claims are not prepared.
 	for _, p := range all[*pod](s.api.objects) {
 		if p.limits() && len(p.claims) > 0 && p.bound && !p.terminal() {
@@ -329,11 +353,10 @@ func (s *simulation) fitsPods(beside having, count int) bool {
 	return units >= count
 }
 
-// takeClaim gives a claim the first GPUs beside the other holders that have room; false where there are too few.
+// takeClaim gives a claim the first GPUs or partitions beside the other holders that have room; false where there are too few.
 func (s *simulation) takeClaim(beside having, k *claim) bool {
 	left := k.count
-	for i := range s.host.gpus {
-		gpu := fmt.Sprintf("gpu-%d", i)
+	for _, gpu := range s.choices(k) {
 		parts := s.partsOf(k.uid, []string{gpu})
 		// A claim that requests equal shares gets only GPUs that have equal shares.
 		able := k.asks.shares == 0 || s.version < firstShares || s.policyOf(gpu).claims == device.ByCount

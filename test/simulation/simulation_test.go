@@ -121,6 +121,9 @@ func play(t *testing.T, seed uint64, steps int, off faults) (o outcome) {
 		if s.host, err = newHost(s.schedule, dir, gpus); err != nil {
 			t.Fatal(err)
 		}
+		if s.profile.mig {
+			s.makeDynamic()
+		}
 		s.noPause = s.chance(4)
 		s.slowness = []time.Duration{1, 1, 10, 40}[s.rand.IntN(4)]
 		if s.profile.peaceful {
@@ -133,7 +136,7 @@ func play(t *testing.T, seed uint64, steps int, off faults) (o outcome) {
 		s.startCluster()
 		s.startKubelet()
 		s.after(s.users, time.Second, "starts the agent", s.startAgent)
-		if s.profile.peaceful || s.profile.mps || !s.chance(5) {
+		if s.profile.peaceful || s.profile.mps || s.profile.mig || !s.chance(5) {
 			s.startController()
 		}
 		s.pressure(steps)
@@ -219,7 +222,9 @@ func (s *simulation) quiet() {
 	}
 	s.note("quiet")
 	s.host.setUnhealthy(map[string]bool{})
-	s.settle() // what that wakes parks before the next step, in every run
+	s.host.mig.failing = 0
+	s.removeForeign() // as long as they are there, pods of two owners that share a claim take turns at being evicted
+	s.settle()        // what that wakes parks before the next step, in every run
 	for _, l := range []*process{s.agentProcess(), s.kubelet.process, s.scheduler.process} {
 		l.frozen = time.Time{}
 	}
@@ -269,7 +274,9 @@ func (s *simulation) quiet() {
 		s.api.updateClaim(k.name, k.uid, func(c *claim) { c.deleting = true })
 	}
 	s.cluster.lookSoon()
-	s.idle(400 * time.Second)
+	s.idle(200 * time.Second)
+	s.removeForeign()
+	s.idle(200 * time.Second)
 	s.checkLeaks()
 }
 
@@ -304,10 +311,11 @@ func (s *simulation) stuck() map[string]string {
 		if k == nil {
 			continue
 		}
-		name := "gpu-" + h.Device.GPU[len("GPU-"):]
-		parts := s.partsOf(h.Holder.ID, []string{name})
+		names := s.namesOf(h.Device)
+		parts := s.partsOf(h.Holder.ID, names[:1])
+		named := func(allocated string) bool { return slices.Contains(names, allocated) }
 		switch {
-		case !slices.Contains(k.devices(), name) && (h.State == ledger.StateDraining || s.waitsForOthers(k)):
+		case !slices.ContainsFunc(k.devices(), named) && (h.State == ledger.StateDraining || s.waitsForOthers(k)):
 			// A shared claim that was allocated again keeps what it had while a pod of it lives: it is unknown what that pod was
 			// given (docs/design/0002-ledger.md). It also keeps it until it is prepared, which waits for the other claims of its
 			// pod. It is counted, and no fault.
@@ -442,6 +450,20 @@ func (s *simulation) checkLeaks() {
 	for _, h := range s.agent.book.Holds() {
 		s.fail("leaked: %s is still held by %s", h.Device, h)
 	}
+	s.checkPartitionsLeft()
+	s.checkOfferLeft()
+	s.checkDaemonsLeft()
+	if n, ok := get[*nodeObject](s.api, "node/"); !ok || n.allocatable != s.slots() {
+		s.fail("leaked: the node has %v of %d GPUs allocatable", n, s.slots())
+	}
+}
+
+// checkOfferLeft finds what the slices do not offer when every pod is gone.
+func (s *simulation) checkOfferLeft() {
+	if s.profile.mig {
+		s.checkPartitionsOffered()
+		return
+	}
 	var all []string
 	for i := range s.host.gpus {
 		gpu := fmt.Sprintf("gpu-%d", i)
@@ -449,10 +471,6 @@ func (s *simulation) checkLeaks() {
 	}
 	if sl, ok := get[*slice](s.api, "slice/"); !ok || sl.String() != strings.Join(all, " ") {
 		s.fail("leaked: the slice offers %v of %d GPUs", sl, s.host.gpus)
-	}
-	s.checkDaemonsLeft()
-	if n, ok := get[*nodeObject](s.api, "node/"); !ok || n.allocatable != s.slots() {
-		s.fail("leaked: the node has %v of %d GPUs allocatable", n, s.slots())
 	}
 }
 
@@ -576,7 +594,7 @@ func (c *scheduler) podHolds(devices []string) bool {
 		return false
 	}
 	for _, h := range c.agent.book.Holds() {
-		if h.Holder.Kind == ledger.KindPod && slices.Contains(devices, "gpu-"+h.Device.GPU[len("GPU-"):]) {
+		if h.Holder.Kind == ledger.KindPod && slices.ContainsFunc(devices, func(d string) bool { return uuidOf(device.GPUName(d)) == h.Device.GPU }) {
 			return true
 		}
 	}
@@ -597,7 +615,7 @@ func TestMain(m *testing.M) {
 func TestSameSeedSameTrace(t *testing.T) {
 	seeds := []uint64{1, 2, 3, 4, 5, 6}
 	for seed := range uint64(len(profiles)) {
-		if profiles[seed].mps {
+		if profiles[seed].mps || profiles[seed].mig {
 			seeds = append(seeds, seed)
 		}
 	}
@@ -673,6 +691,7 @@ func TestSelfTest(t *testing.T) {
 		"the cancelling of a refused call":       {faults{noCancel: true, profile: named("several claims")}, []string{"after a refused call"}, nil},
 		"what uses a GPU as its daemon changes":  {faults{noDaemonCheck: true, profile: named("daemons of a changing policy")}, []string{"daemon"}, []string{"stuck: "}},
 		"the end of settings before the hold":    {faults{noCleanup: true, profile: named("daemons and several claims")}, []string{"daemon"}, []string{"stuck: "}},
+		"the partition before the hold":          {faults{noCleanup: true, profile: named("partitions by several claims")}, []string{"is not destroyed since"}, []string{"stuck: "}},
 		"what is reuse inside a pod":             {faults{noReuse: true, profile: named("several claims")}, []string{"has two owners"}, []string{"is too much for"}},
 		"one clock for a pod's end and a hold":   {faults{twoClocks: true, profile: named("late checkpoints")}, []string{"has two owners"}, []string{"leaked: "}},
 		"the sum of what is given out of a GPU":  {faults{noSum: true, profile: named("parts of GPUs by several claims")}, []string{"is too much for"}, nil},
