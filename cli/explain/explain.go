@@ -298,8 +298,10 @@ func (a Request) counts(status v1alpha1.GPUNodeStatus) v1alpha1.DeviceCounts {
 			counts.Maintenance += n
 		case availability.Tainted:
 			counts.Tainted += n
+		case availability.HeldByClaim:
+			counts.Claims += n
 		default:
-			counts.Pods, counts.Free, counts.Claims = counts.Pods+held, counts.Free+free, counts.Claims+max(0, n-held-free)
+			counts.Pods, counts.Free = counts.Pods+held, counts.Free+free
 		}
 	}
 	return counts
@@ -311,7 +313,7 @@ func replicated(d v1alpha1.DeviceStatus) bool { return d.Sharing != nil && d.Sha
 // replicasLeft returns how many replicas of a healthy device a pod can get.
 func replicasLeft(d v1alpha1.DeviceStatus) int32 { return max(0, d.Sharing.Allocatable-podsOn(d)) }
 
-// podsOn counts the holders of a device that are pods. A pod's holder has one replica.
+// podsOn counts the holders of a device that are pods, of which each has one replica.
 func podsOn(d v1alpha1.DeviceStatus) (n int32) {
 	for _, h := range d.Holders {
 		if h.Kind == v1alpha1.HolderPod {

@@ -354,7 +354,7 @@ const cannotAllocate = "cannot allocate all claims"
 func (f Facts) otherResources() (texts string, all bool) {
 	total, said, usual := strings.Cut(f.scheduler(), " nodes are available: ")
 	if !usual {
-		return Bounded(total, mostText), total != "" // of another scheduler, or of a plugin
+		return Bounded(total, mostText), total != "" // from another scheduler, or from a plugin of the scheduler
 	}
 	said, _, _ = strings.Cut(said, ". ")
 	offered, every, some := f.offered(), false, false

@@ -304,7 +304,7 @@ func (f Facts) has() (devices []string) {
 	}
 	for _, d := range node.Status.Devices {
 		for _, h := range d.Holders {
-			if !slices.ContainsFunc(h.Pods, func(p v1alpha1.PodReference) bool { return p.UID == f.Pod.UID }) {
+			if !slices.ContainsFunc(h.Pods, func(p v1alpha1.PodReference) bool { return owner.Is(f.Pod, p.UID) }) {
 				continue
 			}
 			text := fmt.Sprintf("%s (%s, %s)", d.Name, cmp.Or(d.Model, d.UUID), via(h))

@@ -60,7 +60,7 @@ func connectWith(flags *genericclioptions.ConfigFlags) func() (connection, error
 		// Pages of large clusters and the rights of many namespaces are more than the default of 5 requests a second.
 		config.QPS, config.Burst = 50, 100
 		config.UserAgent = "kubectl-gpu/" + version.Version
-		// Without the clock: the dates of what it reads are those of pods.
+		// The scraper does not set the clock: the dates that it gets are those of pods.
 		scrape, err := overview.NewScraper(config)
 		if err != nil {
 			return connection{}, fmt.Errorf("configure API client: %w", err)

@@ -14,6 +14,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/config"
+	"github.com/tandem-gpu/tandem/internal/owner"
 	"github.com/tandem-gpu/tandem/internal/podstatus"
 )
 
@@ -33,7 +34,7 @@ func (n *Nodes) endedHolders(ctx context.Context, node string) (devices []string
 		return nil, err
 	}
 	lives := func(of v1alpha1.PodReference) bool {
-		return slices.ContainsFunc(pods, func(pod corev1.Pod) bool { return pod.UID == of.UID && !podstatus.Ended(&pod) })
+		return slices.ContainsFunc(pods, func(pod corev1.Pod) bool { return owner.Is(&pod, of.UID) && !podstatus.Ended(&pod) })
 	}
 	for _, d := range object.Status.Devices {
 		for _, h := range d.Holders {

@@ -34,16 +34,12 @@ var chartKinds = map[string]Kind{
 	"nvidia-device-plugin": DevicePlugin, "dra-driver-nvidia-gpu": DRADriver, "nvidia-dra-driver-gpu": DRADriver, "gpu-operator": Operator,
 }
 
-// readStatuses are those of a Secret whose objects may be in the cluster (helm, pkg/release/common/status.go): Helm leaves what it has made when an
-// installation or an upgrade fails.
-const readStatuses = "deployed,failed,pending-install,pending-upgrade,pending-rollback"
-
 // ReadReleases returns the values of the Helm releases of NVIDIA's charts in all namespaces, each by its newest revision, with the ConfigMaps that
 // they name.
 // It returns what it could read together with errors about the rest. namespace is that of Tandem's release; if it is empty, releases are found.
 func ReadReleases(ctx context.Context, client kubernetes.Interface, namespace string) ([]Source, error) {
 	list, err := client.CoreV1().Secrets(metav1.NamespaceAll).List(ctx, metav1.ListOptions{
-		LabelSelector: "owner=helm,status in (" + readStatuses + ")", FieldSelector: "type=" + releaseType,
+		LabelSelector: "owner=helm", FieldSelector: "type=" + releaseType,
 	})
 	if err != nil {
 		return nil, fmt.Errorf("list Secrets of Helm releases: %w", err)
@@ -90,7 +86,8 @@ func ReadReleases(ctx context.Context, client kubernetes.Interface, namespace st
 	return sources, errors.Join(errs...)
 }
 
-// newestRevisions returns the last Secret of each release, in the order of their names.
+// newestRevisions returns the last Secret of each release, in the order of their names. Helm leaves what it has made when an installation, an
+// upgrade or an uninstallation fails (helm, pkg/release/common/status.go), so only those that were uninstalled are left out.
 func newestRevisions(secrets []corev1.Secret) []corev1.Secret {
 	revision := func(s corev1.Secret) int {
 		n, _ := strconv.Atoi(s.Labels["version"])
@@ -105,7 +102,9 @@ func newestRevisions(secrets []corev1.Secret) []corev1.Secret {
 	}
 	found := make([]corev1.Secret, 0, len(newest))
 	for _, of := range slices.Sorted(maps.Keys(newest)) {
-		found = append(found, newest[of])
+		if status := newest[of].Labels["status"]; status != "uninstalled" && status != "superseded" {
+			found = append(found, newest[of])
+		}
 	}
 	return found
 }
@@ -199,7 +198,7 @@ func releaseSource(secret corev1.Secret) (source Source, ok bool, err error) {
 		return Source{}, false, nil
 	}
 	source = Source{
-		Name: fmt.Sprintf("release %s/%s", secret.Namespace, release.Name), Kind: kind,
+		Name: fmt.Sprintf("release %s/%s%s", secret.Namespace, release.Name, revisionOf(secret)), Kind: kind,
 		Values: overlay(release.Chart.Values, release.Config), Chosen: release.Config,
 	}
 	if source.Chosen == nil {
@@ -219,6 +218,14 @@ func releaseSource(secret corev1.Secret) (source Source, ok bool, err error) {
 			release.Chart.Metadata.Version, charts[kind].Newest))
 	}
 	return source, true, nil
+}
+
+// revisionOf names the revision of a release whose last installation or upgrade has not succeeded: its values may not be those that run.
+func revisionOf(secret corev1.Secret) string {
+	if status := secret.Labels["status"]; status != "deployed" {
+		return fmt.Sprintf(" (revision %s, %s)", secret.Labels["version"], status)
+	}
+	return ""
 }
 
 // isNewer compares versions of charts. Versions of the DRA driver were years before 0.4.

@@ -192,9 +192,14 @@ func TestNewestRevision(t *testing.T) {
 		"failed installation": {revision("1", "failed", "high")},
 		"failed upgrade":      {revision("9", "deployed", "low"), revision("10", "failed", "high")},
 		"rolled back":         {revision("2", "superseded", "low"), revision("3", "deployed", "high")},
+		"uninstalled":         {revision("2", "failed", "low"), revision("3", "uninstalled", "low")},
 	} {
 		sources, err := ReadReleases(t.Context(), fake.NewClientset(append(revisions, podOn("a", "plugin", &plugin))...), "")
-		if err != nil || len(sources) != 1 || sources[0].Values["priorityClassName"] != "high" {
+		if name == "uninstalled" && err == nil && len(sources) == 0 {
+			continue
+		}
+		if err != nil || len(sources) != 1 || sources[0].Values["priorityClassName"] != "high" ||
+			strings.HasPrefix(name, "failed") != strings.HasSuffix(sources[0].Name, ", failed)") {
 			t.Errorf("%s: %+v, %v", name, sources, err)
 		}
 	}

@@ -290,7 +290,7 @@ func deviceOf(d v1alpha1.DeviceStatus, known availability.Node, claims []v1alpha
 	}
 	for _, claim := range claims {
 		holds := slices.ContainsFunc(d.Holders, func(h v1alpha1.DeviceHolder) bool { return h.UID == claim.UID })
-		// The name of a partition that is not made yet stands for its GPU.
+		// A partition that does not exist yet is looked up by its GPU.
 		has := func(name string) bool { on, found := known.Status(name); return found && on.Name == d.Name }
 		if !holds && slices.ContainsFunc(claim.Devices, has) {
 			device.Allocated = append(device.Allocated, Claimed{string(claim.UID), claim.Namespace, claim.Name})

@@ -462,5 +462,5 @@ func (p *Page) showWhy(w http.ResponseWriter, r *http.Request) {
 		http.Error(w, err.Error(), status)
 		return
 	}
-	respond(w, r, "why.html", whyView{frameView{p.where, p.fleet.viewer()}, answer}, time.Now())
+	respond(w, r, "why.html", whyView{frameView{p.where, p.fleet.viewer()}, answer}, p.fleet.cluster.Clock.Now())
 }

@@ -565,8 +565,8 @@ func TestRejects(t *testing.T) {
 		"much shared memory":    {[]string{"--set", "mps.sharedMemory=much"}, "at '/mps/sharedMemory'"},
 		"one account for both":  {[]string{"--set", "serviceAccount.create=false,serviceAccount.name=x,controller.serviceAccount.create=false,controller.serviceAccount.name=x"}, "need a service account each, and are given x, x, tandem-mps-daemon"},
 		"daemons with rights":   {[]string{"--set", "mps.serviceAccount.name=tandem"}, "need a service account each"},
-		"long name":             {[]string{"--set", "fullnameOverride=" + strings.Repeat("x", 50)}, "has 50 characters, and may have 49"},
-		"long name of a metric": {[]string{"--set", "metrics.service.create=true,fullnameOverride=" + strings.Repeat("x", 45)}, "has 45 characters, and may have 44"},
+		"long name":             {[]string{"--set", "fullnameOverride=" + strings.Repeat("x", 50)}, "at most 49 characters are allowed"},
+		"long name of a metric": {[]string{"--set", "metrics.service.create=true,fullnameOverride=" + strings.Repeat("x", 45)}, "at most 44 characters are allowed"},
 		"agent's account":       {[]string{"--set", "serviceAccount.create=false"}, "serviceAccount.name is not set"},
 	} {
 		t.Run(name, func(t *testing.T) {

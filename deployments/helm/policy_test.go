@@ -637,6 +637,7 @@ func TestControllersPolicies(t *testing.T) {
 		"a token":                {"-controller-secrets", nil, secret("tandem-webhook", "kubernetes.io/service-account-token"), "of type kubernetes.io/tls"},
 		"a Secret without name":  {"-controller-secrets", nil, object{"metadata": object{"generateName": "tandem-webhook"}}, "no Secret but"},
 		"eviction as seen":       {"-controller-evictions", nil, preconditions(object{"uid": "u", "resourceVersion": "1"}), ""},
+		"eviction by UID":        {"-controller-evictions", nil, preconditions(object{"uid": "u"}), ""},
 		"eviction at once":       {"-controller-evictions", nil, change(preconditions(object{"uid": "u", "resourceVersion": "1"}), "deleteOptions.gracePeriodSeconds", int64(0)), "own grace period"},
 		"eviction at its time":   {"-controller-evictions", nil, change(preconditions(object{"uid": "u", "resourceVersion": "1"}), "deleteOptions.gracePeriodSeconds", int64(30)), "own grace period"},
 		"eviction without UID":   {"-controller-evictions", nil, preconditions(object{"resourceVersion": "1"}), "UID as a precondition"},

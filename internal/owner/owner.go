@@ -27,8 +27,8 @@ var replacing = map[schema.GroupKind]bool{
 	{Group: "batch", Kind: "Job"}:              true, // the controller also checks its limits
 }
 
-// Is reports whether kubelet knows a pod by this UID. A static pod has the UID of its manifest on the node, and the API server has a mirror with
-// another one (k8s.io/kubernetes pkg/kubelet/pod/mirror_client.go, pkg/kubelet/config/common.go). It is a pure function.
+// Is reports whether a UID is the pod's, or the one by which kubelet runs it if it is static. A static pod has the UID of its manifest on the node,
+// and the API server has a mirror with another one (k8s.io/kubernetes pkg/kubelet/pod/mirror_client.go, pkg/kubelet/config/common.go). It is a pure function.
 func Is(pod *corev1.Pod, uid types.UID) bool {
 	return pod.UID == uid || uid != "" && pod.Annotations[corev1.MirrorPodAnnotationKey] == string(uid)
 }

@@ -19,6 +19,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/cdi"
 	"github.com/tandem-gpu/tandem/pkg/gpunode"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/nvml"
 	"github.com/tandem-gpu/tandem/pkg/wiring"
 )
 
@@ -140,6 +141,7 @@ func (a *Agent) serving(c components) wiring.Serving {
 	serving := wiring.Serving{Config: a.config, Registerer: a.metrics, Waiting: func() error { return a.status.Ready("mode", "pause") }}
 	if a.isDriverless {
 		serving.NoDriver = c.driver.Missing
+		serving.Unread = func() bool { return errors.Is(c.driver.Missing(), nvml.ErrNoDriver) }
 	}
 	return serving
 }

@@ -166,8 +166,8 @@ type evictor struct {
 	turns map[string]podTurn // by node
 }
 
-// podTurn is how far the pass over a node's pods has come, and when the first of those before has to be looked at again. The list may shrink
-// meanwhile.
+// podTurn is how far the pass over a node's pods has come, and when the first of those before has to be looked at again. The next part begins after
+// UID last: the list may have shrunk by then.
 type podTurn struct {
 	last  types.UID
 	again time.Duration
@@ -273,7 +273,7 @@ func (r *evictor) remove(ctx context.Context, node string, named v1alpha1.PodRef
 		if stands, err := r.stands(ctx, rule, now); err != nil {
 			return 0, fmt.Errorf("get DeviceTaintRule %s, whose taint ends pod %s: %w", rule, key, err)
 		} else if !stands {
-			return 0, nil
+			return blockedInterval, nil // another taint may end it
 		}
 	}
 	evicted, refused, err := evict(ctx, r.client, pod)
@@ -295,8 +295,8 @@ func (r *evictor) remove(ctx context.Context, node string, named v1alpha1.PodRef
 	return 0, nil
 }
 
-// stands reports whether a rule still is what the GPUNode says of it. It may have ended or changed while no controller ran, or a moment ago, and
-// the tainter has not written that yet.
+// stands reports whether a rule still says what the GPUNode has of it. It may have ended or changed while no controller ran, or a moment ago, before
+// the tainter has written the change.
 func (r *evictor) stands(ctx context.Context, name string, node *v1alpha1.GPUNode) (bool, error) {
 	rule := &resourceapi.DeviceTaintRule{}
 	if err := r.live.Get(ctx, types.NamespacedName{Name: name}, rule); err != nil {
@@ -311,12 +311,12 @@ func (r *evictor) stands(ctx context.Context, name string, node *v1alpha1.GPUNod
 // evict evicts a pod with its own grace period. evicted is false if the pod is gone. refused is the answer of a disruption budget or an admission
 // policy. An error, with which the reconciler retries, may say that the pod has changed.
 //
-// A pending pod is evicted only in the version that was read: it may have started. For other pods the API server counts an eviction against the
+// A pod that does not run is evicted only in the version that was read: it may have started. For other pods the API server counts an eviction against the
 // budget before it looks at the version (k8s.io/kubernetes pkg/registry/core/pod/storage/eviction.go), and kubelet writes the health of the device
 // into the pod's status at that moment.
 func evict(ctx context.Context, c client.Client, pod *corev1.Pod) (evicted bool, refused, err error) {
 	preconditions := &metav1.Preconditions{UID: ptr.To(pod.UID)}
-	if pod.Status.Phase == corev1.PodPending {
+	if pod.Status.Phase != corev1.PodRunning {
 		preconditions.ResourceVersion = ptr.To(pod.ResourceVersion)
 	}
 	eviction := &policyv1.Eviction{

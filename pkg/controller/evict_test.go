@@ -457,10 +457,12 @@ func TestTurnsOverAShrinkingList(t *testing.T) {
 		},
 	}, append(objects, node)...)
 	r := w.evictor()
-	for range 3 {
-		if _, err := r.Reconcile(t.Context(), requestFor("node-1")); err != nil {
+	for again := anotherTurn; again == anotherTurn; {
+		result, err := r.Reconcile(t.Context(), requestFor("node-1"))
+		if err != nil {
 			t.Fatal(err)
 		}
+		again = result.RequeueAfter
 		current := &v1alpha1.GPUNode{}
 		if err := w.client.Get(t.Context(), requestFor("node-1").NamespacedName, current); err != nil {
 			t.Fatal(err)

@@ -119,8 +119,10 @@ func (r *tainter) Reconcile(ctx context.Context, request reconcile.Request) (rec
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
 	devices := node.Status.Devices
-	if len(devices) == 0 {
-		// Without a driver the node has no device. Its agent must not offer a tainted one when the driver is back.
+	if !slices.ContainsFunc(devices, func(d v1alpha1.DeviceStatus) bool { return d.Name != d.UUID }) {
+		// Without a driver the status has at most GPUs that are held, by UUID. Rules for single devices stay, so that the agent does not offer a
+		// tainted device when the driver returns.
+		devices = nil
 		for _, t := range node.Spec.Taints {
 			devices = append(devices, v1alpha1.DeviceStatus{Name: device.GPUName(t.Device)})
 		}

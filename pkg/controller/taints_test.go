@@ -206,10 +206,12 @@ func TestTainter(t *testing.T) {
 	if now := w.gpuNode().Spec.Taints; len(now) != 3 || now[2].Rule != "later" {
 		t.Errorf("with the GPU of a partition: %v", now)
 	}
-	w.set(func(s *v1alpha1.GPUNodeStatus) { s.Devices = nil })
-	w.twice(r, "node-1")
-	if now := w.gpuNode().Spec.Taints; len(now) != 3 {
-		t.Errorf("while the driver is away: %v", now)
+	for _, held := range [][]v1alpha1.DeviceStatus{nil, {{Name: "GPU-9", UUID: "GPU-9"}}} {
+		w.set(func(s *v1alpha1.GPUNodeStatus) { s.Devices = held })
+		w.twice(r, "node-1")
+		if now := w.gpuNode().Spec.Taints; len(now) != 3 {
+			t.Errorf("while the driver is away and %v is held: %v", held, now)
+		}
 	}
 	r.rules = rules(t)
 	w.twice(r, "node-1")

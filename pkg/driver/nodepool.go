@@ -152,8 +152,8 @@ func factsOf(d device.Device, withdrawn []withdrawal, a allocated, kept Capabili
 	return facts
 }
 
-// ownHealth leaves out the health of other devices if a device has its own: that of a partition has the faults of its GPU, and says whether pods
-// are evicted.
+// ownHealth drops the health of other devices if the device is unhealthy itself: a partition's health includes the faults of its GPU, and whether
+// they evict pods.
 func ownHealth(ref device.Ref, reasons []withdrawal) []withdrawal {
 	own := func(w withdrawal) bool { return w.Reason == availability.Unhealthy && w.Device == ref }
 	if !slices.ContainsFunc(reasons, own) {

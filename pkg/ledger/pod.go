@@ -162,7 +162,7 @@ func (l *Ledger) confirmReuse(requests []PodRequest) (confirmed []uint64, refuse
 			continue
 		}
 		if l.changedSince(h) {
-			return nil, nil, errChanged // it names its pod now, say
+			return nil, nil, errChanged // for example, it now names its pod
 		}
 		// The end of the pod may have been reported meanwhile.
 		if podState == Gone || l.podState(h) == Gone {

@@ -43,7 +43,7 @@ func (p *Pods) ReusesNow(h ledger.Hold) (reuses, decided bool) {
 	return reuses, decided
 }
 
-// reusesNow is ReusesNow. named is whether the hold or kubelet's checkpoint names a pod.
+// reusesNow is ReusesNow. named reports whether the hold or kubelet's checkpoint names a pod.
 func (p *Pods) reusesNow(h ledger.Hold) (reuses, decided, named bool) {
 	checkpoint, err := ReadDeviceCheckpoint(p.kubeletDir)
 	if err != nil {

@@ -105,6 +105,8 @@ type Reconciler struct {
 	lateAdded    broadcast.Signal
 	late         []podstate.KubeletClaim
 	latePodHolds []podstate.PodDevice
+	// unasked has the UIDs of claims whose devices were held without the API server's answer.
+	unasked sync.Map
 	// unlisted is since when kubelet has not listed a late device of which no pod is known.
 	unlisted map[podstate.PodDevice]time.Time
 	// settled are the devices of claims without a hold that need none, as the API server has answered. unexplained is since when an admitted

@@ -55,7 +55,7 @@ func (r *Reconciler) Restore(ctx context.Context) error {
 			return err
 		}
 		if missing {
-			logger.Info("A device of the claim does not exist yet, or the size of its share is unknown", "claim", klog.KRef(claim.Namespace, claim.Name), "claimUID", claim.UID)
+			logger.Info("A device of the claim does not exist yet, or the API server has not returned the claim", "claim", klog.KRef(claim.Namespace, claim.Name), "claimUID", claim.UID)
 			r.addLateClaim(claim)
 		}
 	}
@@ -79,6 +79,9 @@ func (r *Reconciler) restoreLate(ctx context.Context) {
 		var again <-chan time.Time
 		switch {
 		case err != nil:
+			if errors.Is(err, errUnasked) {
+				podsChanged = nil // each pass asks the API server
+			}
 			again = time.After(retry)
 			retry = min(2*retry, r.times.retryMost)
 		case r.isUnknown():
@@ -229,7 +232,7 @@ func (r *Reconciler) expectPodHold(ctx context.Context, d podstate.PodDevice, re
 
 // errUnasked means that a claim may have shares of devices, or devices for admin access. They are held whole, which blocks other holders, until the
 // API server has returned the claim.
-var errUnasked = errors.New("the API server has not said how much of its devices the claim has")
+var errUnasked = errors.New("the API server has not returned the claim, so its devices are held whole")
 
 // restoreClaim reports whether RestoreLate is to try again: the inventory lacks a device of the claim, or the API server has not returned the claim.
 // It returns errUnasked in the second case.
@@ -240,6 +243,11 @@ func (r *Reconciler) restoreClaim(ctx context.Context, claim podstate.KubeletCla
 	current, err := r.claim(ctx, claim.Namespace, claim.Name, claim.UID)
 	if err != nil {
 		klog.FromContext(ctx).Error(err, "Restoring a claim by kubelet's state alone", "claim", klog.KRef(claim.Namespace, claim.Name))
+		r.unasked.Store(claim.UID, true)
+	} else if _, unasked := r.unasked.LoadAndDelete(claim.UID); unasked {
+		if err := r.releaseAdmin(claim, current); err != nil {
+			return true, err
+		}
 	}
 	return r.expectClaim(ctx, claim, current, err == nil)
 }
@@ -262,9 +270,6 @@ func (r *Reconciler) claim(ctx context.Context, namespace, name, uid string) (*r
 func (r *Reconciler) expectClaim(ctx context.Context, claim podstate.KubeletClaim, current *resourceapi.ResourceClaim, asked bool,
 ) (missing bool, err error) {
 	devices, consumed := r.devicesOf(ctx, claim, current, asked)
-	if err := r.releaseAdmin(claim, current); err != nil {
-		return false, err
-	}
 	found := r.resolve(devices)
 	for named, d := range found {
 		h := ledger.Hold{

@@ -23,8 +23,11 @@ type Serving struct {
 	// HeldOnly is why only what is held is served. Nil serves everything.
 	HeldOnly error
 	// NoDriver and Waiting return why new pods and claims get no GPU. GPUNode's status.waiting names NoDriver's reason first, then the ledger's,
-	// then that of Waiting. Both may be nil. With NoDriver no GPU that is held counts as lost.
+	// then that of Waiting. Both may be nil.
 	NoDriver, Waiting func() error
+	// Unread, where set, reports whether no GPU can be read now. While that is so, a GPU that is held and not in the inventory does not count as
+	// lost, and its pods are not evicted.
+	Unread func() bool
 	// Registerer receives the metrics.
 	Registerer prometheus.Registerer
 }
@@ -80,8 +83,13 @@ func (p *Parts) gpuNodeConfig(s Serving) gpunode.Config {
 			return strings.Join(reasons, "; ")
 		},
 	}
-	if s.NoDriver != nil {
-		config.Facts.FaultAction = nil // no GPU could be read, so none is known to be lost
+	if s.Unread != nil {
+		config.Facts.FaultAction = func(gpu device.GPU, fault device.Health) device.FaultAction {
+			if s.Unread() {
+				return device.FaultNoSchedule
+			}
+			return c.FaultAction(gpu, fault)
+		}
 	}
 	if c.Mode.Limits() {
 		config.Facts.Limits, config.Facts.OfferedToPods = c.Resources(), c.OfferedToPods

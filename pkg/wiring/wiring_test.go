@@ -165,13 +165,19 @@ func TestPoolsReachTheGPUNode(t *testing.T) {
 	}
 }
 
-// TestNothingIsLostWithoutADriver: an agent that could not read any GPU does not know that one which is held has gone.
+// TestNothingIsLostWithoutADriver: an agent that cannot read any GPU does not know that one which is held has gone.
 func TestNothingIsLostWithoutADriver(t *testing.T) {
 	c := config.Defaults()
+	c.Health.Lost = "NoExecute"
 	p, _ := connected(t, c)
-	for name, s := range map[string]Serving{"a driver": {Config: c}, "no driver": {Config: c, NoDriver: func() error { return errors.New("paused") }}} {
-		if decides := p.gpuNodeConfig(s).Facts.FaultAction != nil; decides != (s.NoDriver == nil) {
-			t.Errorf("%s: pods are evicted from what is missing: %t", name, decides)
-		}
+	unread := true
+	lost := device.Health{Reason: device.ReasonMissing}
+	action := p.gpuNodeConfig(Serving{Config: c, Unread: func() bool { return unread }}).Facts.FaultAction
+	if got := action(device.GPU{}, lost); got != device.FaultNoSchedule {
+		t.Errorf("without a driver: %s", got)
+	}
+	unread = false
+	if got := action(device.GPU{}, lost); got != device.FaultNoExecute {
+		t.Errorf("with a driver that finds no GPU: %s", got)
 	}
 }
