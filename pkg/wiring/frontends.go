@@ -3,6 +3,7 @@
 package wiring
 
 import (
+	"errors"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -42,6 +43,13 @@ type APIs struct {
 
 // NewAPIs makes the components that serve the node. It needs Connect, and may be called again with another Registerer.
 func (p *Parts) NewAPIs(s Serving) (apis APIs, err error) {
+	none := func() error { return nil }
+	if s.NoDriver == nil {
+		s.NoDriver = none
+	}
+	if s.Waiting == nil {
+		s.Waiting = none
+	}
 	allocations, acknowledge, daemonTrouble := p.Hooks.Allocations, func(string, []string, bool) {}, p.Hooks.DaemonTrouble
 	if allocations == nil {
 		if apis.GPUNode, err = gpunode.New(p.gpuNodeConfig(s)); err != nil {
@@ -71,16 +79,11 @@ func (p *Parts) gpuNodeConfig(s Serving) gpunode.Config {
 		Claims: func(namespace string) gpunode.Claims { return p.Client.ResourceV1().ResourceClaims(namespace) },
 		Node:   p.Node, Ledger: p.Ledger, Inventory: p.Views.Offered, Sharing: p.Sharing, Recorder: p.Recorder, Registerer: s.Registerer,
 		Waiting: func() string {
-			var reasons []string
-			for _, reason := range []func() error{s.NoDriver, p.Ledger.Withheld, s.Waiting} {
-				if reason == nil {
-					continue
-				}
-				if err := reason(); err != nil {
-					reasons = append(reasons, strings.ReplaceAll(err.Error(), "\n", "; "))
-				}
+			reason := errors.Join(s.NoDriver(), p.Ledger.Withheld(), s.Waiting())
+			if reason == nil {
+				return ""
 			}
-			return strings.Join(reasons, "; ")
+			return strings.ReplaceAll(reason.Error(), "\n", "; ")
 		},
 	}
 	if s.Unread != nil {
