@@ -298,8 +298,9 @@ func (a Request) counts(status v1alpha1.GPUNodeStatus) v1alpha1.DeviceCounts {
 			counts.Maintenance += n
 		case availability.Tainted:
 			counts.Tainted += n
-		case availability.HeldByClaim:
-			counts.Claims += n
+		case availability.HeldByClaim, availability.Draining:
+			// Pods may have replicas of what claims leave.
+			counts.Pods, counts.Free, counts.Claims = counts.Pods+held, counts.Free+free, counts.Claims+n-held-free
 		default:
 			counts.Pods, counts.Free = counts.Pods+held, counts.Free+free
 		}

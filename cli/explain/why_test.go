@@ -360,6 +360,26 @@ func TestReasonOfReplicas(t *testing.T) {
 	}
 }
 
+// TestReasonOfReplicasAndShares: pods have replicas of what claims leave of a GPU.
+func TestReasonOfReplicasAndShares(t *testing.T) {
+	f := facts(nil, "-")
+	d := &f.GPUNodes[0].Status.Devices[0]
+	d.Sharing = &v1alpha1.DeviceSharing{Strategy: "MPS", Replicas: 4, Allocatable: 1, Memory: 4 * gib}
+	d.Holders = []v1alpha1.DeviceHolder{
+		{Kind: v1alpha1.HolderPod, State: v1alpha1.HoldHeld, Memory: gib}, {Kind: v1alpha1.HolderClaim, State: v1alpha1.HoldHeld, Memory: 3 * gib},
+	}
+	f.GPUNodes[0].Status.Counts, f.GPUNodes[0].Status.ExtendedResource = v1alpha1.DeviceCounts{Total: 1, Claims: 1}, testResource
+	f.Pod = newPod("a", func(p *corev1.Pod) { p.Spec.Containers[0].Resources = gpuLimits("1") })
+	const want = "all 4 nvidia.com/gpu of node-0 are held: 1 by pods, 3 by claims"
+	if got := NewQueue(f.GPUNodes).Reason(f.Pod); got != want {
+		t.Errorf("the queue says %q, want %q", got, want)
+	}
+	d.Holders = d.Holders[1:]
+	if got := NewQueue(f.GPUNodes).Reason(f.Pod); strings.Contains(got, "held") {
+		t.Errorf("with a replica left the queue says %q", got)
+	}
+}
+
 // TestWhyOfAnotherScheduler: a reason that has not kube-scheduler's form comes first, too.
 func TestWhyOfAnotherScheduler(t *testing.T) {
 	f := facts(exactly(1), "-")

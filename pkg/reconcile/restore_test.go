@@ -232,6 +232,8 @@ func TestRestoreOfLatePartition(t *testing.T) {
 	g.run()
 	g.setGPUs("GPU-0:MIG-a")
 	g.await("GPU-0@0+1: pod MIG-a held [p1]")
+	_, err := g.r.RestoreLate(t.Context()) // the pass that added the hold may go on
+	must(t, err)
 	// The second pod has ended meanwhile, and its partition is made again under another name.
 	g.noGroup("p2")
 	g.checkpoint("p1", "MIG-a", "p3", "MIG-c")

@@ -77,7 +77,7 @@ func (w tenants) clientsOfBoth() {
 	w.limits.Running(soon, 1+5, 1)
 	for s, why := range map[*story]string{
 		w.story:  fmt.Sprintf("no node has %d MiB left on 1 GPU: %s has %d MiB at most", shareMiB, gpuNode, gpuMiB-3*shareMiB-gpuMiB/replicas),
-		w.limits: fmt.Sprintf("all %d GPUs of %s are held", gpusANode, gpuNode),
+		w.limits: fmt.Sprintf("all %d nvidia.com/gpu of %s are held: 5 by pods, %d by claims", wholeGPUs+2*replicas, gpuNode, wholeGPUs+replicas-1),
 	} {
 		for _, pod := range s.Pods() {
 			if pod.Status.Phase == corev1.PodPending {

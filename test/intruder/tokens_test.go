@@ -390,13 +390,13 @@ func TestEvictions(t *testing.T) {
 			t.Fatal(err)
 		}
 		eviction := &policyv1.Eviction{ObjectMeta: metav1.ObjectMeta{Name: pod.Name}, DeleteOptions: &metav1.DeleteOptions{
-			DryRun: dry, Preconditions: &metav1.Preconditions{UID: &pod.UID, ResourceVersion: &pod.ResourceVersion},
+			DryRun: dry, Preconditions: &metav1.Preconditions{UID: &pod.UID},
 		}}
 		change(eviction.DeleteOptions)
 		return func() error { return controller.CoreV1().Pods(namespace).EvictV1(t.Context(), eviction) }
 	}
 	until(t, "as read", "", evict("default", "as-read", asRead))
-	until(t, "any of the name", "UID and resourceVersion", evict("default", "of-the-name", func(o *metav1.DeleteOptions) { o.Preconditions = nil }))
+	until(t, "any of the name", "only with its UID as a precondition", evict("default", "of-the-name", func(o *metav1.DeleteOptions) { o.Preconditions = nil }))
 	until(t, "at once", "own grace period", evict("default", "at-once", grace(0)))
 	until(t, "later", "own grace period", evict("default", "later", grace(3600)))
 	for _, namespace := range append([]string{install.Namespace}, systemNamespaces...) {
