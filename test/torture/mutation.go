@@ -45,6 +45,9 @@ func Mutations() []Mutation {
 	listed := often([2]int{3, 5}, Fault{ListPods, "pod-resources", 1})
 	listed.Linger, listed.BurstEvery, listed.Ambush, listed.Demand = 0, [2]int{3, 6}, 80, [2]int{2, 5}
 	listed.FreezeEvery, listed.Frozen = [2]int{4, 8}, []Fault{{Freeze, agentName, 1}}
+	// calm leaves pods by limits beside a tainted GPU alone for a while. While many GPUs have taints, every eviction may be a right one.
+	calm := often([2]int{12, 20}, Fault{TaintGPU, noExecute, 1})
+	calm.Demand, calm.BurstEvery, calm.FreezeEvery, calm.Linger = [2]int{4, 7}, [2]int{45, 50}, [2]int{45, 50}, 0
 	foreign := often([2]int{8, 12}, Fault{ForeignPlugin, "device-plugin", 1})
 	owned := crossing
 	owned.Workflows = true
@@ -175,7 +178,7 @@ func Mutations() []Mutation {
 `)},
 		},
 		{
-			Name: "neighbours", What: "pods are evicted from all GPUs when one has a taint", Mix: often([2]int{4, 8}, Fault{TaintGPU, noExecute, 1}),
+			Name: "neighbours", What: "pods are evicted from all GPUs when one has a taint", Mix: calm,
 			changes: []mutation.Change{
 				mutation.Replace("pkg/controller", "", "heldByPods", `
 	for _, h := range d.Holders {
