@@ -67,20 +67,22 @@ func (r HealthRule) check(p *problems, at string) {
 	}
 }
 
-// HealthChecks are the XIDs that DP_DISABLE_HEALTHCHECKS and DP_ENABLE_HEALTHCHECKS of NVIDIA's device plugin select.
+// HealthChecks are the XIDs that variables of NVIDIA's device plugin and of its DRA driver select.
 type HealthChecks struct {
 	// NoXIDs ignores all XIDs that Enabled does not name. Nothing also ignores every other fault of a GPU that works.
 	NoXIDs, Nothing bool
-	// Disabled XIDs are ignored beside those of applications. Enabled ones count; AllXIDs counts all.
+	// Disabled XIDs are ignored beside those of applications. Enabled ones count, whatever ignores them; AllXIDs counts all.
 	Disabled, Enabled []int
 	AllXIDs           bool
 }
 
 // The environment variables of NVIDIA's device plugin (NVIDIA/k8s-device-plugin, internal/rm/health.go). "all" and "xids" disable all
-// checks of XIDs, or enable all; a list adds to the XIDs that are ignored, or count. Other words are ignored.
+// checks of XIDs, or enable all; a list adds to the XIDs that are ignored, or count. What is enabled counts although it is disabled, too.
+// Other words are ignored. The last variable is that of NVIDIA's DRA driver (cmd/gpu-kubelet-plugin/main.go): a list of XIDs that are ignored.
 const (
 	disableHealthChecks = "DP_DISABLE_HEALTHCHECKS"
 	enableHealthChecks  = "DP_ENABLE_HEALTHCHECKS"
+	ignoredXIDs         = "ADDITIONAL_XIDS_TO_IGNORE"
 )
 
 func (c *Config) readHealthChecks(lookupEnv func(string) (string, bool)) {
@@ -89,9 +91,10 @@ func (c *Config) readHealthChecks(lookupEnv func(string) (string, bool)) {
 		return split(strings.ToLower(value))
 	}
 	disabled, enabled := words(disableHealthChecks), words(enableHealthChecks)
+	allXIDs := slices.Contains(enabled, "all") || slices.Contains(enabled, "xids")
 	c.HealthChecks = HealthChecks{
-		Nothing: slices.Contains(disabled, "all"), NoXIDs: slices.Contains(disabled, "all") || slices.Contains(disabled, "xids"),
-		Disabled: numbers(disabled), Enabled: numbers(enabled), AllXIDs: slices.Contains(enabled, "all") || slices.Contains(enabled, "xids"),
+		Nothing: slices.Contains(disabled, "all") && !allXIDs, NoXIDs: slices.Contains(disabled, "all") || slices.Contains(disabled, "xids"),
+		Disabled: slices.Concat(numbers(disabled), numbers(words(ignoredXIDs))), Enabled: numbers(enabled), AllXIDs: allXIDs,
 	}
 }
 
@@ -110,12 +113,12 @@ func (c Config) CountsXID(xid int) bool {
 	switch {
 	case device.XIDClass(xid) == device.FaultNone:
 		return false
-	case slices.Contains(h.Enabled, xid):
+	case h.AllXIDs || slices.Contains(h.Enabled, xid):
 		return true
 	case h.NoXIDs || slices.Contains(h.Disabled, xid):
 		return false
 	default:
-		return h.AllXIDs || device.XIDClass(xid) != device.FaultApplication
+		return device.XIDClass(xid) != device.FaultApplication
 	}
 }
 

@@ -28,10 +28,10 @@ func TestHealthChecks(t *testing.T) {
 		"an application's":          {"", "13", []int{13, 48}, []int{31}},
 		"all":                       {"", "all", []int{13, 31, 48}, []int{154}},
 		"all, by another word":      {"", "xids", []int{13, 31, 48}, []int{154}},
-		"all but one":               {"48", "all", []int{13, 31, 79}, []int{48}},
+		"one is ignored, all count": {"48", "all", []int{13, 31, 48, 79}, nil},
 		"the same":                  {"48", "48", []int{48}, nil},
 		"words that mean nothing":   {"48,x,-1,0,99999999999999999999", "y", []int{79}, []int{48}},
-		"disabled and enabled, all": {"xids", "all", nil, []int{13, 79}},
+		"disabled and enabled, all": {"all", "all", []int{13, 79}, []int{154}},
 	} {
 		var c Config
 		c.readHealthChecks(func(name string) (string, bool) {
@@ -44,6 +44,20 @@ func TestHealthChecks(t *testing.T) {
 					t.Errorf("%s: XID %d counts: %v", name, xid, got)
 				}
 			}
+		}
+	}
+}
+
+// NVIDIA's DRA driver has a variable of its own.
+func TestXIDsThatTheDRADriverIgnores(t *testing.T) {
+	for enabled, want := range map[string]bool{"": false, "48": true} {
+		var c Config
+		c.readHealthChecks(func(name string) (string, bool) {
+			value, set := map[string]string{"ADDITIONAL_XIDS_TO_IGNORE": "63, 48", "DP_ENABLE_HEALTHCHECKS": enabled}[name]
+			return value, set
+		})
+		if c.CountsXID(63) || c.CountsXID(48) != want || !c.CountsXID(79) {
+			t.Errorf("enabled %q: 63 counts: %t, 48: %t, 79: %t", enabled, c.CountsXID(63), c.CountsXID(48), c.CountsXID(79))
 		}
 	}
 }
