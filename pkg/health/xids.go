@@ -62,7 +62,7 @@ func newKeeper(records *Records, counts func(int) bool, total *prometheus.Counte
 	}
 }
 
-// load reads the records once, with mu locked.
+// load reads the records once, with mu locked. A clock that was set back since makes none of them later than the agent's start.
 func (k *keeper) load() {
 	if k.loaded {
 		return
@@ -73,15 +73,24 @@ func (k *keeper) load() {
 		switch {
 		case record.Log != nil:
 			k.log = *record.Log
+			k.log.Since = earlier(k.log.Since, k.started)
 		case len(record.XIDs) > 0:
 			// The inventory of a new agent is complete.
 			record.XIDs = slices.Clone(record.XIDs)
 			for i := range record.XIDs {
 				record.XIDs[i].seen = true
+				record.XIDs[i].Time = earlier(record.XIDs[i].Time, k.started)
 			}
 			k.gpus[address] = record
 		}
 	}
+}
+
+func earlier(a, b time.Time) time.Time {
+	if b.Before(a) {
+		return b
+	}
+	return a
 }
 
 // begin notes when the first agent of this boot began. Call it before take.

@@ -575,3 +575,26 @@ func TestResetsThatAreOfNoUse(t *testing.T) {
 		stop()
 	})
 }
+
+// The clock was nine hours ahead until NTP set it back. The agent restarts after that.
+func TestXIDFromAClockAhead(t *testing.T) {
+	dir, ahead := t.TempDir(), time.Now().Add(9*time.Hour)
+	records := loaded(t, dir)
+	if err := records.Put("0000:1b:00", xids{XIDs: []xid{{XID: 95, GPUInstance: noInstance, ComputeInstance: noInstance, Time: ahead}}}); err != nil {
+		t.Fatal(err)
+	}
+	if err := records.Put(logKey, xids{Log: &progress{Since: ahead}}); err != nil {
+		t.Fatal(err)
+	}
+	if err := records.Close(); err != nil {
+		t.Fatal(err)
+	}
+	w := xidWorld() // the driver says that the GPU needs nothing
+	i, _ := newInventoryWith(w, loaded(t, dir))
+	w.change(func() { w.read = time.Now().Add(time.Hour) })
+	review(t, i, w)
+	want(t, i, "")
+	i.xids.begin(t.Context())
+	i.xids.take(t.Context(), device.XIDEvent{PCI: "0000:3b:00", XID: 94, GPUInstance: 5, ComputeInstance: noInstance, Sequence: 11, Time: time.Now()})
+	want(t, i, "MIG-5=XID/94")
+}
