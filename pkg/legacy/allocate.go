@@ -333,8 +333,11 @@ func (p *Plugin) hasNode(path string) bool {
 
 // setVisible prefers the mount to the list, in any order of the strategies.
 func (p *Plugin) setVisible(response *pluginapi.ContainerAllocateResponse, value string) {
+	if response.Envs == nil {
+		response.Envs = map[string]string{}
+	}
 	if response.Envs[visibleDevicesEnv] != visibleDevicesMount {
-		response.Envs = map[string]string{visibleDevicesEnv: value}
+		response.Envs[visibleDevicesEnv] = value
 	}
 }
 

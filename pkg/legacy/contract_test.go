@@ -140,6 +140,20 @@ func TestAllocateAnswers(t *testing.T) {
 			},
 			&pluginapi.ContainerAllocateResponse{CdiDevices: cdi, Envs: map[string]string{"NVIDIA_GDS": "enabled"}},
 		},
+		"IMEX channels by envvar and mounts": {
+			func(c *Config) {
+				c.Strategies, c.IMEXChannels = []Strategy{StrategyEnvVar, StrategyVolumeMounts}, []int{0}
+				c.DevRoot = func() (string, string) { return "/", root }
+			},
+			&pluginapi.ContainerAllocateResponse{
+				Envs: map[string]string{"NVIDIA_VISIBLE_DEVICES": "/var/run/nvidia-container-devices", "NVIDIA_IMEX_CHANNELS": "0"},
+				Mounts: []*pluginapi.Mount{
+					{HostPath: "/dev/null", ContainerPath: "/var/run/nvidia-container-devices/" + uuid(3)},
+					{HostPath: "/dev/null", ContainerPath: "/var/run/nvidia-container-devices/" + uuid(1)},
+					{HostPath: "/dev/null", ContainerPath: "/var/run/nvidia-container-devices/imex/0"},
+				},
+			},
+		},
 		"volume mounts win over envvar": {
 			func(c *Config) { c.Strategies = []Strategy{StrategyVolumeMounts, StrategyEnvVar, StrategyCDI} },
 			&pluginapi.ContainerAllocateResponse{
