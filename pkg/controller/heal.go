@@ -4,6 +4,7 @@ package controller
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -251,9 +252,10 @@ func (h *healer) spareJobs(ctx context.Context, plan EvictionPlan) (EvictionPlan
 			continue
 		}
 		// Pods are read before the Job, so that a pod that the Job counts meanwhile counts twice and not zero times.
-		var pods corev1.PodList
-		mine := client.MatchingLabels{batchv1.ControllerUidLabel: string(of.UID)}
-		if err := h.live.List(ctx, &pods, client.InNamespace(pod.Namespace), mine); err != nil {
+		ended, err := h.endedPods(ctx, pod.Namespace, of.UID)
+		if errors.Is(err, errManyPods) {
+			return EvictionPlan{Refused: fmt.Sprintf("job %s may not replace pod %s: %v", of.Name, pod.Name, err)}, nil
+		} else if err != nil {
 			return EvictionPlan{}, fmt.Errorf("list pods of job %s/%s: %w", pod.Namespace, of.Name, err)
 		}
 		job := &batchv1.Job{}
@@ -262,11 +264,38 @@ func (h *healer) spareJobs(ctx context.Context, plan EvictionPlan) (EvictionPlan
 			return EvictionPlan{}, fmt.Errorf("get job %s: %w", key, err)
 		}
 		failures[of.UID]++
-		if job.UID != of.UID || !Survives(job, pod, failures[of.UID]+uncounted(job, pods.Items)) {
+		if job.UID != of.UID || !Survives(job, pod, failures[of.UID]+uncounted(job, ended)) {
 			return EvictionPlan{Refused: fmt.Sprintf("job %s would not replace pod %s", of.Name, pod.Name)}, nil
 		}
 	}
 	return plan, nil
+}
+
+// Every user of a namespace can give pods the label of a Job's pods. So they are read in parts, of which each is dropped before the next, and no more
+// than mostPodsOfJob.
+const podsAtOnce, mostPodsOfJob = 25, 2500
+
+var errManyPods = fmt.Errorf("more than %d pods have its label", mostPodsOfJob)
+
+// endedPods returns the UIDs of the pods that a Job will count as failed. The error is errManyPods if not all could be read.
+func (h *healer) endedPods(ctx context.Context, namespace string, job types.UID) (ended []types.UID, err error) {
+	mine := client.MatchingLabels{batchv1.ControllerUidLabel: string(job)}
+	next := ""
+	for read := 0; read < mostPodsOfJob; read += podsAtOnce {
+		var pods corev1.PodList
+		if err := h.live.List(ctx, &pods, client.InNamespace(namespace), mine, client.Limit(podsAtOnce), client.Continue(next)); err != nil {
+			return nil, err
+		}
+		for i := range pods.Items {
+			if failedOrEnding(&pods.Items[i]) {
+				ended = append(ended, pods.Items[i].UID)
+			}
+		}
+		if next = pods.Continue; next == "" {
+			return ended, nil
+		}
+	}
+	return nil, errManyPods
 }
 
 // evict evicts a pod of a claim in conflict. evicted is false if the pod is gone, or if the API server refuses.

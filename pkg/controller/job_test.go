@@ -3,6 +3,9 @@
 package controller
 
 import (
+	"context"
+	"errors"
+	"strconv"
 	"testing"
 
 	batchv1 "k8s.io/api/batch/v1"
@@ -10,6 +13,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/utils/ptr"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 )
 
@@ -127,8 +131,37 @@ func TestUncounted(t *testing.T) {
 		"in the status":     {newPod("known", madeByJob, ending), 0},
 		"counted":           {newPod("a", madeByJob, ending, counted), 0},
 	} {
-		if got := uncounted(job, []corev1.Pod{*c.pod}); got != c.want {
+		var ended []types.UID
+		if failedOrEnding(c.pod) {
+			ended = []types.UID{c.pod.UID}
+		}
+		if got := uncounted(job, ended); got != c.want {
 			t.Errorf("%s: %d", name, got)
+		}
+	}
+}
+
+// Pods of a tenant that have the label of its Job are read in parts, and not without end.
+func TestPodsOfAJobAreReadInParts(t *testing.T) {
+	for _, parts := range []int{3, 1 << 20} {
+		read := 0
+		funcs := interceptor.Funcs{List: func(_ context.Context, _ client.WithWatch, list client.ObjectList, opts ...client.ListOption) error {
+			o := (&client.ListOptions{}).ApplyOptions(opts)
+			if o.Limit < 1 || o.Limit > podsAtOnce || read > 0 && o.Continue != strconv.Itoa(read) {
+				t.Errorf("limit %d, continue %q after %d parts", o.Limit, o.Continue, read)
+			}
+			if read++; read < parts {
+				list.SetContinue(strconv.Itoa(read))
+			}
+			list.(*corev1.PodList).Items = []corev1.Pod{*newPod("forged-" + strconv.Itoa(read))}
+			return nil
+		}}
+		w := newWorld(t, funcs)
+		if _, err := w.healer().endedPods(t.Context(), "apps", "uid-job"); errors.Is(err, errManyPods) != (parts > 3) || err != nil && parts == 3 {
+			t.Errorf("%d parts: %v", parts, err)
+		}
+		if want := min(parts, mostPodsOfJob/podsAtOnce); read != want {
+			t.Errorf("read %d parts, want %d", read, want)
 		}
 	}
 }

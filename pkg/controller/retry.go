@@ -377,14 +377,16 @@ func Survives(job *batchv1.Job, pod *corev1.Pod, failures int32) bool {
 	return before+failures <= ptr.Deref(job.Spec.BackoffLimit, backoffLimit)
 }
 
-// uncounted returns how many pods of a Job have failed or are ending and are not in its status yet. It is a pure function.
-func uncounted(job *batchv1.Job, pods []corev1.Pod) (n int32) {
-	for i := range pods {
-		pod := &pods[i]
-		ended := pod.Status.Phase == corev1.PodFailed || pod.DeletionTimestamp != nil && pod.Status.Phase != corev1.PodSucceeded
-		known := job.Status.UncountedTerminatedPods != nil && slices.Contains(job.Status.UncountedTerminatedPods.Failed, pod.UID)
-		// The Job controller removes its finalizer once it has counted the pod.
-		if ended && !known && slices.Contains(pod.Finalizers, batchv1.JobTrackingFinalizer) {
+// failedOrEnding reports whether a Job will count a pod as failed. The Job controller removes its finalizer once it has counted the pod.
+func failedOrEnding(pod *corev1.Pod) bool {
+	return (pod.Status.Phase == corev1.PodFailed || pod.DeletionTimestamp != nil && pod.Status.Phase != corev1.PodSucceeded) &&
+		slices.Contains(pod.Finalizers, batchv1.JobTrackingFinalizer)
+}
+
+// uncounted returns how many pods of a Job that have failed or are ending are not in its status yet. It is a pure function.
+func uncounted(job *batchv1.Job, ended []types.UID) (n int32) {
+	for _, uid := range ended {
+		if job.Status.UncountedTerminatedPods == nil || !slices.Contains(job.Status.UncountedTerminatedPods.Failed, uid) {
 			n++
 		}
 	}
