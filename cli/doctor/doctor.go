@@ -520,7 +520,7 @@ func (e *examination) policies() {
 
 // telling are the events of agents on nodes that say what is wrong with an installation. GPUNodes say what is wrong with devices.
 var telling = []string{"ConfigPostponed", "ConfigRejected", "ConflictingDriver", "DeviceOfUnknownGPU", "DriverPaused", "HoldersUnknown", "LedgerLocked", "NoClaimsAPI", "NoDriver",
-	"NoGPU", "NoPartitionsOnDemand", "NoPodCgroups", "NodeLabelsNotWritten", "OtherDevicePlugin", "RuntimeWithoutCDI"}
+	"NoGPU", "NoPartitionsOnDemand", "NoPodCgroups", "NodeLabelsNotWritten", "OtherDevicePlugin", "RestartPostponed", "RuntimeWithoutCDI"}
 
 var anyType = []string{corev1.EventTypeNormal, corev1.EventTypeWarning}
 

@@ -94,6 +94,8 @@ var events = map[string][]event{
 			"Correct what the event names."},
 		{"ConfigPostponed", warning, "The node configuration has changed, and a call of the agent to the driver does not return. The previous configuration stays in use, because the agent cannot start again.",
 			"Look for the GPU that hangs (`kubectl gpu node`, `dmesg`). Reset it, or reboot the node."},
+		{"RestartPostponed", warning, "The driver was replaced, so the agent has to start again, and a call of the agent to the driver does not return. The GPUs are served as the agent read them last.",
+			"Look for the GPU that hangs (`kubectl gpu node`, `dmesg`). Reset it, or reboot the node."},
 		{"ConfigWithoutEffect", warning, "The configuration has settings that Tandem accepts and ignores. The message gives the reason for each.", "Remove them, or ignore the event."},
 		{"ConfigMatchesNothing", both, "A rule of the node configuration matches no GPU of the node, or has no effect on those that it matches.",
 			"Correct the rule. Ignore type Normal if the rule is for other nodes."},

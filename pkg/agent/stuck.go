@@ -4,12 +4,16 @@ package agent
 
 import (
 	"context"
+	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
 	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/klog/v2"
 )
 
 // stuckPause is the time between two looks at a thread.
@@ -36,6 +40,31 @@ func stuckThreads(ctx context.Context) (stuck []int) {
 	}
 	slices.Sort(stuck)
 	return stuck
+}
+
+// whenCallsReturn returns err. If err asks for a new start, it waits for driver calls that do not return: the node would have no agent. The node
+// is served meanwhile as it was last read.
+func (a *Agent) whenCallsReturn(ctx context.Context, err error) error {
+	reported := false
+	for Restarts(err) {
+		threads := a.stuck(ctx)
+		if len(threads) == 0 {
+			return err
+		}
+		if !reported {
+			reported = true
+			klog.FromContext(ctx).Info("The agent has to start again, and waits for a driver call that does not return", "reason", err.Error(), "threads", threads)
+			a.event(corev1.EventTypeWarning, "RestartPostponed", fmt.Sprintf("The agent has to start again (%v), and cannot, because a call of the "+
+				"agent to the driver does not return. It serves the GPUs as it read them last, and starts again when the call returns, or when the node is "+
+				"rebooted. Look for the GPU that hangs in the kernel's log", err))
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-time.After(fileInterval):
+		}
+	}
+	return err
 }
 
 // uninterruptible returns the threads in state D below a task directory, with the number of times that each of them has slept

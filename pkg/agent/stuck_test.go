@@ -3,6 +3,7 @@
 package agent
 
 import (
+	"context"
 	"encoding/binary"
 	"fmt"
 	"maps"
@@ -10,11 +11,16 @@ import (
 	"path/filepath"
 	"runtime"
 	"slices"
+	"strings"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/tandem-gpu/tandem/pkg/nvml"
+	"github.com/tandem-gpu/tandem/simulated/simnode"
 )
 
 func TestUninterruptible(t *testing.T) {
@@ -116,4 +122,47 @@ func answerInit(t *testing.T, fuse int) (asked <-chan struct{}) {
 		}
 	}()
 	return read
+}
+
+// unless calls f, or returns an error while the condition is true.
+func unless[T any](condition *atomic.Bool, err error, f func() (T, error)) func() (T, error) {
+	return func() (T, error) {
+		if condition.Load() {
+			return *new(T), err
+		}
+		return f()
+	}
+}
+
+// A package upgrade replaces the driver's library while a call of the agent hangs in the driver. execve would not return, so the agent goes on.
+func TestDriverReplacedWhileACallHangs(t *testing.T) {
+	c := nodeConfig(t)
+	machine := simulatedMachine(t, &c)
+	a, err := newAgent(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var replaced atomic.Bool
+	a.openDriver = func(o nvml.Options, seed string) nvml.Options {
+		o = simnode.Options(o, seed)
+		o.OpenLibrary = unless(&replaced, nvml.ErrDriverReplaced, o.OpenLibrary)
+		return o
+	}
+	a.stuck = func(context.Context) []int { return []int{7} }
+	running := runAgent(t, a)
+	running.await("the API server has not listed this node's pods yet")
+	replaced.Store(true)
+	if err := os.Remove(filepath.Join(machine, "driver/dev/nvidia3")); err != nil {
+		t.Fatal(err)
+	}
+	for event := ""; !strings.Contains(event, "Warning RestartPostponed"); {
+		select {
+		case event = <-running.events.Events:
+		case err := <-running.done:
+			t.Fatalf("the agent ended to be started again: %v", err)
+		case <-time.After(time.Minute):
+			t.Fatal("no event")
+		}
+	}
+	running.stop()
 }
