@@ -12,6 +12,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync"
 
 	"github.com/tandem-gpu/tandem/internal/keylock"
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -52,6 +53,8 @@ type Maker struct {
 	hardware Hardware
 	policy   Policy
 	locks    keylock.Locks[string]
+	// left has the GPUs that are no longer dynamic and whose MIG mode could not be switched off with their last partition.
+	left sync.Map
 }
 
 // Policy is the node configuration for a GPU. Both functions are required.
@@ -165,10 +168,9 @@ func (m *Maker) create(ctx context.Context, want device.Partition, found *device
 	if err != nil {
 		return device.Partition{}, err
 	}
-	if !gpu.MIGEnabled {
-		if err := m.hardware.EnableMIG(ctx, gpu.UUID); err != nil {
-			return device.Partition{}, err
-		}
+	// The inventory may be a scan behind: a reset ends MIG mode.
+	if err := m.hardware.EnableMIG(ctx, gpu.UUID); err != nil {
+		return device.Partition{}, err
 	}
 	p, err := m.hardware.Create(ctx, want.Ref, profile)
 	if err != nil {
@@ -229,7 +231,7 @@ func (m *Maker) overlap(requested string, p device.Partition) error {
 }
 
 // Destroy destroys a recorded partition, complete or not, and removes its record, unless a holder uses it. A partition without a record
-// stays. Idempotent; after an error the record remains.
+// stays. Idempotent; after an error the record remains. MIG mode that cannot be switched off is no error: IdleMIGMode has the GPU then.
 func (m *Maker) Destroy(ctx context.Context, ref device.Ref, unused func() bool) (err error) {
 	defer func() { err = wrap(err, "destroy partition %s", ref) }()
 	unlock, err := m.lock(ctx, ref.GPU)
@@ -241,7 +243,10 @@ func (m *Maker) Destroy(ctx context.Context, ref device.Ref, unused func() bool)
 		return nil
 	}
 	existing, err := m.hardware.Partitions(ctx, ref.GPU)
-	if err != nil {
+	switch {
+	case errors.Is(err, device.ErrNoGPU):
+		return m.store.Drop(ref) // its partitions went with it
+	case err != nil:
 		return err
 	}
 	others := false
@@ -256,7 +261,9 @@ func (m *Maker) Destroy(ctx context.Context, ref device.Ref, unused func() bool)
 		}
 	}
 	if err := m.disableStatic(ctx, ref, others); err != nil {
-		return err
+		// Another process may have the GPU open. EndIdleMIGMode has the error, too: another Destroy might find an administrator's partition, to which
+		// the driver gave the same UUID.
+		m.left.Store(ref.GPU, true)
 	}
 	return m.store.Drop(ref)
 }
@@ -303,10 +310,11 @@ func (m *Maker) disableMIG(ctx context.Context, gpu device.GPU) error {
 	return m.hardware.DisableMIG(ctx, gpu.UUID)
 }
 
-// IdleMIGMode returns the dynamic GPUs in idle MIG mode: without a partition and without a record of one.
+// IdleMIGMode returns the GPUs in idle MIG mode: without a partition and without a record of one. They are dynamic, or Destroy has left them so.
 func (m *Maker) IdleMIGMode() []device.GPU {
 	return slices.DeleteFunc(m.Inventory().GPUs, func(gpu device.GPU) bool {
-		return !gpu.Dynamic || !gpu.MIGEnabled || len(gpu.Partitions) > 0 || !mig.Switchable(gpu) || !gpu.Health.Healthy() || m.recorded(gpu.UUID)
+		_, left := m.left.Load(gpu.UUID)
+		return !gpu.Dynamic && !left || !gpu.MIGEnabled || len(gpu.Partitions) > 0 || !mig.Switchable(gpu) || !gpu.Health.Healthy() || m.recorded(gpu.UUID)
 	})
 }
 
@@ -324,7 +332,11 @@ func (m *Maker) EndIdleMIGMode(ctx context.Context, gpu device.GPU, unused func(
 	if !unused() || m.recorded(gpu.UUID) {
 		return nil
 	}
-	return wrap(m.disableMIG(ctx, gpu), "switch off idle MIG mode of %s", gpu.Name())
+	err = m.disableMIG(ctx, gpu)
+	if err == nil {
+		m.left.Delete(gpu.UUID)
+	}
+	return wrap(err, "switch off idle MIG mode of %s", gpu.Name())
 }
 
 // wrap names the operation that failed. An *UnmanagedError names its devices already.

@@ -645,3 +645,83 @@ func TestAnotherProfileAfterAnIntent(t *testing.T) {
 		t.Errorf("%v, %v", p, err)
 	}
 }
+
+// gone is a driver that does not have the GPU any more.
+type gone struct{ *hardware }
+
+func (gone) Inventory() device.Inventory { return device.Inventory{} }
+func (gone) Partitions(context.Context, string) ([]device.Partition, error) {
+	return nil, fmt.Errorf("list the partitions: %w", device.ErrNoGPU)
+}
+
+func TestPartitionOfAGPUThatIsGone(t *testing.T) {
+	h := newHardware()
+	m := process(t, t.TempDir(), h)
+	ours := wanted("1g.10gb", 19, 0, 1)
+	if _, err := create(t.Context(), m, ours, always); err != nil {
+		t.Fatal(err)
+	}
+	m.hardware = gone{h}
+	if err := m.Destroy(t.Context(), ours.Ref, always); err != nil || m.Made(ours.Ref) {
+		t.Errorf("the record stays: %v", err)
+	}
+}
+
+// A monitor has the GPU open, so its MIG mode cannot be switched off with the last partition. The claim's hold ends all the same. What an administrator
+// creates afterwards stays, although the driver gives it the same UUID.
+func TestModeOfAStaticGPUThatStays(t *testing.T) {
+	h := newHardware()
+	dynamic := true
+	m := process(t, t.TempDir(), h)
+	m.policy.Dynamic = func(device.GPU) bool { return dynamic }
+	ours, err := create(t.Context(), m, wanted("1g.10gb", 19, 0, 1), always)
+	if err != nil {
+		t.Fatal(err)
+	}
+	dynamic = false
+	h.step = func(name string) error {
+		if name == "disable" {
+			return errors.New("the GPU is in use")
+		}
+		return nil
+	}
+	if err := m.Destroy(t.Context(), ours.Ref, always); err != nil || m.Made(ours.Ref) || len(h.uuids()) > 0 {
+		t.Fatalf("destroyed: %v, left %v", err, h.uuids())
+	}
+	idle := m.IdleMIGMode()
+	if len(idle) != 1 || m.EndIdleMIGMode(t.Context(), idle[0], always) == nil {
+		t.Fatalf("idle are %v", idle)
+	}
+	h.step = func(string) error { return nil }
+	h.serial--
+	if theirs := h.put(ours.Ref, "1g.10gb", 19); theirs.UUID != ours.UUID {
+		t.Fatal(theirs.UUID)
+	}
+	if err := m.Destroy(t.Context(), ours.Ref, always); err != nil || len(h.uuids()) != 1 || len(m.IdleMIGMode()) > 0 {
+		t.Errorf("destroyed again: %v, left %v, idle %v", err, h.uuids(), m.IdleMIGMode())
+	}
+	if err := h.Destroy(t.Context(), ours.Ref); err != nil {
+		t.Fatal(err)
+	}
+	if err := m.EndIdleMIGMode(t.Context(), idle[0], always); err != nil || len(m.IdleMIGMode()) > 0 {
+		t.Errorf("switched off: %v, idle %v", err, m.IdleMIGMode())
+	}
+}
+
+// beforeReset has the inventory of before a reset, which has ended MIG mode (from Hopper on it is not persistent).
+type beforeReset struct{ *hardware }
+
+func (b beforeReset) Inventory() device.Inventory {
+	inv := b.hardware.Inventory()
+	inv.GPUs[0].MIGEnabled = true
+	return inv
+}
+
+func TestCreateAfterAReset(t *testing.T) {
+	h := newHardware()
+	m := process(t, t.TempDir(), h)
+	m.hardware = beforeReset{h}
+	if _, err := create(t.Context(), m, wanted("1g.10gb", 19, 0, 1), always); err != nil {
+		t.Error(err)
+	}
+}
