@@ -324,7 +324,7 @@ func (p *Parts) resettable(uuid string) error {
 	switch gpu, known := p.Views.Configured.Inventory().ByUUID(uuid); {
 	case !known:
 		return fmt.Errorf("GPU %s is not in the inventory", uuid)
-	case gpu.MIGEnabled && !gpu.Dynamic:
+	case gpu.MIGEnabled && !gpu.Dynamic || slices.ContainsFunc(gpu.Partitions, func(p device.Partition) bool { return !p.Made }):
 		return fmt.Errorf("a reset of GPU %s would end its static partitions", uuid)
 	case gpu.Sharing.Shared() || p.managed(uuid):
 		return fmt.Errorf("a reset of GPU %s would end its sharing settings", uuid)

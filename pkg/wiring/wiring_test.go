@@ -181,3 +181,28 @@ func TestNothingIsLostWithoutADriver(t *testing.T) {
 		t.Errorf("with a driver that finds no GPU: %s", got)
 	}
 }
+
+// A reset ends all GPU instances: a dynamic GPU with a partition of the administrator must not be reset.
+func TestResetOfADynamicGPUWithStaticPartitions(t *testing.T) {
+	ref := device.Ref{GPU: "GPU-a", Placement: device.Placement{Start: 0, Size: 4}}
+	gpu := device.GPU{
+		UUID: "GPU-a", MIGCapable: true, MIGEnabled: true, ComputeCapability: "9.0",
+		Profiles:   []device.Profile{{ID: 9, Name: "3g.40gb", Placements: []device.Placement{{Start: 0, Size: 4}, {Start: 4, Size: 4}}, Instances: 2}},
+		Partitions: []device.Partition{{UUID: "MIG-admin", Ref: ref, Profile: "3g.40gb", ProfileID: 9}},
+	}
+	p, _ := connected(t, config.Defaults(), gpu)
+	p.GPUs = &partition.Policy{
+		Dynamic: func(device.GPU) bool { return true },
+		Sharing: func(device.GPU) device.Sharing { return device.Sharing{} },
+	}
+	p.Registerer = nil
+	// only the maker is needed again, with the policy of a dynamic GPU
+	p.Partitions = partition.NewMaker(p.records.Partitions, p.Hardware, *p.GPUs)
+	p.Views.Configured = p.Partitions
+	if got := p.Views.Configured.Inventory().GPUs[0]; !got.Dynamic || got.Partitions[0].Made {
+		t.Fatalf("unexpected inventory: %+v", got)
+	}
+	if err := p.resettable("GPU-a"); err == nil {
+		t.Error("a GPU with a partition that Tandem did not create may be reset, which destroys the partition")
+	}
+}
