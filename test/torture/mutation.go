@@ -47,7 +47,7 @@ func Mutations() []Mutation {
 	listed.FreezeEvery, listed.Frozen = [2]int{4, 8}, []Fault{{Freeze, agentName, 1}}
 	// calm leaves pods by limits beside a tainted GPU alone for a while. While many GPUs have taints, every eviction may be a right one.
 	calm := often([2]int{12, 20}, Fault{TaintGPU, noExecute, 1})
-	calm.Demand, calm.BurstEvery, calm.FreezeEvery, calm.Linger = [2]int{4, 7}, [2]int{45, 50}, [2]int{45, 50}, 0
+	calm.Demand, calm.BurstEvery, calm.FreezeEvery, calm.Linger, calm.Dwell = [2]int{4, 7}, [2]int{45, 50}, [2]int{45, 50}, 0, 4*maxDwell
 	// foreign leaves free GPUs for the foreign plugin to give away.
 	foreign := often([2]int{8, 12}, Fault{ForeignPlugin, "device-plugin", 1})
 	foreign.Demand, foreign.BurstEvery = [2]int{3, 6}, [2]int{25, 40}

@@ -310,6 +310,8 @@ type Mix struct {
 	Sharing bool
 	// Workflows makes most bursts by owners that do not replace their pods.
 	Workflows bool
+	// Dwell is the longest time that an operation stays in flight when all is said.
+	Dwell time.Duration
 }
 
 // burstWeights are those of burstShapes.
@@ -337,7 +339,7 @@ type Fault struct {
 func Usual() Mix {
 	return Mix{
 		FaultEvery: [2]int{15, 35}, FreezeEvery: [2]int{12, 30}, BurstEvery: [2]int{12, 40}, Ambush: 50, Force: 25, Linger: 35,
-		Demand: [2]int{4, 11},
+		Demand: [2]int{4, 11}, Dwell: maxDwell,
 		Faults: []Fault{
 			{Kill, agentName, 8}, {Kill, controllerName, 6}, {Kill, cluster.Kubelet, 4}, {Kill, cluster.Containerd, 3},
 			{Kill, cluster.APIServer, 4}, {Restart, cluster.Kubelet, 3}, {WipeCDI, "", 3}, {Upgrade, agentName, 5}, {Reboot, "", 1},
@@ -383,7 +385,7 @@ func PlanRound(seed uint64, number, size int, mix Mix) Round {
 	for i := range size {
 		op := p.next(fmt.Sprintf("w%05d", number*size+i))
 		op.Index = number*size + i
-		op.Dwell = p.upTo(maxDwell)
+		op.Dwell = p.upTo(mix.Dwell)
 		round.Ops = append(round.Ops, op)
 	}
 	return round
