@@ -206,8 +206,9 @@ func (r Resources) ShareOf(inv Inventory, id string) Share {
 // ErrNoGPU means that the driver has no GPU of that UUID: it was removed or replaced, and its settings are lost.
 var ErrNoGPU = errors.New("the driver has no such GPU")
 
-// ErrUnsupported means that the GPU or its driver does not support a setting. A retry does not help, and nothing was set.
-var ErrUnsupported = errors.New("the GPU, or its driver, does not support it")
+// ErrUnsupported means that the GPU or its driver does not support a setting, or that the agent may not set it. A retry does not help, and
+// nothing was set.
+var ErrUnsupported = errors.New("the GPU, its driver or the agent's rights do not allow it")
 
 // ComputeMode is how many processes may use a GPU (nvml.h, nvmlComputeMode_t).
 type ComputeMode string

@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -90,8 +91,8 @@ func settingError(ret gonvml.Return) error {
 
 // SetTimeSlice sets how long a process has the GPU before the next one: 0 is the driver's default, 1 short, 2 medium, 3 long. It
 // runs the driver's nvidia-smi, because NVML has no such call. The setting is lost when the driver is unloaded. The error is
-// gpu.ErrUnsupported if the GPU has no time slices or the driver no nvidia-smi. pkg/sharing calls it. Idempotent and safe for
-// concurrent use; it waits for other operations on the GPU.
+// gpu.ErrUnsupported if the GPU has no time slices, the driver no nvidia-smi that sets them, or the agent no right to. pkg/sharing
+// calls it. Idempotent and safe for concurrent use; it waits for other operations on the GPU.
 func (n *Node) SetTimeSlice(ctx context.Context, uuid string, interval int) error {
 	if interval < 0 || interval > 3 {
 		return fmt.Errorf("set time slice of GPU %s to %d: not from 0 to 3", uuid, interval)
@@ -105,10 +106,11 @@ func (n *Node) SetTimeSlice(ctx context.Context, uuid string, interval int) erro
 	return nil
 }
 
-// notAvailable is nvidia-smi's exit status if the GPU does not support an operation (nvidia-smi(1), return value).
-const notAvailable = 3
+// refusals are nvidia-smi's exit statuses after which nothing was done, and a retry does not help (nvidia-smi(1), return value): the version
+// does not know the arguments, the GPU does not support the operation, the agent has no permission, or the driver does not have the function.
+var refusals = []int{2, 3, 4, 13}
 
-// smi runs the driver's nvidia-smi. The error is gpu.ErrUnsupported if the GPU does not support the operation or the driver has no nvidia-smi.
+// smi runs the driver's nvidia-smi. The error is gpu.ErrUnsupported if it refuses the operation, or the driver has no nvidia-smi.
 func (o Options) smi(l layout, args ...string) error {
 	root := o.onHost(l.driverRoot)
 	smi, err := driverroot.Find(root, "nvidia-smi")
@@ -117,7 +119,7 @@ func (o Options) smi(l layout, args ...string) error {
 	}
 	err = o.execute(l, filepath.Join(root, smi), args...)
 	var exit *exec.ExitError
-	if errors.As(err, &exit) && exit.ExitCode() == notAvailable || errors.Is(err, os.ErrNotExist) {
+	if errors.As(err, &exit) && slices.Contains(refusals, exit.ExitCode()) || errors.Is(err, os.ErrNotExist) {
 		return fmt.Errorf("%w: %w", gpu.ErrUnsupported, err)
 	}
 	return err

@@ -5,6 +5,7 @@ package nvml_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"strings"
@@ -110,11 +111,23 @@ func TestTimeSliceFails(t *testing.T) {
 	if err := node.SetTimeSlice(t.Context(), uuid, 1); err != nil {
 		t.Errorf("after the fault: %v", err)
 	}
-	if err := os.Remove(filepath.Join(m.dir, simulated.DriverDir, programs.Dir, programs.SMI)); err != nil {
+	tool := filepath.Join(m.dir, simulated.DriverDir, programs.Dir, programs.SMI)
+	if err := os.Remove(tool); err != nil {
 		t.Fatal(err)
 	}
 	if err := node.SetTimeSlice(t.Context(), uuid, 1); !errors.Is(err, device.ErrUnsupported) || !strings.Contains(err.Error(), "find nvidia-smi") {
 		t.Errorf("without the tool: %v", err)
+	}
+	// nvidia-smi(1), return value: 2 is an invalid argument (a driver without compute-policy), 4 no permission, 13 a missing function. Nothing
+	// was set then. After 1, 6 (a query failed) or 255 it may be.
+	for code, nothingSet := range map[int]bool{1: false, 2: true, 4: true, 6: false, 13: true, 255: false} {
+		if err := os.WriteFile(tool, fmt.Appendf(nil, "#!/bin/sh\necho said why\nexit %d\n", code), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		err := node.SetTimeSlice(t.Context(), uuid, 1)
+		if errors.Is(err, device.ErrUnsupported) != nothingSet || err == nil || !strings.Contains(err.Error(), "said why") {
+			t.Errorf("exit status %d: %v", code, err)
+		}
 	}
 }
 

@@ -316,7 +316,7 @@ func (m *Manager) set(ctx context.Context, key Key, s setting) error {
 }
 
 // setSlice sets the time slice. It records that before, so that a slice is restored only where one may have been set: a GPU
-// that supports none could never be restored (TestUnsupported).
+// that supports none, or an agent without the right to, could never restore it (TestUnsupported).
 func (m *Manager) setSlice(ctx context.Context, key Key, s setting) error {
 	record := func(unset bool) error {
 		if s.SliceUnset == unset {
@@ -325,6 +325,7 @@ func (m *Manager) setSlice(ctx context.Context, key Key, s setting) error {
 		s.SliceUnset = unset
 		return m.Records.Put(key, s)
 	}
+	unset := s.SliceUnset // not if an earlier process may have set it
 	if err := record(false); err != nil {
 		return err
 	}
@@ -332,7 +333,7 @@ func (m *Manager) setSlice(ctx context.Context, key Key, s setting) error {
 	if !errors.Is(err, device.ErrUnsupported) {
 		return err
 	}
-	if recordErr := record(true); recordErr != nil || timeSlice(s.Interval) == 0 {
+	if recordErr := record(unset); recordErr != nil || timeSlice(s.Interval) == 0 {
 		return recordErr // such a GPU always has the driver's default
 	}
 	return err

@@ -3,6 +3,7 @@
 package sharing
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -104,6 +105,48 @@ func TestUnsupportedWithRecordOfBefore(t *testing.T) {
 			t.Errorf("%s: left %s", name, w.state())
 		}
 	}
+}
+
+// An agent that dies before the tool has answered leaves a record by which the slice may be set. The next one restores it where it may, and
+// otherwise keeps neither the record nor the GPU.
+func TestTimeSliceThatMayBeSet(t *testing.T) {
+	for _, allowed := range []bool{true, false} {
+		w := newWorld(t)
+		k := w.process()
+		k.Hardware = dying{w}
+		if _, err := apply(t.Context(), k, group("uid-a", sliced(parametersv1beta1.IntervalShort), gpuNamed("GPU-0")), always); err == nil {
+			t.Fatal("applied")
+		}
+		h := &incapable{world: w, modes: true}
+		if k = w.process(); !allowed {
+			w.slices["GPU-0"] = 0 // nor could the agent before
+			k.Hardware = h
+		}
+		k.revertAll(t)
+		if w.state() != "" || !allowed && h.tries != 1 {
+			t.Errorf("allowed %t: left %s, tried %d times to restore", allowed, w.state(), h.tries)
+		}
+	}
+	// A process in between that may not set it forgets nothing.
+	w := newWorld(t)
+	for i, hardware := range []Hardware{dying{w}, &incapable{world: w, modes: true}} {
+		k := w.process()
+		k.Hardware = hardware
+		if _, err := apply(t.Context(), k, group("uid-a", sliced(parametersv1beta1.IntervalShort), gpuNamed("GPU-0")), always); err == nil {
+			t.Fatalf("process %d applied", i)
+		}
+	}
+	w.process().revertAll(t)
+	if w.state() != "" {
+		t.Errorf("left %s", w.state())
+	}
+}
+
+// dying sets the slice, and its agent does not learn that.
+type dying struct{ *world }
+
+func (d dying) SetTimeSlice(ctx context.Context, gpu string, slice int) error {
+	return cmp.Or(d.world.SetTimeSlice(ctx, gpu, slice), errors.New("killed"))
 }
 
 // Policy that a GPU does not support is tried once, and is in no claim's way.
