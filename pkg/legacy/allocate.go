@@ -108,7 +108,7 @@ func (p *Plugin) requested(resource string, request *pluginapi.AllocateRequest) 
 				continue
 			}
 			// kubelet may not have the newest list yet, or a pod that holds the device requests it again.
-			if mine, _ := usageOf(p.config.Ledger, p.config.Allocations).ownHold(resource, i); !mine {
+			if _, mine, _ := usageOf(p.config.Ledger, p.config.Allocations).ownHold(resource, i); !mine {
 				return nil, status.Errorf(codes.FailedPrecondition, "device is no longer offered to pods: %s", i.id)
 			}
 		}

@@ -378,26 +378,28 @@ func (u usage) wait(waiting pendingClaim) {
 // stays offered: kubelet accounts for it itself, and otherwise fails the restart of the pod's containers. An item does not stay offered
 // while its pod drains, because kubelet has dropped that pod, nor while the record of its pod is unreadable.
 func (u usage) availability(resource string, i item, others uses) (mine, conflict bool) {
-	mine, conflict = u.ownHold(resource, i)
+	own, mine, conflict := u.ownHold(resource, i)
 	request := i.use()
 	if mine {
-		request.Share.Bytes, request.Share.Count = 0, 0 // its share is counted in its hold
+		// The policy may have changed what the item is a share of. The pod's share is counted in its hold.
+		request.Share = own.Share
+		request.Share.Bytes, request.Share.Count = 0, 0
 	}
 	return mine, conflict || others.exclude(request)
 }
 
-// ownHold returns whether a pod holds the item under this ID, and whether such a hold is in conflict with it.
-func (u usage) ownHold(resource string, i item) (mine, conflict bool) {
+// ownHold returns the hold of the pod that holds the item under this ID, and whether such a hold is in conflict with it.
+func (u usage) ownHold(resource string, i item) (own ledger.Hold, mine, conflict bool) {
 	for _, h := range u.holds[i.GPU.UUID] {
 		if h.Holder != (ledger.Holder{Kind: ledger.KindPod, ID: i.id}) || !h.Device.Overlaps(i.Ref()) {
 			continue
 		}
 		if h.Resource != resource || h.Device != i.Ref() || h.State == ledger.StateDraining || h.Unreadable {
-			return false, true
+			return ledger.Hold{}, false, true
 		}
-		mine = true
+		own, mine = h, true
 	}
-	return mine, false
+	return own, mine, false
 }
 
 type use = availability.Use[device.Ref]

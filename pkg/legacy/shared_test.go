@@ -84,6 +84,62 @@ func TestReplicas(t *testing.T) {
 
 var uuid2 = uuid(2)
 
+// Pods keep their replicas when the number of equal shares changes that claims have of the GPU. No other replica is offered until they end.
+func TestReplicasKeptWhenSharesChange(t *testing.T) {
+	t.Parallel()
+	byCount := func(shares int) device.Sharing {
+		s := device.Sharing{Strategy: device.TimeSlicing, Replicas: map[string]device.Replicas{"": {Count: 4}}}
+		if shares > 0 {
+			s.Claims, s.Shares = device.ByCount, shares
+		}
+		return s
+	}
+	for name, c := range map[string]struct {
+		before, after device.Sharing
+		others        string // replicas that no pod has, after the change
+	}{
+		"more":           {byCount(4), byCount(8), pluginapi.Unhealthy},
+		"fewer":          {byCount(8), byCount(4), pluginapi.Unhealthy},
+		"added":          {byCount(0), byCount(4), pluginapi.Unhealthy},
+		"removed":        {byCount(4), byCount(0), pluginapi.Unhealthy},
+		"not shared now": {byCount(4), device.Sharing{}, pluginapi.Unhealthy},
+		"unchanged":      {byCount(4), byCount(4), pluginapi.Healthy},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			inv := shared(1, 1, device.Replicas{})
+			inv.GPUs[0].Sharing = c.before
+			f, p := sharingNode(t, inv)
+			offers, _ := p.config.Resources.Offers(inv.GPUs)
+			for _, o := range offers[:2] {
+				if err := f.ledger.ReservePod([]ledger.PodRequest{{ID: o.ID(), Resource: o.Resource, Device: o.Device.Ref(), Share: o.Share}}); err != nil {
+					t.Fatal(err)
+				}
+			}
+			compare := func(when, others string) {
+				t.Helper()
+				lists, _ := p.Refresh(time.Now())
+				for i, o := range offers {
+					want := others
+					if i < 2 {
+						want = pluginapi.Healthy
+					}
+					if got := health(lists[o.Resource])[o.ID()]; got != want {
+						t.Errorf("%s replica %d is %s, want %s", when, i, got, want)
+					}
+				}
+			}
+			compare("before the change", pluginapi.Healthy)
+			f.inventory.set(func(inv device.Inventory) device.Inventory {
+				inv.GPUs = slices.Clone(inv.GPUs)
+				inv.GPUs[0].Sharing = c.after
+				return inv
+			})
+			compare("after the change", c.others)
+		})
+	}
+}
+
 // Whatever claims have or are allocated, limits can have all that is offered to them at once, and no more than that.
 func TestWhatIsOfferedOfSharedDevicesCanBeHad(t *testing.T) {
 	t.Parallel()
