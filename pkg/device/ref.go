@@ -143,6 +143,9 @@ func Replica(memory uint64, n int) Share {
 // Whole reports whether it is all of the device.
 func (s Share) Whole() bool { return s == Share{} }
 
+// AllMemory reports whether nothing of the memory is left beside the share: by ShareOf it is the whole device.
+func (s Share) AllMemory() bool { return s.Count == 0 && ShareOf(s.Bytes, s.Of).Whole() }
+
 // SameWhole reports whether both are shares that can be added up: of as much memory, and of as many equal shares.
 func (s Share) SameWhole(other Share) bool {
 	return !s.Whole() && s.Of == other.Of && s.OfCount == other.OfCount

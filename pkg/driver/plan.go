@@ -184,6 +184,9 @@ func (d *Driver) planShare(p *preparation, result resourceapi.DeviceRequestAlloc
 	if shared {
 		share = found.Share(consumed)
 	}
+	if shared && share.Whole() {
+		share = d.allMemory(p.claim, found.Ref())
+	}
 	p.addDevice(found, result.Device, consumed, shared)
 	asked, policy := parameters.Sharing, found.Sharing()
 	switch {
@@ -227,6 +230,18 @@ func describeSettings(policy device.Sharing) string {
 	return fmt.Sprintf("strategy %s with interval %s", policy.Strategy, cmp.Or(policy.Interval, string(parametersv1beta1.IntervalDefault)))
 }
 
+// allMemory returns the share with all of the device's memory that a claim has beside claims without memory, by an earlier policy; the whole
+// device for none. The ledger lets the claim keep it, so that the device's settings are not the claim's.
+func (d *Driver) allMemory(claim *resourceapi.ResourceClaim, ref device.Ref) device.Share {
+	for _, h := range d.Ledger.Holds() {
+		mine := h.Holder == ledger.Holder{Kind: ledger.KindClaim, ID: string(claim.UID)} && h.Device == ref
+		if mine && h.State != ledger.StateDraining && h.Share.AllMemory() {
+			return h.Share
+		}
+	}
+	return device.Share{}
+}
+
 // has reports whether a claim holds the device.
 func (d *Driver) has(claim *resourceapi.ResourceClaim, ref device.Ref) bool {
 	return slices.ContainsFunc(d.Ledger.Holds(), func(h ledger.Hold) bool {
@@ -261,11 +276,11 @@ func (p *preparation) addDevice(d device.Device, name string, consumed device.Co
 	if !slices.Contains(p.request.Devices, ref) {
 		p.request.Devices = append(p.request.Devices, ref)
 		p.names[ref] = name
-	} else if p.request.Shares[ref].Whole() {
-		shared = false
+	} else if _, shares := p.request.Shares[ref]; !shares {
+		return
 	}
 	if !shared {
-		p.request.Shares[ref] = device.Share{}
+		delete(p.request.Shares, ref)
 		return
 	}
 	p.consumed[ref] = p.consumed[ref].Plus(consumed)

@@ -225,6 +225,48 @@ func TestSettingsOfAnEarlierPolicy(t *testing.T) {
 	}
 }
 
+// A claim that has all of the memory beside a claim without any keeps that share when the policy changes. It does not get the settings of a GPU
+// that it has alone, which are for claims with the GPU as a whole.
+func TestAllMemoryOfAnEarlierPolicy(t *testing.T) {
+	t.Parallel()
+	r, shared, policy := newPolicyRig(t, 0, 1)
+	inv := sharedMachine(1)
+	memory := fmt.Sprint(inv.GPUs[0].MemoryBytes)
+	unlimited := device.Sharing{Strategy: device.TimeSlicing, Claims: device.Unlimited, Interval: "Long"}
+	inv.GPUs[0].Sharing = unlimited
+	r.inventory.set(inv)
+	k := r.ready()
+	claim := func(name, memory string) *resourceapi.ResourceClaim {
+		c := r.partsClaim(name, memory, []string{"gpu-0"}, []string{"one"})
+		c.Status.Allocation.Devices.Config = list(parameters(claimSource, gpuSliced))
+		r.api.put("resourceclaims", c)
+		return c
+	}
+	all, none := claim("a", memory), claim("b", "0")
+	for _, after := range []device.Sharing{unlimited, {}, {Strategy: device.TimeSlicing, Claims: device.ByMemory}, {Strategy: device.MPS, Claims: device.ByMemory}, unlimited} {
+		inv := sharedMachine(1)
+		inv.GPUs[0].Sharing = after
+		r.inventory.set(inv)
+		for _, c := range []*resourceapi.ResourceClaim{all, none} {
+			if _, errs, err := k.prepare("v1", c); err != nil || len(errs) > 0 {
+				t.Errorf("%+v: %s: %v %v", after, c.Name, err, errs)
+			}
+		}
+		if calls := shared.said(); len(calls) > 0 {
+			t.Errorf("%+v: settings of a claim: %q", after, calls)
+		}
+	}
+	if want := 10; len(policy.said()) != want {
+		t.Errorf("the policy's settings: %q", policy.said())
+	}
+	// No holder gets the whole GPU, nor memory of it.
+	for name, memory := range map[string]string{"c": memory, "d": "1Gi"} {
+		if _, errs, err := k.prepare("v1", claim(name, memory)); err != nil || len(errs) != 1 {
+			t.Errorf("%s of a full GPU: %v %v", memory, err, errs)
+		}
+	}
+}
+
 // A client of a daemon sees that daemon's GPU only.
 func TestPartsOfSeveralGPUsByMPS(t *testing.T) {
 	t.Parallel()

@@ -361,13 +361,16 @@ func TestPolicyOfSharesChanges(t *testing.T) {
 	}
 	for from, before := range policies {
 		for to, after := range policies {
-			for _, memory := range []string{"", "1Gi"} {
+			for _, claims := range [][]string{{"", ""}, {"1Gi", "1Gi"}, {"24Gi", ""}, {"", "24Gi"}} {
 				for _, prepared := range []bool{false, true} {
-					t.Run(fmt.Sprintf("%s to %s, %q, prepared %t", from, to, memory, prepared), func(t *testing.T) {
+					if !prepared && claims[0] != claims[1] {
+						continue // that both were allocated is known once one of them is prepared
+					}
+					t.Run(fmt.Sprintf("%s to %s, %q, prepared %t", from, to, claims, prepared), func(t *testing.T) {
 						m := newMarket(t, 1)
 						m.inv.GPUs[0].Sharing = before
 						held := map[string]resourceapi.DeviceRequestAllocationResult{}
-						for range 2 {
+						for _, memory := range claims {
 							result, ok := m.scheduleAmounts(amounts(memory))
 							if !ok {
 								continue

@@ -212,12 +212,16 @@ func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflict *Confli
 }
 
 // sharesOf returns the shares of the request. A claim that has a device already keeps its share of it, also where the sharing policy has
-// another whole now.
+// another whole now, or where all of the memory is the whole device now.
 func (l *Ledger) sharesOf(holder Holder, r ClaimRequest) map[device.Ref]device.Share {
 	shares := maps.Clone(r.Shares)
 	for ref, share := range shares {
 		h, known := l.holds[key{holder, ref}]
-		if known && h.State != StateDraining && h.Share.Whole() == share.Whole() && h.Share.Bytes == share.Bytes && h.Share.Count == share.Count {
+		if !known || h.State == StateDraining {
+			continue
+		}
+		all := share.Whole() && h.Share.AllMemory()
+		if all || h.Share.Whole() == share.Whole() && h.Share.Bytes == share.Bytes && h.Share.Count == share.Count {
 			shares[ref] = h.Share
 		}
 	}

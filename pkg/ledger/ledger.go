@@ -128,7 +128,7 @@ type ClaimRequest struct {
 	Pods []Pod
 	// Devices without duplicates and without those of admin access, which hold nothing.
 	Devices []device.Ref
-	// Shares of those Devices that the claim shares. A device without an entry is the claim's alone.
+	// Shares of those Devices that the claim shares, also where its share is all of the device. A device without an entry is the claim's alone.
 	Shares map[device.Ref]device.Share
 	// PodsFirst, where set, makes the claim wait for pods that kubelet is about to admit.
 	PodsFirst *PodsFirst
