@@ -72,6 +72,9 @@ func (p *Policy) Client(d device.Device, share device.Share) (*Client, error) {
 		return nil, fmt.Errorf("device %s: MPS daemon %s is not ready", d.Name(), daemon)
 	}
 	l := p.manager.policyLimit(d.GPU.UUID, share)
+	if d.MemoryBytes() == 0 {
+		l = limit{} // the amount stands for the share only (device.Replica)
+	}
 	if policy := d.Sharing(); policy.Claims == device.ByMemory {
 		l.threads = 100 / policy.ReplicaCount()
 	}

@@ -154,6 +154,7 @@ func TestPolicyClients(t *testing.T) {
 	for name, test := range map[string]struct {
 		policy   device.Sharing
 		share    device.Share
+		unknown  bool // the GPU's memory
 		settings mps.Settings
 		env      map[string]string
 	}{
@@ -166,9 +167,21 @@ func TestPolicyClients(t *testing.T) {
 			settings: mps.Settings{Devices: []string{"GPU-0"}, MultiUser: true, DriverRoot: "/"},
 			env:      map[string]string{"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=8192M", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"},
 		},
+		"replicas of unknown memory": {
+			policy: byMPS(4, false), share: device.Replica(0, 4), unknown: true,
+			settings: mps.Settings{Devices: []string{"GPU-0"}, MultiUser: true, DriverRoot: "/", ActiveThreadPercentage: new(int32(25))},
+		},
+		"memory shares and replicas of unknown memory": {
+			policy: byMPS(2, true), share: device.Replica(0, 2), unknown: true,
+			settings: mps.Settings{Devices: []string{"GPU-0"}, MultiUser: true, DriverRoot: "/"},
+			env:      map[string]string{"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "50"},
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			w := newTown(t, test.policy)
+			if test.unknown {
+				w.gpu.MemoryBytes = 0
+			}
 			w.agent()
 			c := w.awaitClient(test.share)
 			daemons := w.manager.Daemons()
