@@ -81,9 +81,13 @@ func isBoolean(key string) bool {
 	}, key)
 }
 
+// isList reports whether NVIDIA's programs add up the flags of a key that is set several times. Of others the last one counts.
+func isList(key string) bool { return key == "deviceListStrategy" || key == "cdi.featureFlags" }
+
 // argumentsAsVariables returns flags of NVIDIA's programs as variables, and the words that are none. A flag takes its value from the next
 // word, unless it has one or is boolean.
 func (t table) argumentsAsVariables(words []string) (variables []any, others []string) {
+	lists := map[string]map[string]any{}
 	for i := 0; i < len(words); i++ {
 		flag, value, has := strings.Cut(words[i], "=")
 		name := strings.ReplaceAll(strings.ToUpper(strings.TrimLeft(flag, "-")), "-", "_")
@@ -98,7 +102,15 @@ func (t table) argumentsAsVariables(words []string) (variables []any, others []s
 			i++
 			value = words[i]
 		}
-		variables = append(variables, map[string]any{"name": name, "value": value})
+		one := map[string]any{"name": name, "value": value}
+		if before, ok := lists[key]; ok {
+			before["value"] = fmt.Sprintf("%s,%s", before["value"], value)
+			continue
+		}
+		if isList(key) {
+			lists[key] = one
+		}
+		variables = append(variables, one)
 	}
 	return variables, others
 }

@@ -108,6 +108,20 @@ func TestVariablesAreSettings(t *testing.T) {
 	}
 }
 
+// Flags that are set several times: NVIDIA's programs add up lists (cli.StringSliceFlag), and of others use the last one.
+func TestRepeatedFlags(t *testing.T) {
+	for name, test := range map[string]struct{ args, values string }{
+		"list":            {`"--device-list-strategy=envvar", --device-list-strategy, cdi-cri`, "{deviceListStrategy: [envvar, cdi-cri]}"},
+		"lists of a list": {`"--device-list-strategy=envvar,cdi-cri", "--device-list-strategy=volume-mounts"`, "{deviceListStrategy: [envvar, cdi-cri, volume-mounts]}"},
+		"text":            {`"--mig-strategy=single", "--mig-strategy=mixed"`, "{migStrategy: mixed}"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			wantValues(t, translated(t, "file", `{apiVersion: apps/v1, kind: DaemonSet, metadata: {name: plugin}, spec: {template: {spec: {containers: [
+				{name: nvidia-device-plugin-ctr, args: [`+test.args+`]}]}}}}`), test.values, nil, nil)
+		})
+	}
+}
+
 // Values that have a meaning only with another one.
 func TestDependentValues(t *testing.T) {
 	for _, test := range []struct {
