@@ -225,6 +225,16 @@ func (s *Source) settle(spec map[string]any) {
 			settings["fallbackStrategies"] = []any{"empty"}
 		}
 	}
+	// The Operator has names of Secrets where charts have objects (ClusterPolicySpec, DevicePluginSpec).
+	if secrets, ok := s.Values["imagePullSecrets"].([]any); ok {
+		secrets = slices.Clone(secrets)
+		for i, secret := range secrets {
+			if name, isName := secret.(string); isName {
+				secrets[i] = map[string]any{"name": name}
+			}
+		}
+		s.Values["imagePullSecrets"] = secrets
+	}
 	if text, ok := at(s.Values, "updateStrategy.rollingUpdate.maxUnavailable").(string); ok {
 		if number, err := strconv.Atoi(text); err == nil {
 			put(s.Values, "updateStrategy.rollingUpdate.maxUnavailable", int64(number))

@@ -57,6 +57,18 @@ func TestGolden(t *testing.T) {
 	}
 }
 
+// GPU Operator has names of Secrets; Tandem's chart wants objects with a name, as NVIDIA's charts do.
+func TestPullSecrets(t *testing.T) {
+	want := []any{map[string]any{"name": "ngc"}}
+	for chart, text := range map[string]string{
+		"gpu-operator": "{toolkit: {}, devicePlugin: {imagePullSecrets: [ngc]}}", "nvidia-device-plugin": "{migStrategy: null, imagePullSecrets: [{name: ngc}]}",
+	} {
+		if diff := cmp.Diff(want, plain(translated(t, "file", text).Values["imagePullSecrets"])); diff != "" {
+			t.Errorf("%s (-want +got):\n%s", chart, diff)
+		}
+	}
+}
+
 // Messages do not show environment variables, which may be secret. A name of a configuration may contain a percent sign.
 func TestMessages(t *testing.T) {
 	first := "{kubeletPlugin: {containers: {gpus: {env: [{name: A, value: used}]}}}}"
