@@ -185,9 +185,9 @@ func (t *translation) run() error {
 	}
 	t.source.Chosen = runtime.DeepCopyJSON(t.source.Chosen)
 	if variables, _ := at(values, variablesPath).([]any); len(variables) > 0 {
-		left, changes := t.applyVariables(values, t.source.Chosen, variables)
+		left, lost, changes := t.applyVariables(values, t.source.Chosen, variables)
 		put(values, variablesPath, left)
-		t.changes = append(t.changes, changes...)
+		t.lost, t.changes = append(t.lost, lost...), append(t.changes, changes...)
 	}
 	charts, err := theCharts()
 	if err != nil {

@@ -27,23 +27,37 @@ var moreVariables = map[string]string{
 	"FEATURE_GATES": "featureGates", "NO_TIMESTAMP": "gfd.noTimestamp", "SLEEP_INTERVAL": "gfd.sleepInterval", "USE_NODE_FEATURE_API": "nfd.enableNodeFeatureApi",
 }
 
+// reportedVariables are lost with a value that is not in silent.
+var reportedVariables = map[string]struct {
+	silent []string
+	why    string
+}{
+	"NVIDIA_VISIBLE_DEVICES": {[]string{"", "all", "void", "none"}, "it hides GPUs from NVIDIA's software, but not from Tandem's agents. For each GPU that it does not list, " +
+		"add a rule with use: none to the configuration (tandem.devices[].use)"},
+}
+
 // ownVariables concern NVIDIA's containers themselves: what NVIDIA's container runtime gives them, and where they find what.
 var ownVariables = []string{
-	"NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_MIG_MONITOR_DEVICES", "NVIDIA_MIG_CONFIG_DEVICES", "NODE_NAME", "NAMESPACE", "POD_NAMESPACE",
+	"NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_MIG_MONITOR_DEVICES", "NVIDIA_MIG_CONFIG_DEVICES", "NODE_NAME", "NAMESPACE", "POD_NAMESPACE",
 	"POD_NAME", "POD_UID", "SERVICE_ACCOUNT_NAME", "IMAGE_NAME", "IMAGE_PULL_SECRETS", "CDI_ENABLED", "CDI_ROOT", "CDI_ANNOTATION_PREFIX", "HTTP_ENDPOINT", "METRICS_PATH",
 	"HEALTHCHECK_PORT", "KUBELET_REGISTRAR_DIRECTORY_PATH", "KUBELET_PLUGINS_DIRECTORY_PATH", "MASK_NVIDIA_DRIVER_PARAMS", "HOST_ROOT", "CONFIG_FILE", "CONFIG_FILE_SRCDIR",
 }
 
-// applyVariables sets the keys that variables set: in NVIDIA's programs a variable overrides the key. It returns the variables that set none.
-func (t table) applyVariables(values, chosen map[string]any, variables []any) (left []any, changes []string) {
+// applyVariables sets the keys that variables set: in NVIDIA's programs a variable overrides the key. It returns the variables that set none, and
+// apart from them those that are lost.
+func (t table) applyVariables(values, chosen map[string]any, variables []any) (left []any, lost []lostKeys, changes []string) {
 	for _, one := range variables {
 		v, _ := one.(map[string]any)
 		name, _ := v["name"].(string)
 		text, isText := v["value"].(string)
 		key, known := t.variables[name]
 		value, ok := valueOf(key, text)
+		reported, isReported := reportedVariables[name]
 		switch {
 		case slices.Contains(ownVariables, name):
+		case isReported && (v["valueFrom"] != nil || !slices.Contains(reported.silent, text)):
+			lost = append(lost, lostKeys{path: name, why: reported.why})
+		case isReported:
 		case !isText || !known || !ok:
 			left = append(left, one)
 		default:
@@ -56,7 +70,7 @@ func (t table) applyVariables(values, chosen map[string]any, variables []any) (l
 			}
 		}
 	}
-	return left, changes
+	return left, lost, changes
 }
 
 // valueOf returns a variable's text as the key has it.

@@ -108,6 +108,38 @@ func TestVariablesAreSettings(t *testing.T) {
 	}
 }
 
+// comments are those of a values file, without the values.
+func comments(t *testing.T, result Result) string {
+	t.Helper()
+	text, err := Result{Changes: result.Changes, Lost: result.Lost, Unneeded: result.Unneeded}.YAML()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(text)
+}
+
+// NVIDIA's maintainers advise to hide GPUs from Kubernetes by this variable of the plugin (k8s-device-plugin#81, #197, #236). Some of its values
+// hide none.
+func TestVariableThatHidesGPUs(t *testing.T) {
+	for variable, lost := range map[string]bool{
+		`value: "0,1"`: true, `value: GPU-1`: true, `valueFrom: {configMapKeyRef: {name: a, key: b}}`: true,
+		`value: all`: false, `value: void`: false, `value: none`: false, `value: ""`: false,
+	} {
+		for source, text := range map[string]string{
+			"DaemonSet": `{apiVersion: apps/v1, kind: DaemonSet, metadata: {name: plugin}, spec: {template: {spec: {containers: [{name: nvidia-device-plugin-ctr,
+				env: [{name: NVIDIA_VISIBLE_DEVICES, ` + variable + `}, {name: MIG_STRATEGY, value: mixed}]}]}}}}`,
+			"operator": `{toolkit: {}, devicePlugin: {env: [{name: NVIDIA_VISIBLE_DEVICES, ` + variable + `}]}}`,
+			"driver":   `{kubeletPlugin: {containers: {gpus: {env: [{name: NVIDIA_VISIBLE_DEVICES, ` + variable + `}]}}}}`,
+		} {
+			result := translated(t, "file", text)
+			got := strings.Contains(strings.Join(result.Lost, "\n"), "NVIDIA_VISIBLE_DEVICES: it hides GPUs from NVIDIA's software")
+			if got != lost || result.Values["extraEnv"] != nil {
+				t.Errorf("%s with %s:\n%s\nextraEnv %v", source, variable, comments(t, result), result.Values["extraEnv"])
+			}
+		}
+	}
+}
+
 // Flags that are set several times: NVIDIA's programs add up lists (cli.StringSliceFlag), and of others use the last one.
 func TestRepeatedFlags(t *testing.T) {
 	for name, test := range map[string]struct{ args, values string }{
