@@ -25,6 +25,7 @@ var moreVariables = map[string]string{
 	"MIG_STRATEGY": "migStrategy", "NVIDIA_DRIVER_ROOT": "nvidiaDriverRoot", "NVIDIA_DEV_ROOT": "nvidiaDevRoot", "NVIDIA_CDI_HOOK_PATH": "nvidiaCDIHookPath",
 	"LOG_VERBOSITY": "logVerbosity", "FAIL_ON_INIT_ERROR": "failOnInitError", "GFD_FAIL_ON_INIT_ERROR": "failOnInitError", "MPS_ROOT": "mps.root",
 	"FEATURE_GATES": "featureGates", "NO_TIMESTAMP": "gfd.noTimestamp", "SLEEP_INTERVAL": "gfd.sleepInterval", "USE_NODE_FEATURE_API": "nfd.enableNodeFeatureApi",
+	"KUBELET_PLUGINS_DIRECTORY_PATH": "kubeletPlugin.kubeletPluginsDirectoryPath", "CONSUMABLE_SHARES": "consumableShares",
 }
 
 // reportedVariables are lost with a value that is not in silent.
@@ -34,13 +35,15 @@ var reportedVariables = map[string]struct {
 }{
 	"NVIDIA_VISIBLE_DEVICES": {[]string{"", "all", "void", "none"}, "it hides GPUs from NVIDIA's software, but not from Tandem's agents. For each GPU that it does not list, " +
 		"add a rule with use: none to the configuration (tandem.devices[].use)"},
+	"CDI_ROOT":                  {[]string{"", "/var/run/cdi"}, "cdiDir of Tandem's chart sets this directory"},
+	"ADDITIONAL_XIDS_TO_IGNORE": {[]string{""}, "Tandem's agents ignore the XIDs in DP_DISABLE_HEALTHCHECKS, which extraEnv may set"},
 }
 
 // ownVariables concern NVIDIA's containers themselves: what NVIDIA's container runtime gives them, and where they find what.
 var ownVariables = []string{
-	"NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_MIG_MONITOR_DEVICES", "NVIDIA_MIG_CONFIG_DEVICES", "NODE_NAME", "NAMESPACE", "POD_NAMESPACE",
-	"POD_NAME", "POD_UID", "SERVICE_ACCOUNT_NAME", "IMAGE_NAME", "IMAGE_PULL_SECRETS", "CDI_ENABLED", "CDI_ROOT", "CDI_ANNOTATION_PREFIX", "HTTP_ENDPOINT", "METRICS_PATH",
-	"HEALTHCHECK_PORT", "KUBELET_REGISTRAR_DIRECTORY_PATH", "KUBELET_PLUGINS_DIRECTORY_PATH", "MASK_NVIDIA_DRIVER_PARAMS", "HOST_ROOT", "CONFIG_FILE", "CONFIG_FILE_SRCDIR",
+	"NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_MIG_MONITOR_DEVICES", "NVIDIA_MIG_CONFIG_DEVICES", "NODE_NAME", "NAMESPACE", "POD_NAMESPACE", "POD_NAME", "POD_UID",
+	"SERVICE_ACCOUNT_NAME", "IMAGE_NAME", "IMAGE_PULL_SECRETS", "IMAGE_PULL_POLICY", "CDI_ENABLED", "HTTP_ENDPOINT", "METRICS_PATH", "HEALTHCHECK_PORT",
+	"KUBELET_REGISTRAR_DIRECTORY_PATH", "MASK_NVIDIA_DRIVER_PARAMS", "HOST_ROOT", "CONFIG_FILE", "CONFIG_FILE_SRCDIR",
 }
 
 // applyVariables sets the keys that variables set: in NVIDIA's programs a variable overrides the key. It returns the variables that set none, and

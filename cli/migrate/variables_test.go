@@ -140,6 +140,33 @@ func TestVariableThatHidesGPUs(t *testing.T) {
 	}
 }
 
+// Variables that charts of NVIDIA's have as keys, that the agent reads itself, or that are lost with another value than that of the charts.
+func TestVariablesOfDaemonSets(t *testing.T) {
+	for name, test := range map[string]struct {
+		container, variables, values string
+		has, lacks                   []string
+	}{
+		"kubelet's directory": {
+			container: "gpus", variables: "{name: KUBELET_PLUGINS_DIRECTORY_PATH, value: /var/lib/k0s/kubelet/plugins}", values: "{kubeletDir: /var/lib/k0s/kubelet}",
+		},
+		"kubelet's usual directory": {container: "gpus", variables: "{name: KUBELET_PLUGINS_DIRECTORY_PATH, value: /var/lib/kubelet/plugins}", values: "{}"},
+		"prefix of annotations": {
+			container: "nvidia-device-plugin-ctr", variables: "{name: DEVICE_LIST_STRATEGY, value: cdi-annotations}, {name: CDI_ANNOTATION_PREFIX, value: nvidia.cdi.k8s.io/}",
+			values: "{deviceListStrategy: cdi-annotations, extraEnv: [{name: CDI_ANNOTATION_PREFIX, value: nvidia.cdi.k8s.io/}]}",
+		},
+		"shares":             {container: "gpus", variables: `{name: CONSUMABLE_SHARES, value: memory}`, values: "{consumableShares: memory}"},
+		"directory for CDI":  {container: "gpus", variables: "{name: CDI_ROOT, value: /etc/cdi}", values: "{}", has: []string{"CDI_ROOT: cdiDir of Tandem's chart"}},
+		"usual directory":    {container: "gpus", variables: "{name: CDI_ROOT, value: /var/run/cdi}", values: "{}", lacks: []string{"CDI_ROOT"}},
+		"XIDs":               {container: "gpus", variables: `{name: ADDITIONAL_XIDS_TO_IGNORE, value: "44"}`, values: "{}", has: []string{"ADDITIONAL_XIDS_TO_IGNORE: Tandem's agents"}},
+		"of NVIDIA's images": {container: "gpus", variables: "{name: IMAGE_PULL_POLICY, value: Always}", values: "{}", lacks: []string{"IMAGE_PULL_POLICY"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			wantValues(t, translated(t, "file", `{apiVersion: apps/v1, kind: DaemonSet, metadata: {name: a}, spec: {template: {spec: {containers: [{name: `+test.container+`,
+				args: [gpu-kubelet-plugin], env: [`+test.variables+`]}]}}}}`), test.values, test.has, test.lacks)
+		})
+	}
+}
+
 // Flags that are set several times: NVIDIA's programs add up lists (cli.StringSliceFlag), and of others use the last one.
 func TestRepeatedFlags(t *testing.T) {
 	for name, test := range map[string]struct{ args, values string }{
