@@ -109,7 +109,7 @@ func (p *plugin) printValues(ctx context.Context, files []string) error {
 			return err
 		}
 		releases, err := migrate.ReadReleases(ctx, c.cluster.Client, c.only(false))
-		sets, setsErr := migrate.ReadDaemonSets(ctx, c.cluster.Client, c.only(false))
+		sets, setsErr := migrate.ReadDaemonSets(ctx, c.cluster.Client, c.only(false), releases)
 		if sources, partly = append(releases, sets...), errors.Join(err, setsErr); len(sources) == 0 {
 			return cmp.Or(partly, errors.New("the cluster has no Helm release of NVIDIA's device plugin, DRA driver or GPU Operator, and no DaemonSet of theirs: "+
 				"pass their values with -f"))

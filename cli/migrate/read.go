@@ -44,6 +44,8 @@ type Source struct {
 	// Chosen is the part of Values that a user set; nil means all. Only these are reported as lost.
 	Chosen map[string]any
 
+	// release is the namespace and name of the Helm release that Values are of.
+	release string
 	// configMap is the name of the ConfigMap that Values are from.
 	configMap string
 	// lost are keys that the conversion to Values left out, with reasons. changes are differences that it made.
@@ -120,7 +122,7 @@ func sourceOf(name string, chart Kind, values map[string]any) (Source, error) {
 		if err := runtime.DefaultUnstructuredConverter.FromUnstructured(values, &set); err != nil {
 			return Source{}, fmt.Errorf("read DaemonSet: %w", err)
 		}
-		return daemonSetSource(name, &set)
+		return daemonSetSource(name, &set, nil)
 	default:
 		return Source{}, fmt.Errorf("kind %v: want values of a chart, a configuration file, a ConfigMap, a ClusterPolicy or a DaemonSet", kind)
 	}

@@ -48,42 +48,52 @@ func ReadReleases(ctx context.Context, client kubernetes.Interface, namespace st
 	var sources []Source
 	var errs []error
 	for _, secret := range newestRevisions(list.Items) {
-		source, ok, err := releaseSource(secret)
+		ofRelease, err := releaseSources(secret)
 		if err != nil {
 			errs = append(errs, fmt.Errorf("read Secret %s/%s: %w", secret.Namespace, secret.Name, err))
 		}
-		if !ok {
+		if len(ofRelease) == 0 {
 			continue
 		}
 		if ok, err := trusted(ctx, secret.Namespace); err != nil {
-			errs = append(errs, fmt.Errorf("%s is not read: %w", source.Name, err))
+			errs = append(errs, fmt.Errorf("%s is not read: %w", ofRelease[0].Name, err))
 			continue
 		} else if !ok {
 			errs = append(errs, fmt.Errorf("%s is not read: no pod of its namespace mounts kubelet's directories for plugins, "+
 				"so a tenant may have created it. If it is NVIDIA's, and has no pods because no node with a GPU runs, write its values to a file "+
-				"with helm get values --all, and use that with -f", source.Name))
+				"with helm get values --all, and use that with -f", ofRelease[0].Name))
 			continue
 		}
-		sources = append(sources, source)
-		name, _ := at(source.Values, "config.name").(string)
-		if name == "" {
-			continue
+		for _, source := range ofRelease {
+			sources = append(sources, source)
+			name, _ := at(source.Values, "config.name").(string)
+			if name == "" {
+				continue
+			}
+			configMap, err := readConfigMap(ctx, client, secret.Namespace, name)
+			if err != nil {
+				errs = append(errs, err)
+				continue
+			}
+			sources = append(sources, configMap)
 		}
-		configMap, err := client.CoreV1().ConfigMaps(secret.Namespace).Get(ctx, name, metav1.GetOptions{})
-		if err != nil {
-			errs = append(errs, fmt.Errorf("get ConfigMap %s/%s: %w", secret.Namespace, name, err))
-			continue
-		}
-		data := map[string]any{}
-		for name, text := range configMap.Data {
-			data[name] = text
-		}
-		sources = append(sources, Source{
-			Name: fmt.Sprintf("ConfigMap %s/%s", secret.Namespace, name), Kind: Configuration, configMap: name,
-			Values: map[string]any{"config": map[string]any{"map": data}},
-		})
 	}
 	return sources, errors.Join(errs...)
+}
+
+// readConfigMap returns the node configurations in a ConfigMap.
+func readConfigMap(ctx context.Context, client kubernetes.Interface, namespace, name string) (Source, error) {
+	configMap, err := client.CoreV1().ConfigMaps(namespace).Get(ctx, name, metav1.GetOptions{})
+	if err != nil {
+		return Source{}, fmt.Errorf("get ConfigMap %s/%s: %w", namespace, name, err)
+	}
+	data := map[string]any{}
+	for name, text := range configMap.Data {
+		data[name] = text
+	}
+	return Source{
+		Name: fmt.Sprintf("ConfigMap %s/%s", namespace, name), Kind: Configuration, configMap: name, Values: map[string]any{"config": map[string]any{"map": data}},
+	}, nil
 }
 
 // newestRevisions returns the last Secret of each release, in the order of their names. Helm leaves what it has made when an installation, an
@@ -110,8 +120,9 @@ func newestRevisions(secrets []corev1.Secret) []corev1.Secret {
 }
 
 // ReadDaemonSets returns the settings of NVIDIA's DaemonSets that are in their environment and arguments, as variables of GPU Operator and of
-// static manifests are. It returns what it could read together with errors about the rest. namespace is that of ReadReleases.
-func ReadDaemonSets(ctx context.Context, client kubernetes.Interface, namespace string) ([]Source, error) {
+// static manifests are. It returns what it could read together with errors about the rest. namespace is that of ReadReleases, and releases are
+// what that returned.
+func ReadDaemonSets(ctx context.Context, client kubernetes.Interface, namespace string, releases []Source) ([]Source, error) {
 	sets, err := client.AppsV1().DaemonSets(metav1.NamespaceAll).List(ctx, metav1.ListOptions{})
 	if err != nil {
 		return nil, fmt.Errorf("list DaemonSets: %w", err)
@@ -129,11 +140,11 @@ func ReadDaemonSets(ctx context.Context, client kubernetes.Interface, namespace 
 			errs = append(errs, err) // the plan names one of a tenant
 			continue
 		}
-		source, err := daemonSetSource("DaemonSet "+set.Namespace+"/"+set.Name, set)
+		source, err := daemonSetSource("DaemonSet "+set.Namespace+"/"+set.Name, set, releases)
 		if err != nil {
 			errs = append(errs, err)
 		}
-		if len(source.Values) > 0 || source.cdi {
+		if len(source.Values) > 0 || len(source.lost) > 0 || source.cdi {
 			sources = append(sources, source)
 		}
 	}
@@ -162,62 +173,100 @@ func trustedNamespaces(client kubernetes.Interface, tandem string) func(ctx cont
 	}
 }
 
-// releaseSource decodes a Secret. ok is false if it is not of a chart of NVIDIA's.
-func releaseSource(secret corev1.Secret) (source Source, ok bool, err error) {
+// helmRelease is the content of a Secret, as far as it is read (helm, pkg/release/v1 and pkg/chart/v2).
+type helmRelease struct {
+	Name  string `json:"name"`
+	Chart struct {
+		Metadata struct {
+			Name         string       `json:"name"`
+			Version      string       `json:"version"`
+			Dependencies []dependency `json:"dependencies"`
+		} `json:"metadata"`
+		Values map[string]any `json:"values"`
+	} `json:"chart"`
+	Config map[string]any `json:"config"`
+}
+
+type dependency struct {
+	Name    string `json:"name"`
+	Version string `json:"version"`
+}
+
+// releaseSources decodes a Secret. It returns nothing if neither its chart nor a dependency of it is NVIDIA's.
+func releaseSources(secret corev1.Secret) ([]Source, error) {
+	release, err := decodeRelease(secret)
+	if err != nil {
+		return nil, err
+	}
+	name := fmt.Sprintf("release %s/%s%s", secret.Namespace, release.Name, revisionOf(secret))
+	values, chart := overlay(release.Chart.Values, release.Config), release.Chart.Metadata
+	if kind, ok := chartKinds[chart.Name]; ok {
+		source := Source{Name: name, Kind: kind, Values: values, Chosen: release.Config}
+		if source.Chosen == nil {
+			source.Chosen = map[string]any{}
+		}
+		if source, err = ofChart(source, secret.Namespace+"/"+release.Name, chart.Version); err != nil {
+			return nil, err
+		}
+		return []Source{source}, nil
+	}
+	// Helm leaves out the dependencies that are disabled, and has the alias as name where there is one (ProcessDependencies): those are read by
+	// their DaemonSets. It adds the dependencies' defaults to the values, so nothing says what of these a user chose.
+	var sources []Source
+	for _, d := range chart.Dependencies {
+		kind, ok := chartKinds[d.Name]
+		if !ok {
+			continue
+		}
+		below, _ := values[d.Name].(map[string]any)
+		below = overlay(below, map[string]any{"global": nil})
+		source, err := ofChart(Source{Name: name + ", " + d.Name, Kind: kind, Values: below}, secret.Namespace+"/"+release.Name, d.Version)
+		if err != nil {
+			return nil, err
+		}
+		sources = append(sources, source)
+	}
+	return sources, nil
+}
+
+// ofChart completes the source of a release's values of a chart.
+func ofChart(source Source, release, version string) (Source, error) {
+	charts, err := theCharts()
+	if err != nil {
+		return Source{}, err
+	}
+	if source.Kind == Operator {
+		if source, err = operatorSource(source.Name, source.Values, charts[Operator].Kept); err != nil {
+			return Source{}, err
+		}
+	}
+	source.release = release
+	if newest := charts[source.Kind].Newest; isNewer(version, newest) {
+		source.changes = append(source.changes, fmt.Sprintf("%s: its chart has version %s. Defaults that are newer than version %s count as set by you", source.Name, version, newest))
+	}
+	return source, nil
+}
+
+func decodeRelease(secret corev1.Secret) (release helmRelease, err error) {
 	compressed, err := base64.StdEncoding.DecodeString(string(secret.Data["release"]))
 	if err != nil {
-		return Source{}, false, fmt.Errorf("decode release: %w", err)
+		return helmRelease{}, fmt.Errorf("decode release: %w", err)
 	}
 	reader, err := gzip.NewReader(bytes.NewReader(compressed))
 	if err != nil {
-		return Source{}, false, fmt.Errorf("decompress release: %w", err)
+		return helmRelease{}, fmt.Errorf("decompress release: %w", err)
 	}
 	text, err := io.ReadAll(io.LimitReader(reader, largestRelease+1))
 	if err == nil && len(text) > largestRelease {
 		err = fmt.Errorf("it is larger than %d bytes", largestRelease)
 	}
 	if err != nil {
-		return Source{}, false, fmt.Errorf("decompress release: %w", err)
-	}
-	var release struct {
-		Name  string `json:"name"`
-		Chart struct {
-			Metadata struct {
-				Name    string `json:"name"`
-				Version string `json:"version"`
-			} `json:"metadata"`
-			Values map[string]any `json:"values"`
-		} `json:"chart"`
-		Config map[string]any `json:"config"`
+		return helmRelease{}, fmt.Errorf("decompress release: %w", err)
 	}
 	if err := kjson.UnmarshalCaseSensitivePreserveInts(text, &release); err != nil {
-		return Source{}, false, fmt.Errorf("parse release: %w", err)
+		return helmRelease{}, fmt.Errorf("parse release: %w", err)
 	}
-	kind, ok := chartKinds[release.Chart.Metadata.Name]
-	if !ok {
-		return Source{}, false, nil
-	}
-	source = Source{
-		Name: fmt.Sprintf("release %s/%s%s", secret.Namespace, release.Name, revisionOf(secret)), Kind: kind,
-		Values: overlay(release.Chart.Values, release.Config), Chosen: release.Config,
-	}
-	if source.Chosen == nil {
-		source.Chosen = map[string]any{}
-	}
-	charts, err := theCharts()
-	if err != nil {
-		return Source{}, false, err
-	}
-	if kind == Operator {
-		if source, err = operatorSource(source.Name, source.Values, charts[kind].Kept); err != nil {
-			return Source{}, false, err
-		}
-	}
-	if isNewer(release.Chart.Metadata.Version, charts[kind].Newest) {
-		source.changes = append(source.changes, fmt.Sprintf("%s: its chart has version %s. Defaults that are newer than version %s count as set by you", source.Name,
-			release.Chart.Metadata.Version, charts[kind].Newest))
-	}
-	return source, true, nil
+	return release, nil
 }
 
 // revisionOf names the revision of a release whose last installation or upgrade has not succeeded: its values may not be those that run.

@@ -132,9 +132,9 @@ func (t table) argumentsAsVariables(words []string) (variables []any, others []s
 	return variables, others
 }
 
-// daemonSetSource reads the settings that a DaemonSet of NVIDIA's has in its environment and arguments. Where no chart or controller wrote it,
-// it also says on which nodes it runs.
-func daemonSetSource(name string, set *appsv1.DaemonSet) (Source, error) {
+// daemonSetSource reads the settings that a DaemonSet of NVIDIA's has in its environment and arguments. Where neither a controller nor one of
+// the releases wrote it, it also says on which nodes it runs.
+func daemonSetSource(name string, set *appsv1.DaemonSet, releases []Source) (Source, error) {
 	t, err := theTable()
 	if err != nil {
 		return Source{}, err
@@ -182,7 +182,7 @@ func daemonSetSource(name string, set *appsv1.DaemonSet) (Source, error) {
 				return slices.ContainsFunc(list, func(item any) bool { return reflect.DeepEqual(item, one) })
 			})
 		})
-	case set.Annotations[releaseAnnotation] == "":
+	case s.releaseOf(set, releases) == nil:
 		s.place(set)
 		if len(others) > 0 {
 			s.lost = append(s.lost, lostKeys{path: "args", keys: others, why: "set these flags in the configuration or in extraArgs"})
@@ -200,8 +200,23 @@ func daemonSetSource(name string, set *appsv1.DaemonSet) (Source, error) {
 // operatorsCDI is the strategy that GPU Operator sets with cdi.enabled.
 const operatorsCDI = "cdi-annotations,cdi-cri"
 
-// releaseAnnotation of an object names the Helm release that it is of.
-const releaseAnnotation = "meta.helm.sh/release-name"
+// Annotations of an object name the Helm release that it is of.
+const (
+	releaseAnnotation          = "meta.helm.sh/release-name"
+	releaseNamespaceAnnotation = "meta.helm.sh/release-namespace"
+)
+
+// releaseOf returns the release that wrote a DaemonSet; nil if it was not read.
+func (s *Source) releaseOf(set *appsv1.DaemonSet, releases []Source) *Source {
+	of := set.Annotations[releaseNamespaceAnnotation] + "/" + set.Annotations[releaseAnnotation]
+	for i, r := range releases {
+		// GPU Operator writes its DaemonSets itself.
+		if r.release != "" && r.Kind == s.Kind && (r.release == of || r.Kind == Operator) {
+			return &releases[i]
+		}
+	}
+	return nil
+}
 
 // place sets the keys that say on which nodes a DaemonSet runs.
 func (s *Source) place(set *appsv1.DaemonSet) {

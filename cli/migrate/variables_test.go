@@ -296,7 +296,7 @@ func TestReadDaemonSets(t *testing.T) {
 		if of != nil {
 			d.OwnerReferences = []metav1.OwnerReference{*of}
 		} else {
-			d.Annotations = map[string]string{releaseAnnotation: "nvdp"}
+			d.Annotations = map[string]string{releaseAnnotation: "nvdp", releaseNamespaceAnnotation: d.Namespace}
 		}
 		return d
 	}
@@ -310,7 +310,7 @@ func TestReadDaemonSets(t *testing.T) {
 	tenants.Namespace = "aaa-tenant"
 	client := fake.NewClientset(podOn("a", "plugin", &plugin), tenants, set("helm", nil, corev1.EnvVar{Name: "NVIDIA_DRIVER_ROOT", Value: "/opt/driver"}), set("operator", policy, usual...),
 		set("with-cdi", policy, corev1.EnvVar{Name: "DEVICE_LIST_STRATEGY", Value: operatorsCDI}))
-	sources, err := ReadDaemonSets(t.Context(), client, "")
+	sources, err := ReadDaemonSets(t.Context(), client, "", nil)
 	if err != nil || len(sources) != 3 {
 		t.Fatalf("%v, %v", sources, err)
 	}
