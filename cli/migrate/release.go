@@ -120,7 +120,7 @@ func newestRevisions(secrets []corev1.Secret) []corev1.Secret {
 }
 
 // ReadDaemonSets returns the settings of NVIDIA's DaemonSets that are in their environment and arguments, as variables of GPU Operator and of
-// static manifests are. It returns what it could read together with errors about the rest. namespace is that of ReadReleases, and releases are
+// static manifests are, with the ConfigMaps of node configurations that no release has. It returns what it could read together with errors about the rest. namespace is that of ReadReleases, and releases are
 // what that returned.
 func ReadDaemonSets(ctx context.Context, client kubernetes.Interface, namespace string, releases []Source) ([]Source, error) {
 	sets, err := client.AppsV1().DaemonSets(metav1.NamespaceAll).List(ctx, metav1.ListOptions{})
@@ -128,6 +128,7 @@ func ReadDaemonSets(ctx context.Context, client kubernetes.Interface, namespace 
 		return nil, fmt.Errorf("list DaemonSets: %w", err)
 	}
 	trusted := trustedNamespaces(client, namespace)
+	read := map[string]bool{} // ConfigMaps
 	var sources []Source
 	var errs []error
 	for i := range sets.Items {
@@ -147,6 +148,17 @@ func ReadDaemonSets(ctx context.Context, client kubernetes.Interface, namespace 
 		if len(source.Values) > 0 || len(source.lost) > 0 || source.cdi {
 			sources = append(sources, source)
 		}
+		name, _ := at(source.Values, "config.name").(string)
+		if name == "" || source.releaseOf(set, releases).hasConfigs() || read[set.Namespace+"/"+name] {
+			continue
+		}
+		read[set.Namespace+"/"+name] = true
+		configMap, err := readConfigMap(ctx, client, set.Namespace, name)
+		if err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		sources = append(sources, configMap)
 	}
 	return sources, errors.Join(errs...)
 }

@@ -35,6 +35,7 @@ var reportedVariables = map[string]struct {
 }{
 	"NVIDIA_VISIBLE_DEVICES": {[]string{"", "all", "void", "none"}, "it hides GPUs from NVIDIA's software, but not from Tandem's agents. For each GPU that it does not list, " +
 		"add a rule with use: none to the configuration (tandem.devices[].use)"},
+	"CONFIG_FILE":               {[]string{""}, "pass the file, or the ConfigMap that has it, with -f"},
 	"CDI_ROOT":                  {[]string{"", "/var/run/cdi"}, "cdiDir of Tandem's chart sets this directory"},
 	"ADDITIONAL_XIDS_TO_IGNORE": {[]string{""}, "Tandem's agents ignore the XIDs in DP_DISABLE_HEALTHCHECKS, which extraEnv may set"},
 }
@@ -43,7 +44,7 @@ var reportedVariables = map[string]struct {
 var ownVariables = []string{
 	"NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_MIG_MONITOR_DEVICES", "NVIDIA_MIG_CONFIG_DEVICES", "NODE_NAME", "NAMESPACE", "POD_NAMESPACE", "POD_NAME", "POD_UID",
 	"SERVICE_ACCOUNT_NAME", "IMAGE_NAME", "IMAGE_PULL_SECRETS", "IMAGE_PULL_POLICY", "CDI_ENABLED", "HTTP_ENDPOINT", "METRICS_PATH", "HEALTHCHECK_PORT",
-	"KUBELET_REGISTRAR_DIRECTORY_PATH", "MASK_NVIDIA_DRIVER_PARAMS", "HOST_ROOT", "CONFIG_FILE", "CONFIG_FILE_SRCDIR",
+	"KUBELET_REGISTRAR_DIRECTORY_PATH", "MASK_NVIDIA_DRIVER_PARAMS", "HOST_ROOT", "CONFIG_FILE_SRCDIR",
 }
 
 // applyVariables sets the keys that variables set: in NVIDIA's programs a variable overrides the key. It returns the variables that set none, and
@@ -154,7 +155,7 @@ func daemonSetSource(name string, set *appsv1.DaemonSet, releases []Source) (Sou
 	pod := &set.Spec.Template.Spec
 	var container corev1.Container
 	for _, c := range pod.Containers {
-		if c.Name == "gpus" || strings.HasPrefix(c.Name, "nvidia-device-plugin") {
+		if slices.Contains([]string{"gpus", "nvidia-device-plugin-ctr", "nvidia-device-plugin"}, c.Name) {
 			container = c
 		}
 	}
@@ -169,10 +170,18 @@ func daemonSetSource(name string, set *appsv1.DaemonSet, releases []Source) (Sou
 	}
 	flags, others := t.argumentsAsVariables(words)
 	variables = append(variables, flags...)
-	controller := metav1.GetControllerOf(set)
-	switch {
-	case controller != nil && controller.Kind == "ClusterPolicy":
+	if controller := metav1.GetControllerOf(set); controller != nil && controller.Kind == "ClusterPolicy" {
 		s.Kind = Operator
+	}
+	release := s.releaseOf(set, releases)
+	if settings := mountedConfigs(pod); role == devicePlugin && (settings != nil || release.hasConfigs()) {
+		variables = slices.DeleteFunc(variables, func(one any) bool { return at(one.(map[string]any), "name") == "CONFIG_FILE" })
+		if settings != nil {
+			s.Values["config"] = settings
+		}
+	}
+	switch {
+	case s.Kind == Operator:
 		variables = slices.DeleteFunc(variables, func(one any) bool {
 			v, _ := one.(map[string]any)
 			byCDI := v["name"] == "DEVICE_LIST_STRATEGY" && v["value"] == operatorsCDI
@@ -182,7 +191,7 @@ func daemonSetSource(name string, set *appsv1.DaemonSet, releases []Source) (Sou
 				return slices.ContainsFunc(list, func(item any) bool { return reflect.DeepEqual(item, one) })
 			})
 		})
-	case s.releaseOf(set, releases) == nil:
+	case release == nil:
 		s.place(set)
 		if len(others) > 0 {
 			s.lost = append(s.lost, lostKeys{path: "args", keys: others, why: "set these flags in the configuration or in extraArgs"})
