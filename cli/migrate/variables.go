@@ -191,11 +191,12 @@ func daemonSetSource(name string, set *appsv1.DaemonSet, releases []Source) (Sou
 				return slices.ContainsFunc(list, func(item any) bool { return reflect.DeepEqual(item, one) })
 			})
 		})
+		// The Operator's own script is among the arguments, unless a user set them.
+		others = slices.DeleteFunc(others, func(word string) bool { return word == "-c" || word == "/bin/entrypoint.sh" })
+		s.loseArguments("devicePlugin.args", others)
 	case release == nil:
 		s.place(set)
-		if len(others) > 0 {
-			s.lost = append(s.lost, lostKeys{path: "args", keys: others, why: "set these flags in the configuration or in extraArgs"})
-		}
+		s.loseArguments("args", others)
 		if len(container.EnvFrom) > 0 {
 			s.lost = append(s.lost, lostKeys{path: "envFrom", why: "set its variables as keys of the chart, or in extraEnv"})
 		}
@@ -204,6 +205,12 @@ func daemonSetSource(name string, set *appsv1.DaemonSet, releases []Source) (Sou
 		put(s.Values, variablesPath, variables)
 	}
 	return s, nil
+}
+
+func (s *Source) loseArguments(path string, words []string) {
+	if len(words) > 0 {
+		s.lost = append(s.lost, lostKeys{path: path, keys: words, why: "set these flags in the configuration or in extraArgs"})
+	}
 }
 
 // operatorsCDI is the strategy that GPU Operator sets with cdi.enabled.
@@ -227,7 +234,7 @@ func (s *Source) releaseOf(set *appsv1.DaemonSet, releases []Source) *Source {
 	return nil
 }
 
-// place sets the keys that say on which nodes a DaemonSet runs.
+// place sets the keys that say on which nodes a DaemonSet runs, and with which runtime.
 func (s *Source) place(set *appsv1.DaemonSet) {
 	above := ""
 	if s.Kind == DRADriver {
@@ -240,5 +247,8 @@ func (s *Source) place(set *appsv1.DaemonSet) {
 		if value = plain(value); !isEmpty(value) {
 			put(s.Values, above+key, value)
 		}
+	}
+	if name := pod.RuntimeClassName; name != nil && s.Kind == DevicePlugin {
+		s.Values["runtimeClassName"] = *name
 	}
 }

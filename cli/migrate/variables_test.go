@@ -11,6 +11,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/kubernetes/fake"
+	"k8s.io/utils/ptr"
 	"sigs.k8s.io/yaml"
 )
 
@@ -73,9 +74,9 @@ func TestVariablesAreSettings(t *testing.T) {
 			values: "{migStrategy: single, gfd: {noTimestamp: true, sleepInterval: 5m}}",
 		},
 		{
-			text: `{apiVersion: apps/v1, kind: DaemonSet, metadata: {name: plugin}, spec: {template: {spec: {nodeSelector: {gpu: here}, tolerations: [{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}],
+			text: `{apiVersion: apps/v1, kind: DaemonSet, metadata: {name: plugin}, spec: {template: {spec: {nodeSelector: {gpu: here}, runtimeClassName: nvidia, tolerations: [{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}],
 				containers: [{name: nvidia-device-plugin-ctr, args: ["--fail-on-init-error=false", "--config-file=/a"], env: [{name: MIG_STRATEGY, value: mixed}]}]}}}}`,
-			values: "{migStrategy: mixed, nodeSelector: {gpu: here}, tolerations: [{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}]}",
+			values: "{migStrategy: mixed, runtimeClassName: nvidia, nodeSelector: {gpu: here}, tolerations: [{key: nvidia.com/gpu, operator: Exists, effect: NoSchedule}]}",
 			has:    []string{"args (--config-file=/a): set these flags"},
 		},
 		// A flag and its value are two words, unless the flag is boolean. Words that are not understood are lost.
@@ -319,6 +320,24 @@ func TestReadDaemonSets(t *testing.T) {
 		t.Fatal(err)
 	}
 	wantValues(t, result, "{migStrategy: mixed, driverRoot: /opt/driver}", nil, []string{"deviceListStrategy: it is not set"})
+}
+
+// Flags in a ClusterPolicy are among the arguments of GPU Operator's DaemonSet, where no release has them. The Operator's script is no flag.
+func TestArgumentsOfOperatorsDaemonSet(t *testing.T) {
+	for name, test := range map[string]struct {
+		words      []string
+		values     string
+		has, lacks []string
+	}{
+		"Operator's": {[]string{"/bin/entrypoint.sh"}, "{}", nil, []string{"devicePlugin.args"}},
+		"user's":     {[]string{"--mig-strategy=mixed", "--unknown"}, "{migStrategy: mixed}", []string{"devicePlugin.args (--unknown): set these flags"}, nil},
+	} {
+		t.Run(name, func(t *testing.T) {
+			set := pluginSet("", corev1.PodSpec{Containers: []corev1.Container{{Name: "nvidia-device-plugin", Command: []string{"/bin/sh", "-c"}, Args: test.words}}})
+			set.OwnerReferences = []metav1.OwnerReference{{Kind: "ClusterPolicy", Name: "cluster-policy", Controller: ptr.To(true)}}
+			wantValues(t, cluster(t, set), test.values, test.has, test.lacks)
+		})
+	}
 }
 
 // What a user set for a release counts, although it is NVIDIA's default: Tandem's is another.
