@@ -92,7 +92,8 @@ func readConfigMap(ctx context.Context, client kubernetes.Interface, namespace, 
 		data[name] = text
 	}
 	return Source{
-		Name: fmt.Sprintf("ConfigMap %s/%s", namespace, name), Kind: Configuration, configMap: name, Values: map[string]any{"config": map[string]any{"map": data}},
+		Name: fmt.Sprintf("ConfigMap %s/%s", namespace, name), Kind: Configuration, configMap: name,
+		Values: map[string]any{"config": map[string]any{"map": data}},
 	}, nil
 }
 
@@ -120,8 +121,8 @@ func newestRevisions(secrets []corev1.Secret) []corev1.Secret {
 }
 
 // ReadDaemonSets returns the settings of NVIDIA's DaemonSets that are in their environment and arguments, as variables of GPU Operator and of
-// static manifests are, with the ConfigMaps of node configurations that no release has. It returns what it could read together with errors about the rest. namespace is that of ReadReleases, and releases are
-// what that returned.
+// static manifests are, with the ConfigMaps of node configurations that no release has. It returns what it could read together with errors about
+// the rest. namespace is that of ReadReleases, and releases are what that returned.
 func ReadDaemonSets(ctx context.Context, client kubernetes.Interface, namespace string, releases []Source) ([]Source, error) {
 	sets, err := client.AppsV1().DaemonSets(metav1.NamespaceAll).List(ctx, metav1.ListOptions{})
 	if err != nil {
@@ -254,7 +255,8 @@ func ofChart(source Source, release, version string) (Source, error) {
 	}
 	source.release = release
 	if newest := charts[source.Kind].Newest; isNewer(version, newest) {
-		source.changes = append(source.changes, fmt.Sprintf("%s: its chart has version %s. Defaults that are newer than version %s count as set by you", source.Name, version, newest))
+		source.changes = append(source.changes, fmt.Sprintf("%s: its chart has version %s. Defaults that are newer than version %s count as set by you",
+			source.Name, version, newest))
 	}
 	return source, nil
 }

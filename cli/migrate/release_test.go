@@ -93,12 +93,20 @@ func TestDaemonSetsOfReleases(t *testing.T) {
 	}
 }
 
+// Of a DaemonSet without any value, what is lost is reported all the same.
+func TestDaemonSetWithLossesOnly(t *testing.T) {
+	set := pluginSet("", corev1.PodSpec{Containers: []corev1.Container{{Name: "nvidia-device-plugin-ctr", EnvFrom: []corev1.EnvFromSource{{}}}}})
+	wantValues(t, cluster(t, set), "{}", []string{"envFrom: set its variables"}, nil)
+}
+
 // Two charts of NVIDIA's are dependencies. The user's values win over those of the chart.
 func TestDependenciesOfRelease(t *testing.T) {
 	result := cluster(t, release(t, plugin.Namespace, "stack", map[string]any{
 		"name": "stack", "config": map[string]any{"nvidia-device-plugin": map[string]any{"priorityClassName": "high"}},
 		"chart": map[string]any{
-			"metadata": map[string]any{"name": "stack", "dependencies": []any{map[string]any{"name": "gpu-operator"}, map[string]any{"name": "nvidia-device-plugin"}}},
+			"metadata": map[string]any{"name": "stack", "dependencies": []any{
+				map[string]any{"name": "gpu-operator"}, map[string]any{"name": "nvidia-device-plugin"},
+			}},
 			"values": map[string]any{
 				"gpu-operator":         map[string]any{"mig": map[string]any{"strategy": "mixed"}},
 				"nvidia-device-plugin": map[string]any{"priorityClassName": "low", "nodeSelector": map[string]any{"pool": "gpu"}},
@@ -110,7 +118,8 @@ func TestDependenciesOfRelease(t *testing.T) {
 
 // A file has no releases, so a DaemonSet in it counts as a whole, also one that a release wrote.
 func TestDaemonSetOfReleaseInFile(t *testing.T) {
-	wantValues(t, translated(t, "file", `{apiVersion: apps/v1, kind: DaemonSet, metadata: {name: plugin, annotations: {meta.helm.sh/release-name: stack}}, spec: {template: {spec: {
-		nodeSelector: {pool: gpu}, containers: [{name: nvidia-device-plugin-ctr, args: [--unknown]}]}}}}`),
+	wantValues(t, translated(t, "file", `{apiVersion: apps/v1, kind: DaemonSet,
+		metadata: {name: plugin, annotations: {meta.helm.sh/release-name: stack}},
+		spec: {template: {spec: {nodeSelector: {pool: gpu}, containers: [{name: nvidia-device-plugin-ctr, args: [--unknown]}]}}}}`),
 		"{nodeSelector: {pool: gpu}}", []string{"args (--unknown)"}, nil)
 }

@@ -61,7 +61,8 @@ func TestGolden(t *testing.T) {
 func TestPullSecrets(t *testing.T) {
 	want := []any{map[string]any{"name": "ngc"}}
 	for chart, text := range map[string]string{
-		"gpu-operator": "{toolkit: {}, devicePlugin: {imagePullSecrets: [ngc]}}", "nvidia-device-plugin": "{migStrategy: null, imagePullSecrets: [{name: ngc}]}",
+		"gpu-operator":         "{toolkit: {}, devicePlugin: {imagePullSecrets: [ngc]}}",
+		"nvidia-device-plugin": "{migStrategy: null, imagePullSecrets: [{name: ngc}]}",
 	} {
 		if diff := cmp.Diff(want, plain(translated(t, "file", text).Values["imagePullSecrets"])); diff != "" {
 			t.Errorf("%s (-want +got):\n%s", chart, diff)
@@ -91,6 +92,18 @@ func TestMessages(t *testing.T) {
 	_, err = Translate(sources...)
 	if err == nil || strings.Contains(err.Error(), "MISSING") || !strings.Contains(err.Error(), "config.map.50%d: ") {
 		t.Errorf("a configuration with a percent sign in its name: %v", err)
+	}
+}
+
+// A number in a variable is text. Two sources that agree on it are no change.
+func TestNumbersOfVariables(t *testing.T) {
+	for other, differs := range map[string]bool{"4": false, "5": true} {
+		result := translated(t, "file", `{kubeletPlugin: {}, logVerbosity: 6, consumableShares: 4}
+---
+{kubeletPlugin: {containers: {gpus: {env: [{name: LOG_VERBOSITY, value: "6"}, {name: CONSUMABLE_SHARES, value: "`+other+`"}]}}}}`)
+		if text := strings.Join(result.Changes, "\n"); strings.Contains(text, "which is not used") != differs || strings.Contains(text, "logVerbosity") {
+			t.Errorf("with %s:\n%s", other, text)
+		}
 	}
 }
 

@@ -33,8 +33,8 @@ var reportedVariables = map[string]struct {
 	silent []string
 	why    string
 }{
-	"NVIDIA_VISIBLE_DEVICES": {[]string{"", "all", "void", "none"}, "it hides GPUs from NVIDIA's software, but not from Tandem's agents. For each GPU that it does not list, " +
-		"add a rule with use: none to the configuration (tandem.devices[].use)"},
+	"NVIDIA_VISIBLE_DEVICES": {[]string{"", "all", "void", "none"}, "it hides GPUs from NVIDIA's software, but not from Tandem's agents. " +
+		"For each GPU that it does not list, add a rule with use: none to the configuration (tandem.devices[].use)"},
 	"CONFIG_FILE":               {[]string{""}, "pass the file, or the ConfigMap that has it, with -f"},
 	"CDI_ROOT":                  {[]string{"", "/var/run/cdi"}, "cdiDir of Tandem's chart sets this directory"},
 	"ADDITIONAL_XIDS_TO_IGNORE": {[]string{""}, "Tandem's agents ignore the XIDs in DP_DISABLE_HEALTHCHECKS, which extraEnv may set"},
@@ -42,9 +42,9 @@ var reportedVariables = map[string]struct {
 
 // ownVariables concern NVIDIA's containers themselves: what NVIDIA's container runtime gives them, and where they find what.
 var ownVariables = []string{
-	"NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_MIG_MONITOR_DEVICES", "NVIDIA_MIG_CONFIG_DEVICES", "NODE_NAME", "NAMESPACE", "POD_NAMESPACE", "POD_NAME", "POD_UID",
-	"SERVICE_ACCOUNT_NAME", "IMAGE_NAME", "IMAGE_PULL_SECRETS", "IMAGE_PULL_POLICY", "CDI_ENABLED", "HTTP_ENDPOINT", "METRICS_PATH", "HEALTHCHECK_PORT",
-	"KUBELET_REGISTRAR_DIRECTORY_PATH", "MASK_NVIDIA_DRIVER_PARAMS", "HOST_ROOT", "CONFIG_FILE_SRCDIR",
+	"NVIDIA_DRIVER_CAPABILITIES", "NVIDIA_MIG_MONITOR_DEVICES", "NVIDIA_MIG_CONFIG_DEVICES", "NODE_NAME", "NAMESPACE", "POD_NAMESPACE", "POD_NAME",
+	"POD_UID", "SERVICE_ACCOUNT_NAME", "IMAGE_NAME", "IMAGE_PULL_SECRETS", "IMAGE_PULL_POLICY", "CDI_ENABLED", "HTTP_ENDPOINT", "METRICS_PATH",
+	"HEALTHCHECK_PORT", "KUBELET_REGISTRAR_DIRECTORY_PATH", "MASK_NVIDIA_DRIVER_PARAMS", "HOST_ROOT", "CONFIG_FILE_SRCDIR",
 }
 
 // applyVariables sets the keys that variables set: in NVIDIA's programs a variable overrides the key. It returns the variables that set none, and

@@ -127,8 +127,8 @@ func TestVariableThatHidesGPUs(t *testing.T) {
 		`value: all`: false, `value: void`: false, `value: none`: false, `value: ""`: false,
 	} {
 		for source, text := range map[string]string{
-			"DaemonSet": `{apiVersion: apps/v1, kind: DaemonSet, metadata: {name: plugin}, spec: {template: {spec: {containers: [{name: nvidia-device-plugin-ctr,
-				env: [{name: NVIDIA_VISIBLE_DEVICES, ` + variable + `}, {name: MIG_STRATEGY, value: mixed}]}]}}}}`,
+			"DaemonSet": `{apiVersion: apps/v1, kind: DaemonSet, metadata: {name: plugin}, spec: {template: {spec: {containers: [
+				{name: nvidia-device-plugin-ctr, env: [{name: NVIDIA_VISIBLE_DEVICES, ` + variable + `}, {name: MIG_STRATEGY, value: mixed}]}]}}}}`,
 			"operator": `{toolkit: {}, devicePlugin: {env: [{name: NVIDIA_VISIBLE_DEVICES, ` + variable + `}]}}`,
 			"driver":   `{kubeletPlugin: {containers: {gpus: {env: [{name: NVIDIA_VISIBLE_DEVICES, ` + variable + `}]}}}}`,
 		} {
@@ -143,27 +143,28 @@ func TestVariableThatHidesGPUs(t *testing.T) {
 
 // Variables that charts of NVIDIA's have as keys, that the agent reads itself, or that are lost with another value than that of the charts.
 func TestVariablesOfDaemonSets(t *testing.T) {
+	const driver, devicePlugin = "gpus", "nvidia-device-plugin-ctr"
 	for name, test := range map[string]struct {
 		container, variables, values string
 		has, lacks                   []string
 	}{
 		"kubelet's directory": {
-			container: "gpus", variables: "{name: KUBELET_PLUGINS_DIRECTORY_PATH, value: /var/lib/k0s/kubelet/plugins}", values: "{kubeletDir: /var/lib/k0s/kubelet}",
+			driver, "{name: KUBELET_PLUGINS_DIRECTORY_PATH, value: /var/lib/k0s/kubelet/plugins}", "{kubeletDir: /var/lib/k0s/kubelet}", nil, nil,
 		},
-		"kubelet's usual directory": {container: "gpus", variables: "{name: KUBELET_PLUGINS_DIRECTORY_PATH, value: /var/lib/kubelet/plugins}", values: "{}"},
+		"kubelet's usual directory": {driver, "{name: KUBELET_PLUGINS_DIRECTORY_PATH, value: /var/lib/kubelet/plugins}", "{}", nil, nil},
 		"prefix of annotations": {
-			container: "nvidia-device-plugin-ctr", variables: "{name: DEVICE_LIST_STRATEGY, value: cdi-annotations}, {name: CDI_ANNOTATION_PREFIX, value: nvidia.cdi.k8s.io/}",
-			values: "{deviceListStrategy: cdi-annotations, extraEnv: [{name: CDI_ANNOTATION_PREFIX, value: nvidia.cdi.k8s.io/}]}",
+			devicePlugin, "{name: DEVICE_LIST_STRATEGY, value: cdi-annotations}, {name: CDI_ANNOTATION_PREFIX, value: nvidia.cdi.k8s.io/}",
+			"{deviceListStrategy: cdi-annotations, extraEnv: [{name: CDI_ANNOTATION_PREFIX, value: nvidia.cdi.k8s.io/}]}", nil, nil,
 		},
-		"shares":             {container: "gpus", variables: `{name: CONSUMABLE_SHARES, value: memory}`, values: "{consumableShares: memory}"},
-		"directory for CDI":  {container: "gpus", variables: "{name: CDI_ROOT, value: /etc/cdi}", values: "{}", has: []string{"CDI_ROOT: cdiDir of Tandem's chart"}},
-		"usual directory":    {container: "gpus", variables: "{name: CDI_ROOT, value: /var/run/cdi}", values: "{}", lacks: []string{"CDI_ROOT"}},
-		"XIDs":               {container: "gpus", variables: `{name: ADDITIONAL_XIDS_TO_IGNORE, value: "44"}`, values: "{}", has: []string{"ADDITIONAL_XIDS_TO_IGNORE: Tandem's agents"}},
-		"of NVIDIA's images": {container: "gpus", variables: "{name: IMAGE_PULL_POLICY, value: Always}", values: "{}", lacks: []string{"IMAGE_PULL_POLICY"}},
+		"shares":             {driver, `{name: CONSUMABLE_SHARES, value: memory}`, "{consumableShares: memory}", nil, nil},
+		"directory for CDI":  {driver, "{name: CDI_ROOT, value: /etc/cdi}", "{}", []string{"CDI_ROOT: cdiDir of Tandem's chart"}, nil},
+		"usual directory":    {driver, "{name: CDI_ROOT, value: /var/run/cdi}", "{}", nil, []string{"CDI_ROOT"}},
+		"XIDs":               {driver, `{name: ADDITIONAL_XIDS_TO_IGNORE, value: "44"}`, "{}", []string{"ADDITIONAL_XIDS_TO_IGNORE: Tandem's agents"}, nil},
+		"of NVIDIA's images": {driver, "{name: IMAGE_PULL_POLICY, value: Always}", "{}", nil, []string{"IMAGE_PULL_POLICY"}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			wantValues(t, translated(t, "file", `{apiVersion: apps/v1, kind: DaemonSet, metadata: {name: a}, spec: {template: {spec: {containers: [{name: `+test.container+`,
-				args: [gpu-kubelet-plugin], env: [`+test.variables+`]}]}}}}`), test.values, test.has, test.lacks)
+			wantValues(t, translated(t, "file", `{apiVersion: apps/v1, kind: DaemonSet, metadata: {name: a}, spec: {template: {spec: {containers: [
+				{name: `+test.container+`, args: [gpu-kubelet-plugin], env: [`+test.variables+`]}]}}}}`), test.values, test.has, test.lacks)
 		})
 	}
 }
@@ -171,9 +172,11 @@ func TestVariablesOfDaemonSets(t *testing.T) {
 // Flags that are set several times: NVIDIA's programs add up lists (cli.StringSliceFlag), and of others use the last one.
 func TestRepeatedFlags(t *testing.T) {
 	for name, test := range map[string]struct{ args, values string }{
-		"list":            {`"--device-list-strategy=envvar", --device-list-strategy, cdi-cri`, "{deviceListStrategy: [envvar, cdi-cri]}"},
-		"lists of a list": {`"--device-list-strategy=envvar,cdi-cri", "--device-list-strategy=volume-mounts"`, "{deviceListStrategy: [envvar, cdi-cri, volume-mounts]}"},
-		"text":            {`"--mig-strategy=single", "--mig-strategy=mixed"`, "{migStrategy: mixed}"},
+		"list": {`"--device-list-strategy=envvar", --device-list-strategy, cdi-cri`, "{deviceListStrategy: [envvar, cdi-cri]}"},
+		"lists of a list": {
+			`"--device-list-strategy=envvar,cdi-cri", "--device-list-strategy=volume-mounts"`, "{deviceListStrategy: [envvar, cdi-cri, volume-mounts]}",
+		},
+		"text": {`"--mig-strategy=single", "--mig-strategy=mixed"`, "{migStrategy: mixed}"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			wantValues(t, translated(t, "file", `{apiVersion: apps/v1, kind: DaemonSet, metadata: {name: plugin}, spec: {template: {spec: {containers: [
@@ -330,10 +333,14 @@ func TestArgumentsOfOperatorsDaemonSet(t *testing.T) {
 		has, lacks []string
 	}{
 		"Operator's": {[]string{"/bin/entrypoint.sh"}, "{}", nil, []string{"devicePlugin.args"}},
-		"user's":     {[]string{"--mig-strategy=mixed", "--unknown"}, "{migStrategy: mixed}", []string{"devicePlugin.args (--unknown): set these flags"}, nil},
+		"user's": {
+			[]string{"--mig-strategy=mixed", "--unknown"}, "{migStrategy: mixed}", []string{"devicePlugin.args (--unknown): set these flags"}, nil,
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			set := pluginSet("", corev1.PodSpec{Containers: []corev1.Container{{Name: "nvidia-device-plugin", Command: []string{"/bin/sh", "-c"}, Args: test.words}}})
+			set := pluginSet("", corev1.PodSpec{Containers: []corev1.Container{
+				{Name: "nvidia-device-plugin", Command: []string{"/bin/sh", "-c"}, Args: test.words},
+			}})
 			set.OwnerReferences = []metav1.OwnerReference{{Kind: "ClusterPolicy", Name: "cluster-policy", Controller: ptr.To(true)}}
 			wantValues(t, cluster(t, set), test.values, test.has, test.lacks)
 		})
