@@ -35,9 +35,8 @@ var reportedVariables = map[string]struct {
 }{
 	"NVIDIA_VISIBLE_DEVICES": {[]string{"", "all", "void", "none"}, "it hides GPUs from NVIDIA's software, but not from Tandem's agents. " +
 		"For each GPU that it does not list, add a rule with use: none to the configuration (tandem.devices[].use)"},
-	"CONFIG_FILE":               {[]string{""}, "pass the file, or the ConfigMap that has it, with -f"},
-	"CDI_ROOT":                  {[]string{"", "/var/run/cdi"}, "cdiDir of Tandem's chart sets this directory"},
-	"ADDITIONAL_XIDS_TO_IGNORE": {[]string{""}, "Tandem's agents ignore the XIDs in DP_DISABLE_HEALTHCHECKS, which extraEnv may set"},
+	"CONFIG_FILE": {[]string{""}, "pass the file, or the ConfigMap that has it, with -f"},
+	"CDI_ROOT":    {[]string{"", "/var/run/cdi"}, "cdiDir of Tandem's chart sets this directory"},
 }
 
 // ownVariables concern NVIDIA's containers themselves: what NVIDIA's container runtime gives them, and where they find what.

@@ -159,7 +159,7 @@ func TestVariablesOfDaemonSets(t *testing.T) {
 		"shares":             {driver, `{name: CONSUMABLE_SHARES, value: memory}`, "{consumableShares: memory}", nil, nil},
 		"directory for CDI":  {driver, "{name: CDI_ROOT, value: /etc/cdi}", "{}", []string{"CDI_ROOT: cdiDir of Tandem's chart"}, nil},
 		"usual directory":    {driver, "{name: CDI_ROOT, value: /var/run/cdi}", "{}", nil, []string{"CDI_ROOT"}},
-		"XIDs":               {driver, `{name: ADDITIONAL_XIDS_TO_IGNORE, value: "44"}`, "{}", []string{"ADDITIONAL_XIDS_TO_IGNORE: Tandem's agents"}, nil},
+		"XIDs":               {driver, `{name: ADDITIONAL_XIDS_TO_IGNORE, value: "44"}`, `{extraEnv: [{name: ADDITIONAL_XIDS_TO_IGNORE, value: "44"}]}`, nil, nil},
 		"of NVIDIA's images": {driver, "{name: IMAGE_PULL_POLICY, value: Always}", "{}", nil, []string{"IMAGE_PULL_POLICY"}},
 	} {
 		t.Run(name, func(t *testing.T) {
