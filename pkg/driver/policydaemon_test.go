@@ -243,7 +243,8 @@ func TestAllMemoryOfAnEarlierPolicy(t *testing.T) {
 		return c
 	}
 	all, none := claim("a", memory), claim("b", "0")
-	for _, after := range []device.Sharing{unlimited, {}, {Strategy: device.TimeSlicing, Claims: device.ByMemory}, {Strategy: device.MPS, Claims: device.ByMemory}, unlimited} {
+	byTime, byMPS := device.Sharing{Strategy: device.TimeSlicing, Claims: device.ByMemory}, device.Sharing{Strategy: device.MPS, Claims: device.ByMemory}
+	for _, after := range []device.Sharing{unlimited, {}, byTime, byMPS, unlimited} {
 		inv := sharedMachine(1)
 		inv.GPUs[0].Sharing = after
 		r.inventory.set(inv)
