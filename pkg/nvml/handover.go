@@ -100,7 +100,8 @@ func (op *operation) restoreSettings(wanted gpu.Settings) error {
 // Reset resets a GPU by the driver's nvidia-smi, because NVML has no such call: memory, settings and errors are as after a boot. It fails
 // while any process uses the GPU. The error is gpu.ErrUnsupported if the driver has no nvidia-smi or the GPU no reset. pkg/handover
 // calls it. It is safe for concurrent use and waits for other operations on the GPU. It ends this process's NVML session meanwhile,
-// because the driver refuses to reset a GPU that a session has open (nvidia-smi(1), "--gpu-reset").
+// because the driver refuses to reset a GPU that a session has open (nvidia-smi(1), "--gpu-reset"). While an earlier reset does not end, it
+// fails.
 func (n *Node) Reset(ctx context.Context, uuid string) error {
 	leave, err := n.lockGPU(ctx, uuid)
 	if err == nil {
@@ -115,6 +116,9 @@ func (n *Node) Reset(ctx context.Context, uuid string) error {
 	return nil
 }
 
+// aReset is the key of resets, whichever GPU they are of.
+const aReset = "reset"
+
 func (n *Node) reset(uuid string) error {
 	n.mu.Lock()
 	attached := n.attachment
@@ -126,8 +130,16 @@ func (n *Node) reset(uuid string) error {
 	if paused := n.paused.Load(); paused != nil {
 		return paused
 	}
-	err := attached.session.suspend(n.options.patience, func() error {
-		return n.options.smi(attached.layout, "--gpu-reset", "-i", uuid)
+	unlock, err := n.turns.Lock(context.Background(), aReset) // a running reset has a timeout
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if !n.callEnded(aReset) {
+		return errToolStays // without the end of the session
+	}
+	err = attached.session.suspend(n.options.patience, func() error {
+		return n.runSMI(aReset, attached.layout, "--gpu-reset", "-i", uuid)
 	})
 	if err == nil {
 		n.endXIDs(g, gpu.NoInstance)

@@ -12,6 +12,7 @@ import (
 	"io"
 	"io/fs"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"regexp"
 	"runtime"
@@ -336,6 +337,8 @@ type Options struct {
 	patience time.Duration
 	// loadModule loads a kernel module from a root directory; tests replace it.
 	loadModule func(root, module string) error
+	// runTool runs a program of the driver and returns its output; tests replace it.
+	runTool func(*exec.Cmd) ([]byte, error)
 }
 
 // defaultPatience is longer than the initialisation of a GPU takes (some seconds without persistence mode).
@@ -351,6 +354,9 @@ func (o Options) withDefaults() Options {
 	}
 	o.Interval = cmp.Or(o.Interval, 4*time.Second)
 	o.patience = cmp.Or(o.patience, defaultPatience)
+	if o.runTool == nil {
+		o.runTool = (*exec.Cmd).CombinedOutput
+	}
 	if o.loadModule == nil {
 		o.loadModule = loadModule
 	}

@@ -98,7 +98,7 @@ func (n *Node) SetTimeSlice(ctx context.Context, uuid string, interval int) erro
 		return fmt.Errorf("set time slice of GPU %s to %d: not from 0 to 3", uuid, interval)
 	}
 	_, err := operate(ctx, n, uuid, func(op *operation) (struct{}, error) {
-		return struct{}{}, n.options.smi(op.layout, "compute-policy", "-i", uuid, "--set-timeslice="+strconv.Itoa(interval))
+		return struct{}{}, n.runSMI("time slice of "+uuid, op.layout, "compute-policy", "-i", uuid, "--set-timeslice="+strconv.Itoa(interval))
 	}, nil) // nothing to revert: a caller whose ctx ended retries
 	if err != nil {
 		return fmt.Errorf("set time slice of GPU %s to %d: %w", uuid, interval, err)
@@ -128,6 +128,25 @@ func (o Options) smi(l layout, args ...string) error {
 // toolPatience is a tool's timeout as a multiple of patience: it initialises every GPU of the node first.
 const toolPatience = 3
 
+// toolDelay is how long a tool that was killed may take to end.
+const toolDelay = time.Second
+
+// errToolStays means that a tool, or an earlier one with the same key, was killed and does not end.
+var errToolStays = errors.New("nvidia-smi hangs in the driver and cannot be killed")
+
+// runSMI is Options.smi for a tool that the driver may keep in a sleep that no signal ends: then the tool and the goroutine that waits for
+// it end once the driver answers. Until then, runSMI starts no other tool with the same key. Calls with one key must not be concurrent.
+func (n *Node) runSMI(about string, l layout, args ...string) error {
+	limit := toolPatience*n.options.patience + 2*toolDelay // later than the tool's own timeout
+	_, err := attemptFor(n, limit, about, nil, func() (struct{}, error) {
+		return struct{}{}, n.options.smi(l, args...)
+	}, nil)
+	if errors.Is(err, errNoAnswer) {
+		return errToolStays
+	}
+	return err
+}
+
 // execute runs a program of the driver with the libraries of the driver root. A program that takes too long is killed with all
 // its processes.
 func (o Options) execute(l layout, path string, args ...string) error {
@@ -140,8 +159,8 @@ func (o Options) execute(l layout, path string, args ...string) error {
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGKILL) }
 	// A process of it that cannot be killed keeps its output open.
-	cmd.WaitDelay = time.Second
-	output, err := cmd.CombinedOutput()
+	cmd.WaitDelay = toolDelay
+	output, err := o.runTool(cmd)
 	switch {
 	case ctx.Err() != nil:
 		return fmt.Errorf("run %s: it did not end within %s%s", commandLine(path, args), toolPatience*o.patience, said(output))
