@@ -92,7 +92,7 @@ func readECC(g *gpu.GPU, d gonvml.Device) {
 	}
 }
 
-// readState reads the health of a GPU, and its memory.
+// readState reads whether a GPU answers, its memory and its node.
 func (r *reader) readState(known *knownGPU, d gonvml.Device) {
 	g := &known.gpu
 	g.Health, g.Faults = gpu.Health{}, nil
@@ -113,7 +113,6 @@ func (r *reader) readState(known *knownGPU, d gonvml.Device) {
 	if err := cmp.Or(r.ensureDevice(gpuDevice(g.Minor)), r.control); err != nil {
 		g.Health = gpu.Health{Reason: gpu.ReasonNoNode, Message: err.Error()}
 	}
-	readFaults(known, d)
 }
 
 // healthOf returns the health for an error of NVML in a call that every GPU must support.
@@ -205,9 +204,6 @@ func (r *reader) visit(index int, deep bool, recall func(uuid string) (knownGPU,
 		known.complete = r.readAll(&known.gpu, d)
 	}
 	r.readState(&known, d)
-	if known.condition.unread {
-		v.began = time.Time{}
-	}
 	answers := known.gpu.Health.Healthy() || known.gpu.Health.Reason == gpu.ReasonNoNode
 	if deep || !met {
 		known.unreadable = nil
@@ -218,6 +214,12 @@ func (r *reader) visit(index int, deep bool, recall func(uuid string) (knownGPU,
 		}
 		mode, ret := d.GetPersistenceMode()
 		known.deinitialises = ret == gonvml.SUCCESS && mode == gonvml.FEATURE_DISABLED
+	}
+	if answers {
+		readFaults(&known, d) // some are none in MIG mode, which is known by now
+	}
+	if known.condition.unread {
+		v.began = time.Time{}
 	}
 	known.gpu.CUDADriverVersion = cmp.Or(r.cuda, known.gpu.CUDADriverVersion)
 	v.known = known

@@ -223,6 +223,21 @@ func TestLastReadIsInTheInventory(t *testing.T) {
 	})
 }
 
+// In MIG mode a GPU needs no fabric. The first scan of an agent knows that, too.
+func TestFabricInMIGMode(t *testing.T) {
+	m := newMachine(t, "h100x8")
+	m.profile.GPUs[2].MIGEnabled = true
+	m.materialize(t)
+	m.fault(t, simulated.GPUFaults{GPU: "2", Condition: simulated.Condition{Fabric: &simulated.FabricState{State: "notStarted"}}})
+	node := m.open(t)
+	for range 2 {
+		if g := node.Inventory().GPUs[2]; !g.MIGEnabled || len(g.Faults) > 0 {
+			t.Errorf("MIG mode %v, faults %+v", g.MIGEnabled, g.Faults)
+		}
+		scan(t, node)
+	}
+}
+
 // An XID has the GPUs read well before the next scan, not only at the next interval.
 func TestXIDCausesAScan(t *testing.T) {
 	m := newMachine(t, "h100x8")
