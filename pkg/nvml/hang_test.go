@@ -248,6 +248,41 @@ func (l *lastShutdownHangs) Shutdown() gonvml.Return {
 	return l.openSessions.Shutdown()
 }
 
+// A call that hangs keeps a session that should end. Once the driver was found again, the events of the other GPUs are read from the next
+// session.
+func TestEventsAfterASessionThatDoesNotEnd(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := newHangNode(t)
+		n.find()
+		old := n.session
+		if err := old.tryOpen(); err != nil { // the call
+			t.Fatal(err)
+		}
+		defer old.close()
+		old.endSession()
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan error, 1)
+		go func() { ended <- n.watchGPU(ctx, old, n.Inventory().GPUs[0], func(gpu.XIDEvent) {}) }()
+		synctest.Wait()
+		n.scanning.Lock()
+		err := n.attach()
+		n.scanning.Unlock()
+		if err != nil {
+			t.Fatal(err)
+		}
+		synctest.Wait()
+		select {
+		case err := <-ended:
+			if err != nil {
+				t.Error(err)
+			}
+		default:
+			t.Error("it still waits for the old session")
+		}
+		cancel()
+	})
+}
+
 // An inspection ends also while the driver does not let go of its session.
 func TestInspectEndsWhileShutdownHangs(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -261,9 +261,13 @@ func (n *Node) attach() error {
 		return &NoDriverError{Cause: err}
 	}
 	n.loaded, n.traces = n.options.moduleLoad(0), n.options.traces(l)
+	before := n.session
 	n.mu.Lock()
 	n.attachment = attachment{&session{library: library, paused: &n.paused}, l, caps, n.options.majors()}
 	n.mu.Unlock()
+	if before != nil {
+		before.idle.Notify() // those who wait for it want the new one
+	}
 	for _, known := range n.known {
 		known.complete, known.profiled, known.condition = false, false, condition{}
 	}
