@@ -43,7 +43,7 @@ const (
 	ReasonFabric           = "Fabric"           // its NVLink fabric is not configured: CUDA fails with error 802
 
 	ReasonPaused        = "Paused"        // the agent has let go of the driver, because the node's labels ask for it
-	ReasonNotInjectable = "NotInjectable" // no container can be given the device: its CDI entry or the hook is missing
+	ReasonNotInjectable = "NotInjectable" // no container can be given the device: its CDI entry, the hook or a required IMEX channel is missing
 	ReasonNotRecordable = "NotRecordable" // the ledger could not record a new holder
 )
 

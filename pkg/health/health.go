@@ -334,7 +334,7 @@ func (i *Inventory) report(ctx context.Context, found map[device.Health][]string
 		names := found[why]
 		i.metrics.unusable.WithLabelValues(why.Reason).Add(float64(len(names)))
 		klog.FromContext(ctx).Info("Devices that work are not offered", "devices", names, "reason", why.Reason, "message", why.Message)
-		reason, what := "DeviceNotInjectable", "the CDI spec or its hook cannot be written"
+		reason, what := "DeviceNotInjectable", "containers cannot be given them"
 		if why.Reason == device.ReasonNotRecordable {
 			reason, what = "DeviceNotRecordable", "the run directory cannot be written"
 		}

@@ -23,7 +23,7 @@ type Extras struct {
 	// GDS is GPUDirect Storage: /dev/nvidia-fs*, /run/udev, /etc/cufile.json. GDRCopy is /dev/gdrdrv. MOFED are /dev/infiniband/uverbs* and
 	// rdma_cm.
 	GDS, GDRCopy, MOFED bool
-	// IMEXChannels are the numbers of channels below /dev/nvidia-caps-imex-channels. If they are required, no container gets a GPU without.
+	// IMEXChannels are the numbers of channels below /dev/nvidia-caps-imex-channels. If they are required, all GPUs are unhealthy without.
 	IMEXChannels []int
 	IMEXRequired bool
 }
@@ -89,16 +89,27 @@ func (n *Node) addExtras(ctx context.Context, at attachment, to *specs.Container
 		}
 	}
 	for _, channel := range asked.IMEXChannels {
-		exists := slices.ContainsFunc(extraRoots(at.layout.devRoot), func(root string) bool {
-			_, err := os.Stat(n.options.onHost(filepath.Join(root, imexChannel(channel))))
-			return err == nil
-		})
-		switch {
-		case exists:
-			if err := n.addExtra(ctx, at, to, nvcdi.ModeImex, fmt.Sprint(channel)); err != nil {
-				return fmt.Errorf("find IMEX channel %d: %w", channel, err)
-			}
-		case asked.IMEXRequired:
+		if !n.options.hasChannel(at.layout.devRoot, channel) {
+			continue
+		}
+		if err := n.addExtra(ctx, at, to, nvcdi.ModeImex, fmt.Sprint(channel)); err != nil {
+			return fmt.Errorf("find IMEX channel %d: %w", channel, err)
+		}
+	}
+	return n.options.missingChannel(at.layout.devRoot)
+}
+
+func (o Options) hasChannel(devRoot string, channel int) bool {
+	return slices.ContainsFunc(extraRoots(devRoot), func(root string) bool {
+		_, err := os.Stat(o.onHost(filepath.Join(root, imexChannel(channel))))
+		return err == nil
+	})
+}
+
+// missingChannel returns an error if an IMEX channel is required and does not exist.
+func (o Options) missingChannel(devRoot string) error {
+	for _, channel := range o.Extras.IMEXChannels {
+		if o.Extras.IMEXRequired && !o.hasChannel(devRoot, channel) {
 			// The words of NVIDIA's device plugin.
 			return fmt.Errorf("requested IMEX channel channel%d does not exist", channel)
 		}

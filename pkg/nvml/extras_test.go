@@ -12,6 +12,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/tandem-gpu/tandem/internal/golden"
+	gpu "github.com/tandem-gpu/tandem/pkg/device"
 )
 
 // withExtras adds the devices of other drivers to a fixture, below a root.
@@ -142,5 +143,31 @@ func TestExtrasThatComeLater(t *testing.T) {
 	case <-changed:
 	default:
 		t.Error("the CDI spec would not be written anew")
+	}
+}
+
+// Without a channel that is required no GPU is offered, whichever way containers get it. With it, all are.
+func TestRequiredIMEXChannel(t *testing.T) {
+	options := fixture(t, "host-rhel")
+	options.Extras = Extras{IMEXChannels: []int{0}, IMEXRequired: true}
+	node := mustOpen(t, options)
+	for _, g := range node.Inventory().GPUs {
+		if g.Health.Reason != gpu.ReasonNotInjectable || g.Health.Message != "requested IMEX channel channel0 does not exist" || !readable(g) {
+			t.Errorf("without it: health %+v", g.Health)
+		}
+	}
+	makeNode(t, options.HostRoot, imexChannel(0), 500, 0)
+	if err := node.ScanHealth(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	for _, g := range node.Inventory().GPUs {
+		if !g.Health.Healthy() {
+			t.Errorf("with it: health %+v", g.Health)
+		}
+	}
+	options.Extras.IMEXRequired = false
+	options.Extras.IMEXChannels = []int{1}
+	if g := mustOpen(t, options).Inventory().GPUs[0]; !g.Health.Healthy() {
+		t.Errorf("without one that is not required: health %+v", g.Health)
 	}
 }

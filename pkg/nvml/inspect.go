@@ -149,7 +149,7 @@ func (r Report) Err() error {
 func (n *Node) inspectGPUs(ctx context.Context, r *Report) {
 	r.Settings, r.settings = map[string]any{}, map[string]string{}
 	for _, g := range r.inventory.GPUs {
-		if !g.Health.Healthy() && g.Health.Reason != gpu.ReasonNoNode {
+		if !readable(g) {
 			continue
 		}
 		ctx, cancel := context.WithTimeoutCause(ctx, n.options.patience, errNoAnswer)

@@ -80,9 +80,9 @@ type Node struct {
 	inventory gpu.Inventory
 	// unidentified counts enumerated GPUs that are unknown and whose UUID or minor number cannot be read.
 	unidentified int
-	// failure is the error of the last scan.
-	failure error
-	changed broadcast.Signal
+	// failure is the error of the last scan, lacking the IMEX channel that it did not find.
+	failure, lacking error
+	changed          broadcast.Signal
 	// All by UUID: since is the start of the GPU's running operation, changes the number of changes by operations, reads the start of the
 	// last successful reading that the inventory has.
 	since   map[string]time.Time
@@ -325,8 +325,10 @@ func (n *Node) unreachable(ctx context.Context, cause error) {
 
 // publish publishes and logs changes.
 func (n *Node) publish(ctx context.Context, driver string, unidentified int) {
+	lacking := n.options.missingChannel(n.layout.devRoot)
 	n.mu.Lock()
 	defer n.mu.Unlock()
+	n.lacking = lacking
 	next := gpu.Inventory{DriverVersion: driver}
 	for _, known := range n.known {
 		n.applyOperations(known)

@@ -64,9 +64,12 @@ func (n *Node) Resume(ctx context.Context) error {
 	return n.Scan(ctx)
 }
 
-// withdraw marks a GPU of a paused node as unhealthy.
+// withdraw marks a GPU as unhealthy if the node is paused, or lacks an IMEX channel that is required. Pods that get their GPUs without CDI must
+// not have it either, so this is not left to the container edits. Under n.mu.
 func (n *Node) withdraw(g *gpu.GPU) {
 	if paused := n.paused.Load(); paused != nil {
 		g.Health = gpu.Health{Reason: gpu.ReasonPaused, Message: paused.Reason}
+	} else if n.lacking != nil && g.Health.Healthy() {
+		g.Health = gpu.Health{Reason: gpu.ReasonNotInjectable, Message: n.lacking.Error()}
 	}
 }

@@ -172,8 +172,10 @@ func (n *Node) followEvents(ctx context.Context, handle func(gpu.XIDEvent)) {
 	}
 }
 
-// readable reports whether a GPU can be registered.
-func readable(g gpu.GPU) bool { return g.Health.Healthy() || g.Health.Reason == gpu.ReasonNoNode }
+// readable reports whether a GPU answers.
+func readable(g gpu.GPU) bool {
+	return g.Health.Healthy() || g.Health.Reason == gpu.ReasonNoNode || g.Health.Reason == gpu.ReasonNotInjectable
+}
 
 // recordEnd takes the end of the goroutine. Without an error the next one may begin at once.
 func (w *watched) recordEnd(ctx context.Context, g gpu.GPU, err error) {
