@@ -63,6 +63,8 @@ type Client struct {
 	// Partition is the place of what it uses, as in device.Ref after the "@": "4+4", or "4+4.0+1" for one of several compute
 	// instances. Empty is the whole GPU.
 	Partition string `json:"partition,omitempty"`
+	// Graphics is set if it has a graphics context and no CUDA context.
+	Graphics bool `json:"graphics,omitempty"`
 }
 
 // CallFault is what happens to a call.
@@ -318,7 +320,7 @@ func compileClients(path, gpu string, clients []Client) ([]client, error) {
 				problems = append(problems, fmt.Errorf("%s[%d].partition: %w", path, i, err))
 			}
 		}
-		compiled = append(compiled, client{pid: c.PID, ref: ref})
+		compiled = append(compiled, client{pid: c.PID, ref: ref, graphics: c.Graphics})
 	}
 	return compiled, errors.Join(problems...)
 }

@@ -140,13 +140,21 @@ func (p *partition) GetMemoryInfo() (nvml.Memory, nvml.Return) {
 }
 
 func (p *partition) GetComputeRunningProcesses() ([]nvml.ProcessInfo, nvml.Return) {
+	return p.processes(false)
+}
+
+func (p *partition) GetGraphicsRunningProcesses() ([]nvml.ProcessInfo, nvml.Return) {
+	return p.processes(true)
+}
+
+func (p *partition) processes(graphics bool) ([]nvml.ProcessInfo, nvml.Return) {
 	d, ret := p.find()
 	if ret != nvml.SUCCESS {
 		return nil, ret
 	}
 	var processes []nvml.ProcessInfo
 	for _, c := range p.parent.clients() {
-		if c.uses(&d.instance, &d.compute) {
+		if c.graphics == graphics && c.uses(&d.instance, &d.compute) {
 			processes = append(processes, nvml.ProcessInfo{
 				Pid: c.pid, GpuInstanceId: uint32(d.instance.ID), ComputeInstanceId: uint32(d.compute.ID),
 			})
@@ -164,6 +172,8 @@ func (p *partition) GetMPSComputeRunningProcesses() ([]nvml.ProcessInfo, nvml.Re
 type client struct {
 	pid uint32
 	ref device.Ref
+	// graphics is set if it has no CUDA context.
+	graphics bool
 }
 
 func (g *gpu) clients() []client { return g.sys.faults.current().gpus[g.place].clients }
@@ -179,9 +189,19 @@ func (c client) uses(i *GPUInstance, compute *ComputeInstance) bool {
 }
 
 func (g *gpu) GetComputeRunningProcesses() ([]nvml.ProcessInfo, nvml.Return) {
+	return g.processes(false)
+}
+
+func (g *gpu) GetGraphicsRunningProcesses() ([]nvml.ProcessInfo, nvml.Return) {
+	return g.processes(true)
+}
+
+func (g *gpu) processes(graphics bool) ([]nvml.ProcessInfo, nvml.Return) {
 	var processes []nvml.ProcessInfo
 	for _, c := range g.clients() {
-		processes = append(processes, nvml.ProcessInfo{Pid: c.pid, GpuInstanceId: noInstance, ComputeInstanceId: noInstance})
+		if c.graphics == graphics {
+			processes = append(processes, nvml.ProcessInfo{Pid: c.pid, GpuInstanceId: noInstance, ComputeInstanceId: noInstance})
+		}
 	}
 	return processes, nvml.SUCCESS
 }

@@ -268,6 +268,14 @@ func (h *gpuHandle) GetGpuInstances(a0 *nvml.GpuInstanceProfileInfo) (r0 []nvml.
 	return h.gpu.GetGpuInstances(a0)
 }
 
+// GetGraphicsRunningProcesses implements nvml.Device.
+func (h *gpuHandle) GetGraphicsRunningProcesses() (r0 []nvml.ProcessInfo, r1 nvml.Return) {
+	if ret := h.gate("GetGraphicsRunningProcesses"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.gpu.GetGraphicsRunningProcesses()
+}
+
 // GetIndex implements nvml.Device.
 func (h *gpuHandle) GetIndex() (r0 int, r1 nvml.Return) {
 	if ret := h.gate("GetIndex"); ret != nvml.SUCCESS {
@@ -454,6 +462,7 @@ var deviceMethods = map[string]bool{
 	"GetGpuInstanceProfileInfo":          true,
 	"GetGpuInstanceRemainingCapacity":    true,
 	"GetGpuInstances":                    true,
+	"GetGraphicsRunningProcesses":        true,
 	"GetIndex":                           true,
 	"GetMPSComputeRunningProcesses":      true,
 	"GetMaxMigDeviceCount":               true,
@@ -668,6 +677,14 @@ func (h *partitionHandle) GetGpuInstances(a0 *nvml.GpuInstanceProfileInfo) (r0 [
 	return r0, nvml.ERROR_NOT_SUPPORTED
 }
 
+// GetGraphicsRunningProcesses implements nvml.Device.
+func (h *partitionHandle) GetGraphicsRunningProcesses() (r0 []nvml.ProcessInfo, r1 nvml.Return) {
+	if ret := h.gate("GetGraphicsRunningProcesses"); ret != nvml.SUCCESS {
+		return r0, ret
+	}
+	return h.partition.GetGraphicsRunningProcesses()
+}
+
 // GetIndex implements nvml.Device.
 func (h *partitionHandle) GetIndex() (r0 int, r1 nvml.Return) {
 	if ret := h.gate("GetIndex"); ret != nvml.SUCCESS {
@@ -854,6 +871,7 @@ var migDeviceMethods = map[string]bool{
 	"MigDevice.GetGpuInstanceProfileInfo":          true,
 	"MigDevice.GetGpuInstanceRemainingCapacity":    true,
 	"MigDevice.GetGpuInstances":                    true,
+	"MigDevice.GetGraphicsRunningProcesses":        true,
 	"MigDevice.GetIndex":                           true,
 	"MigDevice.GetMPSComputeRunningProcesses":      true,
 	"MigDevice.GetMaxMigDeviceCount":               true,

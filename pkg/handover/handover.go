@@ -28,7 +28,8 @@ import (
 
 // Hardware is the driver. *nvml.Node implements it.
 type Hardware interface {
-	Processes(ctx context.Context, uuid string) ([]int, error)
+	// Processes returns the processes with a CUDA context, and those with a graphics context only.
+	Processes(ctx context.Context, uuid string) (compute, graphics []int, err error)
 	Settings(ctx context.Context, uuid string) (device.Settings, error)
 	RestoreSettings(ctx context.Context, uuid string, wanted device.Settings) error
 	Reset(ctx context.Context, uuid string) error
@@ -55,9 +56,9 @@ type Options struct {
 	Ledger    Ledger
 	// Records must be loaded.
 	Records *Records
-	// Outsiders returns those of the processes that exist and run in no living pod of this node that may use the GPU. Before the pods are
-	// known, only ResetIdle calls it.
-	Outsiders func(uuid string, pids []int) []Outsider
+	// Outsiders returns those of the processes that exist and run in no living pod of this node that may use the GPU. Of the processes for
+	// graphics it returns only those in pods: a display server of the host stays. Before the pods are known, only ResetIdle calls it.
+	Outsiders func(uuid string, compute, graphics []int) []Outsider
 	// Managed reports whether Tandem itself sets the compute mode of a GPU, for clients of MPS.
 	Managed func(uuid string) bool
 	// Reset reports whether each handover resets the GPU.
@@ -352,11 +353,11 @@ func (c *Cleaner) clean(ctx context.Context, uuid string) error {
 
 // free returns an *InUseError while a process uses the GPU that is neither its holder's nor a monitor's.
 func (c *Cleaner) free(ctx context.Context, uuid string) error {
-	pids, err := c.options.Hardware.Processes(ctx, uuid)
-	if err != nil || len(pids) == 0 {
+	compute, graphics, err := c.options.Hardware.Processes(ctx, uuid)
+	if err != nil || len(compute)+len(graphics) == 0 {
 		return err
 	}
-	if outsiders := c.options.Outsiders(uuid, pids); len(outsiders) > 0 {
+	if outsiders := c.options.Outsiders(uuid, compute, graphics); len(outsiders) > 0 {
 		return &InUseError{Processes: outsiders}
 	}
 	return nil

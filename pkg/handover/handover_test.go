@@ -25,6 +25,7 @@ const gpu, otherGPU = "GPU-0", "GPU-1"
 type driver struct {
 	mu        sync.Mutex
 	processes map[string][]int
+	graphics  map[string][]int
 	settings  map[string]device.Settings
 	resets    []string
 	// hung are GPUs whose calls wait for ctx, and broken those whose calls fail.
@@ -36,18 +37,19 @@ func newDriver() *driver {
 	return &driver{processes: map[string][]int{}, settings: map[string]device.Settings{gpu: idle, otherGPU: idle}, hung: map[string]bool{}, broken: map[string]bool{}}
 }
 
-func (d *driver) Processes(ctx context.Context, uuid string) ([]int, error) {
+func (d *driver) Processes(ctx context.Context, uuid string) (compute, graphics []int, err error) {
 	d.mu.Lock()
-	hung, broken, processes := d.hung[uuid], d.broken[uuid], d.processes[uuid]
+	hung, broken := d.hung[uuid], d.broken[uuid]
+	compute, graphics = d.processes[uuid], d.graphics[uuid]
 	d.mu.Unlock()
 	if broken {
-		return nil, errNoAnswer
+		return nil, nil, errNoAnswer
 	}
 	if hung {
 		<-ctx.Done()
-		return nil, ctx.Err()
+		return nil, nil, ctx.Err()
 	}
-	return processes, nil
+	return compute, graphics, nil
 }
 
 func (d *driver) Settings(_ context.Context, uuid string) (device.Settings, error) {
@@ -169,11 +171,11 @@ func start(t *testing.T, f *fixture, reset bool) *fixture {
 	f.hardware = &inventory{}
 	f.Cleaner = New(Options{
 		Pods: &f.node, Hardware: f.driver, Inventory: f.hardware, Ledger: f.book, Records: records, Reset: func(string) bool { return reset },
-		Outsiders: func(_ string, pids []int) (outsiders []Outsider) {
+		Outsiders: func(_ string, compute, graphics []int) (outsiders []Outsider) {
 			f.mu.Lock()
 			defer f.mu.Unlock()
 			f.asked++
-			for _, pid := range pids {
+			for _, pid := range slices.Concat(compute, graphics) {
 				if name := fmt.Sprintf("process %d", pid); !slices.Contains(f.pods, name) {
 					outsiders = append(outsiders, Outsider{Description: name, Pod: f.names[pid]})
 				}
@@ -376,6 +378,21 @@ func TestProcessesOfRunningPodsMayStay(t *testing.T) {
 		f.settle()
 		if got := f.unclean(gpu); got != "" {
 			t.Error(got)
+		}
+	})
+}
+
+// A process that only draws on the GPU keeps memory on it, too.
+func TestGraphicsProcessMayNotStay(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := start(t, nil, false)
+		f.driver.set(func() { f.driver.graphics = map[string][]int{gpu: {7}} })
+		f.book.hold(claim("a", gpu))
+		f.settle()
+		f.book.hold()
+		f.settle()
+		if got := f.unclean(gpu); !strings.Contains(got, "process 7") {
+			t.Errorf("unclean: %q", got)
 		}
 	})
 }

@@ -15,29 +15,36 @@ import (
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// Processes returns the process IDs, as the host counts them, of the processes with a CUDA context on the GPU or on a partition of it.
-// pkg/handover calls it. Safe for concurrent use; it waits for other operations on the GPU.
-func (n *Node) Processes(ctx context.Context, uuid string) ([]int, error) {
-	pids, err := operate(ctx, n, uuid, func(op *operation) ([]int, error) {
-		var pids []int
-		for _, list := range []func() ([]gonvml.ProcessInfo, gonvml.Return){
-			op.device.GetComputeRunningProcesses, op.device.GetMPSComputeRunningProcesses,
-		} {
-			processes, ret := list()
-			if ret != gonvml.SUCCESS && !unsupported(ret) {
-				return nil, returnError{ret}
-			}
-			for _, p := range processes {
-				pids = append(pids, int(p.Pid))
-			}
+// Processes returns the process IDs, as the host counts them, of the processes with a CUDA context on the GPU or on a partition of it, and of
+// those with a graphics context only. pkg/handover calls it. Safe for concurrent use; it waits for other operations on the GPU.
+func (n *Node) Processes(ctx context.Context, uuid string) (compute, graphics []int, err error) {
+	all, err := operate(ctx, n, uuid, func(op *operation) (all [2][]int, err error) {
+		if all[0], err = pidsOf(op.device.GetComputeRunningProcesses, op.device.GetMPSComputeRunningProcesses); err != nil {
+			return all, err
 		}
-		slices.Sort(pids)
-		return slices.Compact(pids), nil
+		all[1], err = pidsOf(op.device.GetGraphicsRunningProcesses)
+		return all, err
 	}, nil)
 	if err != nil {
-		return nil, fmt.Errorf("list processes on GPU %s: %w", uuid, err)
+		return nil, nil, fmt.Errorf("list processes on GPU %s: %w", uuid, err)
 	}
-	return pids, nil
+	compute = all[0]
+	return compute, slices.DeleteFunc(all[1], func(pid int) bool { return slices.Contains(compute, pid) }), nil
+}
+
+// pidsOf returns the processes of some of NVML's lists. A list that the driver or the GPU lacks is empty.
+func pidsOf(lists ...func() ([]gonvml.ProcessInfo, gonvml.Return)) (pids []int, err error) {
+	for _, list := range lists {
+		processes, ret := list()
+		if ret != gonvml.SUCCESS && !unsupported(ret) {
+			return nil, returnError{ret}
+		}
+		for _, p := range processes {
+			pids = append(pids, int(p.Pid))
+		}
+	}
+	slices.Sort(pids)
+	return slices.Compact(pids), nil
 }
 
 // Settings reads the settings of a GPU. pkg/handover calls it. Safe for concurrent use; it waits for other operations on the GPU.

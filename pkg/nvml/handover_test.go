@@ -66,16 +66,30 @@ func TestProcessesOfAGPU(t *testing.T) {
 	m := newMachine(t, "h100x8")
 	node := m.open(t)
 	uuid := node.Inventory().GPUs[2].UUID
-	if pids, err := node.Processes(t.Context(), uuid); err != nil || len(pids) > 0 {
-		t.Errorf("processes %v, %v on an idle GPU", pids, err)
+	if compute, graphics, err := node.Processes(t.Context(), uuid); err != nil || len(compute)+len(graphics) > 0 {
+		t.Errorf("processes %v and %v, %v on an idle GPU", compute, graphics, err)
 	}
-	m.fault(t, simulated.GPUFaults{GPU: uuid, Clients: []simulated.Client{{PID: 9}, {PID: 7}, {PID: 9}}})
-	if pids, err := node.Processes(t.Context(), uuid); err != nil || !slices.Equal(pids, []int{7, 9}) {
-		t.Errorf("processes %v, %v, want 7 and 9", pids, err)
+	clients := []simulated.Client{{PID: 9}, {PID: 7}, {PID: 9}, {PID: 8, Graphics: true}, {PID: 7, Graphics: true}}
+	answer := func(of, code string) {
+		t.Helper()
+		m.fault(t, simulated.GPUFaults{GPU: uuid, Clients: clients, Calls: map[string]simulated.CallFault{of: {Return: code}}})
 	}
-	m.fault(t, simulated.GPUFaults{GPU: uuid, Calls: map[string]simulated.CallFault{"GetComputeRunningProcesses": {Return: "ERROR_UNKNOWN"}}})
-	if pids, err := node.Processes(t.Context(), uuid); err == nil {
-		t.Errorf("processes %v although the driver does not tell", pids)
+	for list, want := range map[string][2][]int{
+		"GetComputeMode":                {{7, 9}, {8}}, // not called
+		"GetGraphicsRunningProcesses":   {{7, 9}, nil},
+		"GetMPSComputeRunningProcesses": {{7, 9}, {8}},
+	} {
+		answer(list, "ERROR_NOT_SUPPORTED")
+		compute, graphics, err := node.Processes(t.Context(), uuid)
+		if err != nil || !slices.Equal(compute, want[0]) || !slices.Equal(graphics, want[1]) {
+			t.Errorf("without %s: processes %v and %v, %v, want %v", list, compute, graphics, err, want)
+		}
+	}
+	for _, list := range []string{"GetComputeRunningProcesses", "GetGraphicsRunningProcesses"} {
+		answer(list, "ERROR_UNKNOWN")
+		if compute, graphics, err := node.Processes(t.Context(), uuid); err == nil {
+			t.Errorf("processes %v and %v although %s fails", compute, graphics, list)
+		}
 	}
 }
 
@@ -147,7 +161,7 @@ func TestResetsBesideEachOther(t *testing.T) {
 	for _, g := range node.Inventory().GPUs {
 		group.Go(func() error { return node.Reset(t.Context(), g.UUID) })
 		group.Go(func() error { return node.Scan(t.Context()) })
-		group.Go(func() error { _, err := node.Processes(t.Context(), g.UUID); return err })
+		group.Go(func() error { _, _, err := node.Processes(t.Context(), g.UUID); return err })
 	}
 	if err := group.Wait(); err != nil {
 		t.Error(err)

@@ -163,7 +163,7 @@ func (n *Node) inspectGPUs(ctx context.Context, r *Report) {
 		}
 		// Their results are in the recording. Processes belong to tenants and are in no report.
 		_, _ = n.Partitions(ctx, g.UUID)
-		_, _ = n.Processes(ctx, g.UUID)
+		_, _, _ = n.Processes(ctx, g.UUID)
 		cancel()
 	}
 }

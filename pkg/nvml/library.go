@@ -239,6 +239,18 @@ var mpsProcesses = [][]string{{
 	"nvmlDeviceGetMPSComputeRunningProcesses_v3", "nvmlDeviceGetMPSComputeRunningProcesses_v2", "nvmlDeviceGetMPSComputeRunningProcesses",
 }}
 
+// GetGraphicsRunningProcesses has had the versions of GetComputeRunningProcesses.
+func (d *guardedDevice) GetGraphicsRunningProcesses() ([]gonvml.ProcessInfo, gonvml.Return) {
+	if lacks(d.guard.Extensions().LookupSymbol, graphicsProcesses) != "" {
+		return nil, gonvml.ERROR_FUNCTION_NOT_FOUND
+	}
+	return d.Device.GetGraphicsRunningProcesses()
+}
+
+var graphicsProcesses = [][]string{{
+	"nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v2", "nvmlDeviceGetGraphicsRunningProcesses",
+}}
+
 func (d *guardedDevice) GetAddressingMode() (gonvml.DeviceAddressingMode, gonvml.Return) {
 	return guarded(d, d.Device.GetAddressingMode, "nvmlDeviceGetAddressingMode")
 }

@@ -144,6 +144,9 @@ func TestRecordingsOfRealMachines(t *testing.T) {
 			}
 			report := Inspect(t.Context(), hostOf(t, t.TempDir(), profile))
 			calls, replayed := answers(Report{Calls: recorded.Calls}), answers(report)
+			if !slices.ContainsFunc(calls, addedLater) {
+				replayed = slices.DeleteFunc(replayed, addedLater)
+			}
 			for _, all := range [][]record.Call{calls, replayed} {
 				for i := range all {
 					all[i].Values = measured.ReplaceAll(all[i].Values, []byte(`"$1":0`))
@@ -169,6 +172,11 @@ func TestRecordingsOfRealMachines(t *testing.T) {
 			}
 		})
 	}
+}
+
+// addedLater reports whether the agent makes a call only since some recordings were made: how their machines answer it is not known.
+func addedLater(c record.Call) bool {
+	return strings.Contains(c.Method+string(c.Args), "GetGraphicsRunningProcesses")
 }
 
 // dropNewFields removes empty fields that a recording of an older version does not have.
@@ -433,7 +441,7 @@ func TestEachFunctionMayBeMissing(t *testing.T) {
 			// What changes a GPU is called as well. The table has no answer to it, which is NOT_SUPPORTED.
 			_, _ = node.Partitions(t.Context(), g.UUID)
 			_, _ = node.Settings(t.Context(), g.UUID)
-			_, _ = node.Processes(t.Context(), g.UUID)
+			_, _, _ = node.Processes(t.Context(), g.UUID)
 			_, _ = node.SetComputeMode(t.Context(), g.UUID, gpu.ComputeModeProhibited)
 			_ = node.RestoreSettings(t.Context(), g.UUID, gpu.Settings{MemoryClock: 1, GraphicsClock: 1})
 			_, _ = node.Create(t.Context(), gpu.Ref{GPU: g.UUID, Placement: gpu.Placement{Start: 0, Size: 4}}, gpu.Profile{ID: 9})

@@ -122,6 +122,9 @@ func TestOutsider(t *testing.T) {
 			t.Errorf("%s: %q, want %q", name, got, want)
 		}
 	}
+	if got := InPods(proc, []int{1, 2, 3, 4, 9}); !slices.Equal(got, []int{1, 2, 3}) {
+		t.Errorf("processes %v are in pods, want 1, 2 and 3", got)
+	}
 	// Without kubelet's state it is not known who has admin access. The reason says so.
 	must(t, os.WriteFile(ClaimStatePath(f.kubeletDir), []byte("nothing"), 0o600))
 	const unless = ", which does not hold the GPU, unless it has admin access: read kubelet's claim state"

@@ -65,6 +65,16 @@ func Processes(proc, uid string) ([]Process, error) {
 	return found, nil
 }
 
+// InPods returns those of the processes that are in the cgroup of a pod, living or not. proc is the host's.
+func InPods(proc string, pids []int) (found []int) {
+	for _, pid := range pids {
+		if cgroups, err := os.ReadFile(filepath.Join(proc, strconv.Itoa(pid), "cgroup")); err == nil && podOfProcess(cgroups) != "" {
+			found = append(found, pid)
+		}
+	}
+	return found
+}
+
 // Users says which living pods may have processes on a GPU.
 type Users struct {
 	// Holds are those of the node.

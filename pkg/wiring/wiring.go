@@ -337,7 +337,8 @@ func (p *Parts) newCleaner() *handover.Cleaner {
 	return handover.New(handover.Options{
 		Pods: p.Pods, Hardware: p.Hardware, Inventory: p.Views.Configured, Ledger: p.Ledger, Records: p.records.Handover, Managed: p.managed,
 		Reset: func(uuid string) bool { return p.Config.ResetGPUs && p.resettable(uuid) == nil },
-		Outsiders: func(uuid string, pids []int) (outsiders []handover.Outsider) {
+		Outsiders: func(uuid string, compute, graphics []int) (outsiders []handover.Outsider) {
+			pids := slices.Concat(compute, podstate.InPods(p.Config.ProcRoot, graphics))
 			users := podstate.Users{Holds: p.Ledger.Holds(), Driver: p.Config.DriverName, Namespaces: monitorNamespaces(p.Config)}
 			for _, o := range p.Pods.Outsiders(p.Config.ProcRoot, uuid, pids, users) {
 				outsiders = append(outsiders, handover.Outsider(o))

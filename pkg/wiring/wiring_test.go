@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"path/filepath"
 	"slices"
 	"testing"
@@ -60,6 +61,42 @@ func connected(t testing.TB, c config.Config, gpus ...device.GPU) (p *Parts, set
 	})
 	p.Connect(c)
 	return p, settingsRead
+}
+
+// displayed is the hardware of a host with a process that may be its display server.
+type displayed struct {
+	hardware
+	compute, graphics []int
+}
+
+func (d displayed) Processes(context.Context, string) (compute, graphics []int, err error) {
+	return d.compute, d.graphics, nil
+}
+
+func (displayed) Reset(context.Context, string) error { return nil }
+
+// A display server of the host does not keep a GPU from being handed over; a CUDA program on the host does.
+func TestDisplayServerOfTheHostMayStay(t *testing.T) {
+	c := config.Defaults()
+	c.ProcRoot = t.TempDir()
+	if err := os.Mkdir(filepath.Join(c.ProcRoot, "7"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	for file, content := range map[string]string{"cgroup": "0::/user.slice/session-1.scope\n", "stat": "7 (Xorg) S 1"} {
+		if err := os.WriteFile(filepath.Join(c.ProcRoot, "7", file), []byte(content), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	p, _ := connected(t, c, device.GPU{UUID: "GPU-a"})
+	for _, test := range []struct {
+		compute, graphics []int
+		may               bool
+	}{{graphics: []int{7}, may: true}, {compute: []int{7}}} {
+		p.Hardware = displayed{compute: test.compute, graphics: test.graphics}
+		if done, err := p.newCleaner().ResetIdle(t.Context(), "GPU-a"); done != test.may || (err == nil) != test.may {
+			t.Errorf("%+v: reset %v, %v", test, done, err)
+		}
+	}
 }
 
 // A hold whose partition is still recorded is not released for another holder: the reconciler destroys the partition first.

@@ -21,7 +21,9 @@ type Hardware struct{ wiring.Hardware }
 func (Hardware) DriverRoot() string { return Root }
 
 // Processes implements handover.Hardware.
-func (Hardware) Processes(context.Context, string) ([]int, error) { return nil, nil }
+func (Hardware) Processes(context.Context, string) (compute, graphics []int, err error) {
+	return nil, nil, nil
+}
 
 // Settings implements handover.Hardware.
 func (Hardware) Settings(context.Context, string) (device.Settings, error) {

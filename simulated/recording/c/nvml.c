@@ -408,6 +408,11 @@ nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t d, unsigned *c
 	return processes(e, count, infos);
 }
 
+nvmlReturn_t nvmlDeviceGetGraphicsRunningProcesses_v3(nvmlDevice_t d, unsigned *count, nvmlProcessInfo_t *infos) {
+	ON(d, "GetGraphicsRunningProcesses", "%s", "");
+	return processes(e, count, infos);
+}
+
 nvmlReturn_t nvmlDeviceGetMPSComputeRunningProcesses_v3(nvmlDevice_t d, unsigned *count, nvmlProcessInfo_t *infos) {
 	ON(d, "GetMPSComputeRunningProcesses", "%s", "");
 	return processes(e, count, infos);
