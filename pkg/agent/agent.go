@@ -236,17 +236,17 @@ func (a *Agent) serveWithDriver(ctx context.Context, c components) error {
 		if err := paused.begin(ctx); err != nil {
 			return err
 		}
-		group.Go(func() error { return a.whenCallsReturn(ctx, paused.follow(ctx)) })
+		group.Go(func() error { return a.whenCallsReturn(ctx, c.Ledger, paused.follow(ctx)) })
 		if err := a.firstScan(ctx, c); err != nil {
 			return err
 		}
-		group.Go(func() error { return a.whenCallsReturn(ctx, c.driver.Run(ctx)) })
+		group.Go(func() error { return a.whenCallsReturn(ctx, c.Ledger, c.driver.Run(ctx)) })
 		if c.driver.Missing() != nil && a.holdsAny(c.Ledger) {
 			group.Go(func() error {
 				if !a.awaitGPU(ctx, c.driver) {
 					return nil
 				}
-				return a.whenCallsReturn(ctx, errDriverArrived)
+				return a.whenCallsReturn(ctx, c.Ledger, errDriverArrived)
 			})
 			return a.driverless().serveDevices(ctx, c)
 		}

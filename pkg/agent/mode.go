@@ -215,7 +215,8 @@ func (s *settings) postpone(ctx context.Context) bool {
 		s.postponed = true
 		klog.FromContext(ctx).Info("The new configuration waits for a driver call that does not return", "threads", threads)
 		s.event(corev1.EventTypeWarning, "ConfigPostponed", "The node is served as before, because a call of the agent to the driver does not return. "+
-			"The agent starts again with the new configuration when the call returns, or when the node is rebooted. Look for the GPU that hangs in the kernel's log")
+			"The agent starts again with the new configuration when the call returns, or when the node is rebooted. "+
+			"Look in the kernel's log (dmesg) for the GPU that hangs. Reset it, or reboot the node")
 	}
 	return true
 }

@@ -14,6 +14,8 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/klog/v2"
+
+	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
 // stuckPause is the time between two looks at a thread.
@@ -42,21 +44,25 @@ func stuckThreads(ctx context.Context) (stuck []int) {
 	return stuck
 }
 
-// whenCallsReturn returns err. If err asks for a new start, it waits for driver calls that do not return: the node would have no agent. The node
-// is served meanwhile as it was last read.
-func (a *Agent) whenCallsReturn(ctx context.Context, err error) error {
-	reported := false
-	for Restarts(err) {
+// sourceRestart is the agent's source of ledger.Withhold while it cannot start again.
+const sourceRestart = "restart of the agent"
+
+// whenCallsReturn returns err. If err makes the agent start again, it first waits until no driver call is stuck: execve would not return, and
+// the node would have no agent. Nothing reads the driver meanwhile, so no device is given to a new holder.
+func (a *Agent) whenCallsReturn(ctx context.Context, to *ledger.Ledger, err error) error {
+	for reported := false; Restarts(err); {
 		threads := a.stuck(ctx)
 		if len(threads) == 0 {
 			return err
 		}
 		if !reported {
 			reported = true
-			klog.FromContext(ctx).Info("The agent has to start again, and waits for a driver call that does not return", "reason", err.Error(), "threads", threads)
-			a.event(corev1.EventTypeWarning, "RestartPostponed", fmt.Sprintf("The agent has to start again (%v), and cannot, because a call of the "+
-				"agent to the driver does not return. It serves the GPUs as it read them last, and starts again when the call returns, or when the node is "+
-				"rebooted. Look for the GPU that hangs in the kernel's log", err))
+			to.Withhold(sourceRestart, fmt.Errorf("the agent has to start again, and a call to the driver does not return: %w", err))
+			klog.FromContext(ctx).Info("The agent has to start again, and waits for a driver call that does not return", "reason", err.Error(),
+				"threads", threads)
+			a.event(corev1.EventTypeWarning, "RestartPostponed", fmt.Sprintf("The agent has to start again (%v). It cannot, because one of its calls "+
+				"to the driver does not return. No GPU is given to new pods, and running pods keep theirs, until the call returns or the node is rebooted. "+
+				"Look in the kernel's log (dmesg) for the GPU that hangs. Reset it, or reboot the node", err))
 		}
 		select {
 		case <-ctx.Done():

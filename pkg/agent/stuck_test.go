@@ -5,6 +5,7 @@ package agent
 import (
 	"context"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"maps"
 	"os"
@@ -15,10 +16,13 @@ import (
 	"sync/atomic"
 	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"golang.org/x/sys/unix"
+	"k8s.io/client-go/tools/record"
 
+	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 	"github.com/tandem-gpu/tandem/simulated/simnode"
 )
@@ -165,4 +169,40 @@ func TestDriverReplacedWhileACallHangs(t *testing.T) {
 		}
 	}
 	running.stop()
+}
+
+// Nothing reads the GPUs while the restart waits.
+func TestNoDeviceBeforeTheRestart(t *testing.T) {
+	book, err := ledger.Open(t.Context(), ledger.Options{Dir: t.TempDir(), BootID: "boot", PodStates: anything{}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer book.Close()
+	synctest.Test(t, func(t *testing.T) {
+		returned := false
+		a := &Agent{recorder: record.NewFakeRecorder(2), stuck: func(context.Context) []int {
+			if returned {
+				return nil
+			}
+			return []int{7}
+		}}
+		ctx, cancel := context.WithCancel(t.Context())
+		defer cancel()
+		errs := make(chan error, 1)
+		wait := func() { go func() { errs <- a.whenCallsReturn(ctx, book, nvml.ErrDriverReplaced) }(); synctest.Wait() }
+		wait()
+		if err := book.Withheld(); err == nil || !strings.Contains(err.Error(), "does not return") {
+			t.Errorf("withheld: %v", err)
+		}
+		returned = true
+		if err := <-errs; !errors.Is(err, nvml.ErrDriverReplaced) {
+			t.Errorf("once the call has returned: %v", err)
+		}
+		returned = false
+		wait()
+		cancel()
+		if err := <-errs; err != nil {
+			t.Errorf("stopped: %v", err)
+		}
+	})
 }

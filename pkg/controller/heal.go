@@ -14,6 +14,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/events"
@@ -254,7 +255,7 @@ func (h *healer) spareJobs(ctx context.Context, plan EvictionPlan) (EvictionPlan
 		// Pods are read before the Job, so that a pod that the Job counts meanwhile counts twice and not zero times.
 		ended, err := h.endedPods(ctx, pod.Namespace, of.UID)
 		if errors.Is(err, errManyPods) {
-			return EvictionPlan{Refused: fmt.Sprintf("job %s may not replace pod %s: %v", of.Name, pod.Name, err)}, nil
+			return EvictionPlan{Refused: fmt.Sprintf("it is not known whether job %s would replace pod %s: %v", of.Name, pod.Name, err)}, nil
 		} else if err != nil {
 			return EvictionPlan{}, fmt.Errorf("list pods of job %s/%s: %w", pod.Namespace, of.Name, err)
 		}
@@ -271,11 +272,15 @@ func (h *healer) spareJobs(ctx context.Context, plan EvictionPlan) (EvictionPlan
 	return plan, nil
 }
 
-// Every user of a namespace can give pods the label of a Job's pods. So they are read in parts, of which each is dropped before the next, and no more
-// than mostPodsOfJob.
+// Every user of a namespace can give pods the label of a Job's pods. So at most mostPodsOfJob are read, in parts of podsAtOnce, and each part is
+// dropped before the next one is read.
 const podsAtOnce, mostPodsOfJob = 25, 2500
 
-var errManyPods = fmt.Errorf("more than %d pods have its label", mostPodsOfJob)
+var (
+	// A Job keeps the pods that have succeeded, of which there may be thousands.
+	notSucceeded = client.MatchingFieldsSelector{Selector: fields.OneTermNotEqualSelector("status.phase", string(corev1.PodSucceeded))}
+	errManyPods  = fmt.Errorf("more than %d pods that have not succeeded have the job's label", mostPodsOfJob)
+)
 
 // endedPods returns the UIDs of the pods that a Job will count as failed. The error is errManyPods if not all could be read.
 func (h *healer) endedPods(ctx context.Context, namespace string, job types.UID) (ended []types.UID, err error) {
@@ -283,7 +288,7 @@ func (h *healer) endedPods(ctx context.Context, namespace string, job types.UID)
 	next := ""
 	for read := 0; read < mostPodsOfJob; read += podsAtOnce {
 		var pods corev1.PodList
-		if err := h.live.List(ctx, &pods, client.InNamespace(namespace), mine, client.Limit(podsAtOnce), client.Continue(next)); err != nil {
+		if err := h.live.List(ctx, &pods, client.InNamespace(namespace), mine, notSucceeded, client.Limit(podsAtOnce), client.Continue(next)); err != nil {
 			return nil, err
 		}
 		for i := range pods.Items {

@@ -334,13 +334,13 @@ func (i *Inventory) report(ctx context.Context, found map[device.Health][]string
 		names := found[why]
 		i.metrics.unusable.WithLabelValues(why.Reason).Add(float64(len(names)))
 		klog.FromContext(ctx).Info("Devices that work are not offered", "devices", names, "reason", why.Reason, "message", why.Message)
-		reason, what := "DeviceNotInjectable", "containers cannot be given them"
+		reason, what, also := "DeviceNotInjectable", "containers cannot be given them", " If an IMEX channel is missing, create it."
 		if why.Reason == device.ReasonNotRecordable {
-			reason, what = "DeviceNotRecordable", "the run directory cannot be written"
+			reason, what, also = "DeviceNotRecordable", "the run directory cannot be written", ""
 		}
 		i.config.Recorder.Eventf(i.node(), corev1.EventTypeWarning, reason,
-			"Not offering %s, because %s: %s. Make the path writable, and free space or inodes on its disk; the agent then offers them within seconds",
-			regarding.Some(names), what, why.Message)
+			"Not offering %s, because %s: %s. Make the path writable, and free space or inodes on its disk.%s The agent then offers them within seconds",
+			regarding.Some(names), what, why.Message, also)
 	}
 }
 

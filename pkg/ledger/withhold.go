@@ -13,7 +13,7 @@ import (
 type WithheldError struct{}
 
 func (*WithheldError) Error() string {
-	return "the node gives no GPU to new pods now, because it does not know which pod has which GPU: events of the node say why"
+	return "the node gives no GPU to new pods now: events of the node say why"
 }
 
 // Withhold makes the ledger refuse every new hold for a reason, until it is called for the same source with nil. Holds stay, and

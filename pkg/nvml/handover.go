@@ -107,14 +107,14 @@ func (op *operation) restoreSettings(wanted gpu.Settings) error {
 // Reset resets a GPU by the driver's nvidia-smi, because NVML has no such call: memory, settings and errors are as after a boot. It fails
 // while any process uses the GPU. The error is gpu.ErrUnsupported if the driver has no nvidia-smi or the GPU no reset. pkg/handover
 // calls it. It is safe for concurrent use and waits for other operations on the GPU. It ends this process's NVML session meanwhile,
-// because the driver refuses to reset a GPU that a session has open (nvidia-smi(1), "--gpu-reset"). While an earlier reset does not end, it
-// fails.
+// because the driver refuses to reset a GPU that a session has open (nvidia-smi(1), "--gpu-reset"). It fails while the nvidia-smi of an earlier
+// reset still runs.
 func (n *Node) Reset(ctx context.Context, uuid string) error {
 	leave, err := n.lockGPU(ctx, uuid)
 	if err == nil {
 		_, err = await(ctx, func(answer func(struct{}, error) bool) {
 			defer leave()
-			answer(struct{}{}, n.reset(uuid))
+			answer(struct{}{}, n.reset(ctx, uuid))
 		})
 	}
 	if err != nil {
@@ -123,10 +123,15 @@ func (n *Node) Reset(ctx context.Context, uuid string) error {
 	return nil
 }
 
-// aReset is the key of resets, whichever GPU they are of.
+// aReset is the one key for the resets of all GPUs: each of them suspends the session.
 const aReset = "reset"
 
-func (n *Node) reset(uuid string) error {
+func (n *Node) reset(ctx context.Context, uuid string) error {
+	unlock, err := n.turns.Lock(ctx, aReset)
+	if err != nil {
+		return err
+	}
+	defer unlock()
 	n.mu.Lock()
 	attached := n.attachment
 	g, known := n.inventory.ByUUID(uuid)
@@ -137,13 +142,8 @@ func (n *Node) reset(uuid string) error {
 	if paused := n.paused.Load(); paused != nil {
 		return paused
 	}
-	unlock, err := n.turns.Lock(context.Background(), aReset) // a running reset has a timeout
-	if err != nil {
-		return err
-	}
-	defer unlock()
 	if !n.callEnded(aReset) {
-		return errToolStays // without the end of the session
+		return errToolStays // before the session is suspended
 	}
 	err = attached.session.suspend(n.options.patience, func() error {
 		return n.runSMI(aReset, attached.layout, "--gpu-reset", "-i", uuid)

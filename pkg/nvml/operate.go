@@ -467,6 +467,7 @@ func (op *operation) setMode(mode int) error {
 	case ret != gonvml.SUCCESS:
 		return fmt.Errorf("read the current mode: %w", returnError{ret})
 	case current == mode:
+		op.exact = op.gpu.MIGEnabled == (mode == gonvml.DEVICE_MIG_ENABLE)
 		return nil
 	}
 	instances, err := instancesOf(op.gpu, op.device)

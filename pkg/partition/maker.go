@@ -168,7 +168,7 @@ func (m *Maker) create(ctx context.Context, want device.Partition, found *device
 	if err != nil {
 		return device.Partition{}, err
 	}
-	// The inventory may be a scan behind: a reset ends MIG mode.
+	// The inventory may be older than a reset, which ends MIG mode. So it does not tell whether MIG mode is on.
 	if err := m.hardware.EnableMIG(ctx, gpu.UUID); err != nil {
 		return device.Partition{}, err
 	}
@@ -231,7 +231,7 @@ func (m *Maker) overlap(requested string, p device.Partition) error {
 }
 
 // Destroy destroys a recorded partition, complete or not, and removes its record, unless a holder uses it. A partition without a record
-// stays. Idempotent; after an error the record remains. MIG mode that cannot be switched off is no error: IdleMIGMode has the GPU then.
+// stays. Idempotent; after an error the record remains. If MIG mode cannot be switched off, that is no error: IdleMIGMode returns the GPU.
 func (m *Maker) Destroy(ctx context.Context, ref device.Ref, unused func() bool) (err error) {
 	defer func() { err = wrap(err, "destroy partition %s", ref) }()
 	unlock, err := m.lock(ctx, ref.GPU)
@@ -261,8 +261,8 @@ func (m *Maker) Destroy(ctx context.Context, ref device.Ref, unused func() bool)
 		}
 	}
 	if err := m.disableStatic(ctx, ref, others); err != nil {
-		// Another process may have the GPU open. EndIdleMIGMode has the error, too: another Destroy might find an administrator's partition, to which
-		// the driver gave the same UUID.
+		// Another process may have the GPU open. EndIdleMIGMode tries again and returns the error. The record must end now: a later Destroy could find
+		// an administrator's partition, to which the driver gave the same UUID.
 		m.left.Store(ref.GPU, true)
 	}
 	return m.store.Drop(ref)
@@ -310,9 +310,13 @@ func (m *Maker) disableMIG(ctx context.Context, gpu device.GPU) error {
 	return m.hardware.DisableMIG(ctx, gpu.UUID)
 }
 
-// IdleMIGMode returns the GPUs in idle MIG mode: without a partition and without a record of one. They are dynamic, or Destroy has left them so.
+// IdleMIGMode returns the GPUs in idle MIG mode: without a partition and without a record of one. They are dynamic,
+// or Destroy could not switch their MIG mode off.
 func (m *Maker) IdleMIGMode() []device.GPU {
 	return slices.DeleteFunc(m.Inventory().GPUs, func(gpu device.GPU) bool {
+		if !gpu.MIGEnabled || slices.ContainsFunc(gpu.Partitions, func(p device.Partition) bool { return !p.Made }) {
+			m.left.Delete(gpu.UUID) // an administrator has taken over
+		}
 		_, left := m.left.Load(gpu.UUID)
 		return !gpu.Dynamic && !left || !gpu.MIGEnabled || len(gpu.Partitions) > 0 || !mig.Switchable(gpu) || !gpu.Health.Healthy() || m.recorded(gpu.UUID)
 	})

@@ -667,8 +667,8 @@ func TestPartitionOfAGPUThatIsGone(t *testing.T) {
 	}
 }
 
-// A monitor has the GPU open, so its MIG mode cannot be switched off with the last partition. The claim's hold ends all the same. What an administrator
-// creates afterwards stays, although the driver gives it the same UUID.
+// A monitor has the GPU open, so its MIG mode cannot be switched off with the last partition. The record ends all the same. A partition that an
+// administrator creates afterwards stays, although the driver gives it the same UUID.
 func TestModeOfAStaticGPUThatStays(t *testing.T) {
 	h := newHardware()
 	dynamic := true
@@ -703,12 +703,41 @@ func TestModeOfAStaticGPUThatStays(t *testing.T) {
 	if err := h.Destroy(t.Context(), ours.Ref); err != nil {
 		t.Fatal(err)
 	}
+	if idle := m.IdleMIGMode(); len(idle) > 0 {
+		t.Errorf("the administrator has the GPU, and idle are %v", idle)
+	}
+}
+
+// As above, and the monitor closes the GPU.
+func TestModeOfAStaticGPUEndsLater(t *testing.T) {
+	h := newHardware()
+	dynamic := true
+	m := process(t, t.TempDir(), h)
+	m.policy.Dynamic = func(device.GPU) bool { return dynamic }
+	ours, err := create(t.Context(), m, wanted("1g.10gb", 19, 0, 1), always)
+	if err != nil {
+		t.Fatal(err)
+	}
+	dynamic, h.step = false, func(name string) error {
+		if name == "disable" {
+			return errors.New("the GPU is in use")
+		}
+		return nil
+	}
+	if err := m.Destroy(t.Context(), ours.Ref, always); err != nil {
+		t.Fatal(err)
+	}
+	h.step = func(string) error { return nil }
+	idle := m.IdleMIGMode()
+	if len(idle) != 1 {
+		t.Fatalf("idle are %v", idle)
+	}
 	if err := m.EndIdleMIGMode(t.Context(), idle[0], always); err != nil || len(m.IdleMIGMode()) > 0 {
 		t.Errorf("switched off: %v, idle %v", err, m.IdleMIGMode())
 	}
 }
 
-// beforeReset has the inventory of before a reset, which has ended MIG mode (from Hopper on it is not persistent).
+// beforeReset still has the inventory from before a reset, which has ended MIG mode (from Hopper on, MIG mode is not persistent).
 type beforeReset struct{ *hardware }
 
 func (b beforeReset) Inventory() device.Inventory {
