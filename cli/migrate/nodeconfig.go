@@ -10,8 +10,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 )
 
-// mountedConfigs returns the value config of NVIDIA's chart for a pod of the device plugin: its config-manager takes the node's configuration
-// from a ConfigMap. GPU Operator's pods have one as well. It returns nil without such a ConfigMap.
+// mountedConfigs returns the value config of NVIDIA's chart for a pod of the device plugin. The pod's config-manager takes the node's
+// configuration from a ConfigMap, also in GPU Operator's pods. It returns nil if no container mounts such a ConfigMap.
 func mountedConfigs(pod *corev1.PodSpec) map[string]any {
 	for _, c := range slices.Concat(pod.Containers, pod.InitContainers) {
 		variables := map[string]string{}

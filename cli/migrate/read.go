@@ -44,7 +44,7 @@ type Source struct {
 	// Chosen is the part of Values that a user set; nil means all. Only these are reported as lost.
 	Chosen map[string]any
 
-	// release is the namespace and name of the Helm release that Values are of.
+	// release is the namespace and name of the Helm release that Values come from.
 	release string
 	// configMap is the name of the ConfigMap that Values are from.
 	configMap string

@@ -120,9 +120,9 @@ func newestRevisions(secrets []corev1.Secret) []corev1.Secret {
 	return found
 }
 
-// ReadDaemonSets returns the settings of NVIDIA's DaemonSets that are in their environment and arguments, as variables of GPU Operator and of
-// static manifests are, with the ConfigMaps of node configurations that no release has. It returns what it could read together with errors about
-// the rest. namespace is that of ReadReleases, and releases are what that returned.
+// ReadDaemonSets returns the settings that NVIDIA's DaemonSets have in their environment and arguments, as those of GPU Operator and of static
+// manifests do. It also returns the node configurations in the ConfigMaps that only a DaemonSet names. It returns what it could read together
+// with errors about the rest. namespace is that of ReadReleases, and releases are its result.
 func ReadDaemonSets(ctx context.Context, client kubernetes.Interface, namespace string, releases []Source) ([]Source, error) {
 	sets, err := client.AppsV1().DaemonSets(metav1.NamespaceAll).List(ctx, metav1.ListOptions{})
 	if err != nil {
@@ -223,8 +223,8 @@ func releaseSources(secret corev1.Secret) ([]Source, error) {
 		}
 		return []Source{source}, nil
 	}
-	// Helm leaves out the dependencies that are disabled, and has the alias as name where there is one (ProcessDependencies): those are read by
-	// their DaemonSets. It adds the dependencies' defaults to the values, so nothing says what of these a user chose.
+	// Helm leaves out disabled dependencies, and replaces the name of a dependency by its alias (ProcessDependencies). ReadDaemonSets reads those
+	// with an alias. Helm adds the dependencies' defaults to the values, so it is not known which of them a user chose: Chosen stays nil.
 	var sources []Source
 	for _, d := range chart.Dependencies {
 		kind, ok := chartKinds[d.Name]

@@ -11,7 +11,7 @@ import (
 	"k8s.io/client-go/kubernetes/fake"
 )
 
-// cluster is the translation of what a cluster has. A pod makes the namespace of the plugin an administered one.
+// cluster translates the releases and DaemonSets of a cluster. It adds a pod by which the namespace of the plugin counts as administered.
 func cluster(t *testing.T, objects ...runtime.Object) Result {
 	t.Helper()
 	client := fake.NewClientset(append(objects, podOn("a", "plugin", &plugin))...)
@@ -93,7 +93,7 @@ func TestDaemonSetsOfReleases(t *testing.T) {
 	}
 }
 
-// Of a DaemonSet without any value, what is lost is reported all the same.
+// A DaemonSet from which no value is read is a source all the same: what is lost is reported.
 func TestDaemonSetWithLossesOnly(t *testing.T) {
 	set := pluginSet("", corev1.PodSpec{Containers: []corev1.Container{{Name: "nvidia-device-plugin-ctr", EnvFrom: []corev1.EnvFromSource{{}}}}})
 	wantValues(t, cluster(t, set), "{}", []string{"envFrom: set its variables"}, nil)

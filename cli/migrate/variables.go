@@ -28,7 +28,7 @@ var moreVariables = map[string]string{
 	"KUBELET_PLUGINS_DIRECTORY_PATH": "kubeletPlugin.kubeletPluginsDirectoryPath", "CONSUMABLE_SHARES": "consumableShares",
 }
 
-// reportedVariables are lost with a value that is not in silent.
+// reportedVariables are not converted. They are reported as lost, with the reason why, unless their value is in silent.
 var reportedVariables = map[string]struct {
 	silent []string
 	why    string
@@ -46,8 +46,8 @@ var ownVariables = []string{
 	"HEALTHCHECK_PORT", "KUBELET_REGISTRAR_DIRECTORY_PATH", "MASK_NVIDIA_DRIVER_PARAMS", "HOST_ROOT", "CONFIG_FILE_SRCDIR",
 }
 
-// applyVariables sets the keys that variables set: in NVIDIA's programs a variable overrides the key. It returns the variables that set none, and
-// apart from them those that are lost.
+// applyVariables sets the keys that variables set: in NVIDIA's programs a variable overrides the key. left are the variables that set no key,
+// without those that are lost.
 func (t table) applyVariables(values, chosen map[string]any, variables []any) (left []any, lost []lostKeys, changes []string) {
 	for _, one := range variables {
 		v, _ := one.(map[string]any)
@@ -98,7 +98,7 @@ func isBoolean(key string) bool {
 	}, key)
 }
 
-// isList reports whether NVIDIA's programs add up the flags of a key that is set several times. Of others the last one counts.
+// isList reports whether a key is a list: NVIDIA's programs add up its flags if there are several. Of another key's flags the last one counts.
 func isList(key string) bool { return key == "deviceListStrategy" || key == "cdi.featureFlags" }
 
 // argumentsAsVariables returns flags of NVIDIA's programs as variables, and the words that are none. A flag takes its value from the next

@@ -143,7 +143,7 @@ func Replica(memory uint64, n int) Share {
 // Whole reports whether it is all of the device.
 func (s Share) Whole() bool { return s == Share{} }
 
-// AllMemory reports whether nothing of the memory is left beside the share: by ShareOf it is the whole device.
+// AllMemory reports whether the share is all of the device's memory. For as much, ShareOf returns the whole device.
 func (s Share) AllMemory() bool { return s.Count == 0 && ShareOf(s.Bytes, s.Of).Whole() }
 
 // SameWhole reports whether both are shares that can be added up: of as much memory, and of as many equal shares.

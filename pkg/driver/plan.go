@@ -230,8 +230,8 @@ func describeSettings(policy device.Sharing) string {
 	return fmt.Sprintf("strategy %s with interval %s", policy.Strategy, cmp.Or(policy.Interval, string(parametersv1beta1.IntervalDefault)))
 }
 
-// allMemory returns the share with all of the device's memory that a claim has beside claims without memory, by an earlier policy; the whole
-// device for none. The ledger lets the claim keep it, so that the device's settings are not the claim's.
+// allMemory returns the share of all the device's memory that a claim still holds by an earlier policy, beside claims without memory. It returns
+// the whole device if the claim holds no such share. The ledger lets the claim keep the share, so the claim's settings are not applied.
 func (d *Driver) allMemory(claim *resourceapi.ResourceClaim, ref device.Ref) device.Share {
 	for _, h := range d.Ledger.Holds() {
 		mine := h.Holder == ledger.Holder{Kind: ledger.KindClaim, ID: string(claim.UID)} && h.Device == ref

@@ -44,8 +44,8 @@ func newMetrics(registerer prometheus.Registerer) *metrics {
 	m := &metrics{
 		unusable: factory.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "tandem_unusable_devices",
-			Help: "Devices that work and are not offered, by reason: NotInjectable (their CDI device or the hook cannot be written), " +
-				"NotRecordable (the run directory cannot be written).",
+			Help: "Devices that work and are not offered, by reason: NotInjectable (their CDI device or the hook cannot be written, or a required " +
+				"IMEX channel is missing), NotRecordable (the run directory cannot be written).",
 		}, []string{"reason"}),
 		unhealthy: factory.NewGaugeVec(prometheus.GaugeOpts{
 			Name: "tandem_unhealthy_device",

@@ -62,7 +62,8 @@ func newKeeper(records *Records, counts func(int) bool, total *prometheus.Counte
 	}
 }
 
-// load reads the records once, with mu locked. A clock that was set back since makes none of them later than the agent's start.
+// load reads the records once, with mu locked. If the clock was set back since, a record may be later than the agent's start: then it gets the
+// time of that start.
 func (k *keeper) load() {
 	if k.loaded {
 		return

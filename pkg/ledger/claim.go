@@ -211,8 +211,8 @@ func (l *Ledger) tryClaim(ctx context.Context, r ClaimRequest) (conflict *Confli
 	return nil, reservation, nil
 }
 
-// sharesOf returns the shares of the request. A claim that has a device already keeps its share of it, also where the sharing policy has
-// another whole now, or where all of the memory is the whole device now.
+// sharesOf returns the shares of the request. A claim that has a device already keeps its share of it, also if the sharing policy divides the
+// device differently now, or now gives the whole device for all of its memory.
 func (l *Ledger) sharesOf(holder Holder, r ClaimRequest) map[device.Ref]device.Share {
 	shares := maps.Clone(r.Shares)
 	for ref, share := range shares {

@@ -388,7 +388,8 @@ func (u usage) availability(resource string, i item, others uses) (mine, conflic
 	return mine, conflict || others.exclude(request)
 }
 
-// ownHold returns the hold of the pod that holds the item under this ID, and whether such a hold is in conflict with it.
+// ownHold returns the hold of the pod that has the item under this ID, if there is one (mine), and whether a hold under this ID is in conflict
+// with the item.
 func (u usage) ownHold(resource string, i item) (own ledger.Hold, mine, conflict bool) {
 	for _, h := range u.holds[i.GPU.UUID] {
 		if h.Holder != (ledger.Holder{Kind: ledger.KindPod, ID: i.id}) || !h.Device.Overlaps(i.Ref()) {

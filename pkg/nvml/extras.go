@@ -23,7 +23,8 @@ type Extras struct {
 	// GDS is GPUDirect Storage: /dev/nvidia-fs*, /run/udev, /etc/cufile.json. GDRCopy is /dev/gdrdrv. MOFED are /dev/infiniband/uverbs* and
 	// rdma_cm.
 	GDS, GDRCopy, MOFED bool
-	// IMEXChannels are the numbers of channels below /dev/nvidia-caps-imex-channels. If they are required, all GPUs are unhealthy without.
+	// IMEXChannels are the numbers of channels below /dev/nvidia-caps-imex-channels. If they are required, all GPUs are
+	// unhealthy while one of them does not exist.
 	IMEXChannels []int
 	IMEXRequired bool
 }

@@ -92,7 +92,7 @@ func readECC(g *gpu.GPU, d gonvml.Device) {
 	}
 }
 
-// readState reads whether a GPU answers, its memory and its node.
+// readState reads whether a GPU answers, its memory and its device node.
 func (r *reader) readState(known *knownGPU, d gonvml.Device) {
 	g := &known.gpu
 	g.Health, g.Faults = gpu.Health{}, nil
@@ -216,7 +216,7 @@ func (r *reader) visit(index int, deep bool, recall func(uuid string) (knownGPU,
 		known.deinitialises = ret == gonvml.SUCCESS && mode == gonvml.FEATURE_DISABLED
 	}
 	if answers {
-		readFaults(&known, d) // some are none in MIG mode, which is known by now
+		readFaults(&known, d) // after readMIG: some do not count in MIG mode
 	}
 	if known.condition.unread {
 		v.began = time.Time{}

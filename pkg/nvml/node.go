@@ -80,7 +80,7 @@ type Node struct {
 	inventory gpu.Inventory
 	// unidentified counts enumerated GPUs that are unknown and whose UUID or minor number cannot be read.
 	unidentified int
-	// failure is the error of the last scan, lacking the IMEX channel that it did not find.
+	// failure is the error of the last scan. lacking is its error about a required IMEX channel that does not exist.
 	failure, lacking error
 	changed          broadcast.Signal
 	// All by UUID: since is the start of the GPU's running operation, changes the number of changes by operations, reads the start of the
@@ -266,7 +266,7 @@ func (n *Node) attach() error {
 	n.attachment = attachment{&session{library: library, paused: &n.paused}, l, caps, n.options.majors()}
 	n.mu.Unlock()
 	if before != nil {
-		before.idle.Notify() // those who wait for it want the new one
+		before.idle.Notify() // goroutines that wait for the old session use the new one
 	}
 	for _, known := range n.known {
 		known.complete, known.profiled, known.condition = false, false, condition{}

@@ -64,8 +64,8 @@ func (n *Node) Resume(ctx context.Context) error {
 	return n.Scan(ctx)
 }
 
-// withdraw marks a GPU as unhealthy if the node is paused, or lacks an IMEX channel that is required. Pods that get their GPUs without CDI must
-// not have it either, so this is not left to the container edits. Under n.mu.
+// withdraw marks a GPU as unhealthy if the node is paused or lacks a required IMEX channel. An error in the container edits would not be enough:
+// pods that get their GPUs without CDI must not get one without the channel either. The caller holds n.mu.
 func (n *Node) withdraw(g *gpu.GPU) {
 	if paused := n.paused.Load(); paused != nil {
 		g.Health = gpu.Health{Reason: gpu.ReasonPaused, Message: paused.Reason}

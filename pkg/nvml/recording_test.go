@@ -174,7 +174,7 @@ func TestRecordingsOfRealMachines(t *testing.T) {
 	}
 }
 
-// addedLater reports whether the agent makes a call only since some recordings were made: how their machines answer it is not known.
+// addedLater reports whether the agent did not make a call yet when some recordings were made. How those machines answer it is not known.
 func addedLater(c record.Call) bool {
 	return strings.Contains(c.Method+string(c.Args), "GetGraphicsRunningProcesses")
 }

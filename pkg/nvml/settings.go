@@ -91,8 +91,8 @@ func settingError(ret gonvml.Return) error {
 
 // SetTimeSlice sets how long a process has the GPU before the next one: 0 is the driver's default, 1 short, 2 medium, 3 long. It
 // runs the driver's nvidia-smi, because NVML has no such call. The setting is lost when the driver is unloaded. The error is
-// gpu.ErrUnsupported if the GPU has no time slices, the driver no nvidia-smi that sets them, or the agent no right to. pkg/sharing
-// calls it. Idempotent and safe for concurrent use; it waits for other operations on the GPU.
+// gpu.ErrUnsupported if the GPU has no time slices, the driver has no nvidia-smi that sets them, or the agent has no right to set
+// them. pkg/sharing calls it. Idempotent and safe for concurrent use; it waits for other operations on the GPU.
 func (n *Node) SetTimeSlice(ctx context.Context, uuid string, interval int) error {
 	if interval < 0 || interval > 3 {
 		return fmt.Errorf("set time slice of GPU %s to %d: not from 0 to 3", uuid, interval)
@@ -106,7 +106,7 @@ func (n *Node) SetTimeSlice(ctx context.Context, uuid string, interval int) erro
 	return nil
 }
 
-// refusals are nvidia-smi's exit statuses after which nothing was done, and a retry does not help (nvidia-smi(1), return value): the version
+// refusals are nvidia-smi's exit statuses after which nothing was done, and a retry does not help (nvidia-smi(1), return value): its version
 // does not know the arguments, the GPU does not support the operation, the agent has no permission, or the driver does not have the function.
 var refusals = []int{2, 3, 4, 13}
 
@@ -132,10 +132,11 @@ const toolPatience = 3
 const toolDelay = time.Second
 
 // errToolStays means that a tool, or an earlier one with the same key, was killed and does not end.
-var errToolStays = errors.New("nvidia-smi hangs in the driver and cannot be killed")
+var errToolStays = errors.New("nvidia-smi hangs in the driver and cannot be killed. If it does not end, reboot the node")
 
-// runSMI is Options.smi for a tool that the driver may keep in a sleep that no signal ends: then the tool and the goroutine that waits for
-// it end once the driver answers. Until then, runSMI starts no other tool with the same key. Calls with one key must not be concurrent.
+// runSMI is Options.smi with a limit also for a tool that cannot be killed because it sleeps in the driver. The tool and the goroutine that
+// waits for it end once the driver answers. Until then, runSMI returns errToolStays and starts no other tool with the same key. Calls with
+// one key must not be concurrent.
 func (n *Node) runSMI(about string, l layout, args ...string) error {
 	limit := toolPatience*n.options.patience + 2*toolDelay // later than the tool's own timeout
 	_, err := attemptFor(n, limit, about, nil, func() (struct{}, error) {

@@ -16,8 +16,8 @@ import (
 	"github.com/tandem-gpu/tandem/simulated"
 )
 
-// A process that sleeps in the driver may survive its kill. Then the GPUs are watched and operated on all the same, and no other such tool
-// starts until the process has ended.
+// SIGKILL may not end a process that sleeps in the driver. Scans and operations of the GPUs go on all the same, and no other such tool starts
+// until the process has ended.
 func TestToolThatCannotBeKilled(t *testing.T) {
 	for name, test := range map[string]struct {
 		run func(n *Node, ctx context.Context, uuid string) error

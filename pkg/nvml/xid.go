@@ -193,9 +193,9 @@ func (w *watched) recordEnd(ctx context.Context, g gpu.GPU, err error) {
 	w.problem = problem
 }
 
-// watchGPU calls handle for each XID of a GPU, until ctx is done, the GPU has come back or is gone, or the session is needed.
+// watchGPU calls handle for each XID of a GPU, until ctx is done, the GPU has come back or is gone, or the session is needed or replaced.
 func (n *Node) watchGPU(ctx context.Context, s *session, g gpu.GPU, handle func(gpu.XIDEvent)) error {
-	// A call that hangs keeps a session, and its marks, for ever: the driver may have been found again meanwhile.
+	// A call that hangs keeps a session outdated for ever. If the driver is found again meanwhile, the events come from the new session.
 	free := func() bool { return s.wanted.Load() == 0 && !s.suspended.Load() && !s.outdated.Load() || !n.uses(s) }
 	if !broadcast.Await(ctx, s.idle.Changed, free) || !n.uses(s) {
 		return nil

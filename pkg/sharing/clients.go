@@ -73,7 +73,7 @@ func (p *Policy) Client(d device.Device, share device.Share) (*Client, error) {
 	}
 	l := p.manager.policyLimit(d.GPU.UUID, share)
 	if d.MemoryBytes() == 0 {
-		l = limit{} // the amount stands for the share only (device.Replica)
+		l = limit{} // the share has no real amount of memory then (device.Replica)
 	}
 	if policy := d.Sharing(); policy.Claims == device.ByMemory {
 		l.threads = 100 / policy.ReplicaCount()

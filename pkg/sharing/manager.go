@@ -315,8 +315,8 @@ func (m *Manager) set(ctx context.Context, key Key, s setting) error {
 	return nil
 }
 
-// setSlice sets the time slice. It records that before, so that a slice is restored only where one may have been set: a GPU
-// that supports none, or an agent without the right to, could never restore it (TestUnsupported).
+// setSlice sets the time slice. It records that before, so that a slice is restored only where one may have been set. If the GPU
+// supports no slice, or the agent has no right to set one, a restore would always fail (TestUnsupported).
 func (m *Manager) setSlice(ctx context.Context, key Key, s setting) error {
 	record := func(unset bool) error {
 		if s.SliceUnset == unset {
@@ -325,7 +325,7 @@ func (m *Manager) setSlice(ctx context.Context, key Key, s setting) error {
 		s.SliceUnset = unset
 		return m.Records.Put(key, s)
 	}
-	unset := s.SliceUnset // not if an earlier process may have set it
+	unset := s.SliceUnset // false if an earlier process may have set the slice
 	if err := record(false); err != nil {
 		return err
 	}

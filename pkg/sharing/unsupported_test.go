@@ -107,8 +107,8 @@ func TestUnsupportedWithRecordOfBefore(t *testing.T) {
 	}
 }
 
-// An agent that dies before the tool has answered leaves a record by which the slice may be set. The next one restores it where it may, and
-// otherwise keeps neither the record nor the GPU.
+// An agent that ends before nvidia-smi has answered leaves a record by which the slice may be set. The next agent restores the slice if it has
+// the right to. Otherwise it removes the record, and the GPU is free for other claims.
 func TestTimeSliceThatMayBeSet(t *testing.T) {
 	for _, allowed := range []bool{true, false} {
 		w := newWorld(t)
@@ -127,7 +127,7 @@ func TestTimeSliceThatMayBeSet(t *testing.T) {
 			t.Errorf("allowed %t: left %s, tried %d times to restore", allowed, w.state(), h.tries)
 		}
 	}
-	// A process in between that may not set it forgets nothing.
+	// A process in between that has no right to set the slice keeps the record.
 	w := newWorld(t)
 	for i, hardware := range []Hardware{dying{w}, &incapable{world: w, modes: true}} {
 		k := w.process()

@@ -233,7 +233,7 @@ func TestResetOfADynamicGPUWithStaticPartitions(t *testing.T) {
 		Sharing: func(device.GPU) device.Sharing { return device.Sharing{} },
 	}
 	p.Registerer = nil
-	// only the maker is needed again, with the policy of a dynamic GPU
+	// Only the maker has to be made again, with a policy by which the GPU is dynamic.
 	p.Partitions = partition.NewMaker(p.records.Partitions, p.Hardware, *p.GPUs)
 	p.Views.Configured = p.Partitions
 	if got := p.Views.Configured.Inventory().GPUs[0]; !got.Dynamic || got.Partitions[0].Made {

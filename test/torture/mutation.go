@@ -45,7 +45,7 @@ func Mutations() []Mutation {
 	listed := often([2]int{3, 5}, Fault{ListPods, "pod-resources", 1})
 	listed.Linger, listed.BurstEvery, listed.Ambush, listed.Demand = 0, [2]int{3, 6}, 80, [2]int{2, 5}
 	listed.FreezeEvery, listed.Frozen = [2]int{4, 8}, []Fault{{Freeze, agentName, 1}}
-	// calm leaves pods by limits beside a tainted GPU alone for a while. While many GPUs have taints, every eviction may be a right one.
+	// calm lets pods with limits run beside a tainted GPU for a while. While many GPUs have taints, every eviction may be a right one.
 	calm := often([2]int{12, 20}, Fault{TaintGPU, noExecute, 1})
 	calm.Demand, calm.BurstEvery, calm.FreezeEvery, calm.Linger, calm.Dwell = [2]int{4, 7}, [2]int{45, 50}, [2]int{45, 50}, 0, 4*maxDwell
 	// foreign leaves free GPUs for the foreign plugin to give away.

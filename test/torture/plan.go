@@ -205,7 +205,7 @@ type Op struct {
 	Delay   time.Duration
 	// Pause is how long a frozen component stays frozen, a killed one down, or another fault lasts.
 	Pause time.Duration
-	// Dwell is how long the operation stays in flight when all is said, so that operations come at a pace.
+	// Dwell is how long the operation stays in flight after its last action. It sets the pace of operations.
 	Dwell time.Duration
 }
 
@@ -310,7 +310,7 @@ type Mix struct {
 	Sharing bool
 	// Workflows makes most bursts by owners that do not replace their pods.
 	Workflows bool
-	// Dwell is the longest time that an operation stays in flight when all is said.
+	// Dwell is the longest time that an operation stays in flight after its last action.
 	Dwell time.Duration
 }
 
