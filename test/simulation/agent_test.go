@@ -59,9 +59,10 @@ type agent struct {
 	// trouble is what the agent has heard of daemons whose pods do not run.
 	trouble []v1alpha1.WaitingDaemon
 
-	restored, synced, serving, registering bool
-	stream                                 *stream
-	list                                   *pluginapi.ListAndWatchResponse
+	// adopting is set while a call adopts or restores, begun once adoption has begun, serving once claims are served.
+	restored, synced, begun, adopting, serving, registering bool
+	stream                                                  *stream
+	list                                                    *pluginapi.ListAndWatchResponse
 	// acknowledged is what kubelet called allocatable when it was last asked; nil for unknown.
 	acknowledged []string
 	confirming   bool
@@ -95,7 +96,7 @@ func (s *simulation) startAgent() {
 		if !a.synced {
 			a.synced = true
 			a.pods.Listed(time.Now())
-			a.serve()
+			a.begin()
 		}
 	})
 	s.after(a.process, 0, "restores holds", func() { s.spawn(a.process, "restore", a.restore) })
@@ -113,8 +114,10 @@ func (a *agent) restore(c *call) {
 		a.run("restores settings", a.shared.Run)
 		a.run("policy", a.policy.Run)
 	}
-	a.serve()
+	a.begin()
 }
+
+func (a *agent) life() *process { return a.process }
 
 // run runs one of the agent's loops as it is.
 func (a *agent) run(name string, loop func(context.Context) error) {
@@ -243,59 +246,14 @@ func (a *agent) diskStep() {
 	}
 }
 
-// serve begins when both what was before and what there is now are known.
+// serve starts all that serves but the sessions with kubelet.
 func (a *agent) serve() {
-	if !a.restored || !a.synced || a.serving {
-		return
-	}
-	a.serving = true
-	if a.profile.mps || a.profile.mig {
-		a.run("clears settings", a.reconciler.Clear)
-	}
 	a.run("watches health", a.parts.Health.Run)
-	a.run("hands GPUs over", a.parts.Handover.Run)
-	a.loop("settles holds", 10*time.Millisecond, func() []<-chan struct{} {
-		return []<-chan struct{}{a.pods.Changed(), a.book.Changed(), a.host.written}
-	}, func(c *call) time.Duration {
-		if a.faults.noRelease {
-			return never
-		}
-		a.sawCheckpoint()
-		wait, err := a.reconciler.Settle(a.process.ctx)
-		if err != nil {
-			return time.Second
-		}
-		return wait
-	})
-	a.loop("checks holds", time.Second, func() []<-chan struct{} { return []<-chan struct{}{a.book.Changed()} }, func(c *call) time.Duration {
-		if a.faults.noRelease {
-			return never
-		}
-		wait, err := a.reconciler.Verify(c.context(a.process.ctx))
-		if err != nil {
-			return min(wait, time.Minute)
-		}
-		return wait
-	})
-	a.loop("restores what it could not", time.Second, func() []<-chan struct{} { return nil }, func(c *call) time.Duration {
-		if a.faults.noRestore {
-			return never
-		}
-		if left, err := a.reconciler.RestoreLate(c.context(a.process.ctx)); left || err != nil {
-			return time.Second
-		}
-		return never
-	})
 	a.loop("lists devices for limits", 0, func() []<-chan struct{} {
 		_, lacking := a.book.Outstanding()
 		return []<-chan struct{}{a.book.Changed(), a.specChanged, lacking, a.policy.Changed(), a.parts.Views.Offered.Changed()}
 	}, func(c *call) time.Duration {
 		return a.look()
-	})
-	a.loop("builds slices", 0, func() []<-chan struct{} {
-		return []<-chan struct{}{a.book.Changed(), a.specChanged, a.parts.Views.Offered.Changed()}
-	}, func(c *call) time.Duration {
-		return a.publish()
 	})
 	a.loop("reports", 50*time.Millisecond, func() []<-chan struct{} {
 		return []<-chan struct{}{a.book.Changed(), a.specChanged, a.shared.Changed(), a.parts.Views.Offered.Changed()}
@@ -320,15 +278,7 @@ func (a *agent) serve() {
 			})
 		}
 	})
-	// The library's slice controller reverts foreign changes, and checks all slices after it has listed them.
-	a.api.watch(a.process, "slice/", func(_ string, _, after any) {
-		if now, _ := after.(*slice); a.published != nil && !now.same(a.published) {
-			a.after(a.process, 100*time.Millisecond, "repairs its slice", a.writeSlice)
-		}
-	}, a.refresh)
 	a.look()
-	a.register(0)
-	a.kubelet.lookForPlugin()
 }
 
 const never = time.Duration(1<<63 - 1)
@@ -518,7 +468,7 @@ func (a *agent) register(delay time.Duration) {
 			return // the next kubelet makes its socket anew, or it is registered already
 		}
 		a.registering = false
-		e := &stream{agent: a, lists: []*pluginapi.ListAndWatchResponse{a.list}}
+		e := &stream{server: a, lists: []*pluginapi.ListAndWatchResponse{a.list}}
 		a.stream = e
 		a.kubelet.register(e)
 		a.confirm(20 * time.Millisecond)
@@ -621,8 +571,13 @@ func (cdiSpecs) Ensure(ctx context.Context, _ ...string) error {
 	return nil
 }
 
-// Allocatable: a loop of the simulation asks for it (confirm).
-func (a *agent) Allocatable(context.Context) (map[string][]string, error) { return nil, errAway }
+// Allocatable is kubelet's. A loop of the simulation asks for it, too (confirm).
+func (a *agent) Allocatable(context.Context) (map[string][]string, error) {
+	if a.kubelet.process.over {
+		return nil, errAway
+	}
+	return map[string][]string{resourceName: a.kubelet.devices.Healthy(resourceName)}, nil
+}
 
 // List is kubelet's.
 func (a *agent) List(ctx context.Context, _ func(string) bool, _ string) ([]podstate.UsedDevice, []podstate.KubeletClaim, error) {
@@ -648,6 +603,7 @@ type allocations struct{ *agent }
 
 func (a allocations) Changed() <-chan struct{} { return a.specChanged }
 
+// noClient is the API server of what has no model.
 type noClient struct{ kubernetes.Interface }
 
 // parkedState lets other events happen before a pod state is returned.
@@ -756,9 +712,14 @@ func (l parkedLedger) Holds() []ledger.Hold {
 
 // Expect is how holds are restored, at the start and later.
 func (l parkedLedger) Expect(h ledger.Hold) error {
-	if l.s.faults.noRestore {
+	adopts := l.s.agent.begun && l.s.agent.adopting
+	if l.s.faults.noRestore || l.s.faults.noAdoption && adopts {
 		return nil
 	}
+	if adopts {
+		l.s.hit(foreignAdopted)
+	}
+	l.s.pause("expects a holder")
 	return l.Ledger.Expect(h)
 }
 

@@ -17,10 +17,10 @@ import (
 	"github.com/tandem-gpu/tandem/test/kubeletmodel"
 )
 
-// stream is one registration of the agent's device plugin, under a socket name of its own.
+// stream is one registration of a device plugin, under a socket name of its own.
 type stream struct {
-	agent *agent
-	// ended is set on the agent's side, dropped on kubelet's.
+	server server
+	// ended is set on the plugin's side, dropped on kubelet's.
 	ended, dropped bool
 	endpoint       *kubeletmodel.Endpoint
 	lists          []*pluginapi.ListAndWatchResponse
@@ -173,7 +173,7 @@ func (s *simulation) relist(string) {
 	}
 }
 
-// hangUp: the agent's side of a stream is gone. Kubelets up to 1.36 then disconnect whichever plugin is registered.
+// hangUp: the plugin's side of a stream is gone. Kubelets up to 1.36 then disconnect whichever plugin is registered.
 func (k *kubelet) hangUp(e *stream) {
 	k.after(k.process, k.latency(), "loses a device plugin", func() {
 		e.dropped = true
@@ -183,7 +183,7 @@ func (k *kubelet) hangUp(e *stream) {
 		if newer := k.streams[k.devices.StreamEnded(e.endpoint)]; newer != nil && newer != e {
 			k.hit(oldStreamEndsNew)
 			newer.dropped = true
-			k.after(newer.agent.process, k.latency(), "loses its stream to kubelet", func() { newer.agent.streamEnded(newer) })
+			k.after(newer.server.life(), k.latency(), "loses its stream to kubelet", func() { newer.server.streamEnded(newer) })
 		}
 		k.expire()
 	})
@@ -253,7 +253,7 @@ func (k *kubelet) advance(w *worker, a *kubeletmodel.Allocation, left []kubeletm
 		k.admitted(w, a.Err)
 	case a.Done:
 		k.reject(w, a.Err)
-	case k.streams[a.Ask.Endpoint] == nil || k.streams[a.Ask.Endpoint].agent.process.over:
+	case k.streams[a.Ask.Endpoint] == nil || k.streams[a.Ask.Endpoint].server.life().over:
 		a.Answer(nil, errNotRegistered)
 		k.advance(w, a, left, asked)
 	case a.Ask.Preferred:
@@ -266,8 +266,8 @@ func (k *kubelet) advance(w *worker, a *kubeletmodel.Allocation, left []kubeletm
 func (k *kubelet) askPreferred(w *worker, a *kubeletmodel.Allocation, left []kubeletmodel.Container, asked bool) {
 	var chosen []string
 	e := k.streams[a.Ask.Endpoint]
-	k.call(e.agent, "prefer devices for "+w.uid, 0, func(context.Context) error {
-		answer := e.agent.limits.Preferred(resourceName, &pluginapi.PreferredAllocationRequest{ContainerRequests: []*pluginapi.ContainerPreferredAllocationRequest{{
+	k.call(e.server, "prefer devices for "+w.uid, 0, func(context.Context) error {
+		answer := e.server.prefer(&pluginapi.PreferredAllocationRequest{ContainerRequests: []*pluginapi.ContainerPreferredAllocationRequest{{
 			AvailableDeviceIDs: a.Ask.Available, MustIncludeDeviceIDs: a.Ask.MustInclude, AllocationSize: int32(a.Ask.Size),
 		}}})
 		chosen = answer.ContainerResponses[0].DeviceIDs
@@ -293,32 +293,39 @@ func (k *kubelet) askAllocate(w *worker, a *kubeletmodel.Allocation, left []kube
 }
 
 func (k *kubelet) callAllocate(w *worker, a *kubeletmodel.Allocation, e *stream, ids []string, left []kubeletmodel.Container) {
-	if e.agent.process.over {
+	if e.server.life().over {
 		k.inFlight = nil
 		a.Answer(nil, errNotRegistered)
 		k.advance(w, a, left, true)
 		return
 	}
-	k.call(e.agent, "allocate for "+w.uid, 0, func(ctx context.Context) error {
-		response, err := e.agent.limits.Allocate(ctx, resourceName, &pluginapi.AllocateRequest{
-			ContainerRequests: []*pluginapi.ContainerAllocateRequest{{DevicesIds: ids}},
-		})
-		if k.sawAllocate(err); err != nil {
-			e.agent.specHasChanged() // the list may depend on what was refused
-			return err
-		}
-		delete(k.host.answers, w.uid)
-		for _, mount := range response.ContainerResponses[0].Mounts {
-			if mount.ContainerPath == mps.ClientPipeDir {
-				k.host.answers[w.uid] = filepath.Base(filepath.Dir(mount.HostPath))
-			}
-		}
-		return nil
-	}, func(err error) {
+	k.call(e.server, "allocate for "+w.uid, 0, func(ctx context.Context) error { return e.server.allocate(ctx, w.uid, ids) }, func(err error) {
 		k.inFlight = nil
 		a.Answer(nil, err)
 		k.written(func() { k.advance(w, a, left, true) })
 	})
+}
+
+// allocate answers for a pod, and keeps what kubelet would store of the answer.
+func (a *agent) allocate(ctx context.Context, uid string, ids []string) error {
+	response, err := a.limits.Allocate(ctx, resourceName, &pluginapi.AllocateRequest{
+		ContainerRequests: []*pluginapi.ContainerAllocateRequest{{DevicesIds: ids}},
+	})
+	if a.kubelet.sawAllocate(err); err != nil {
+		a.specHasChanged() // the list may depend on what was refused
+		return err
+	}
+	delete(a.host.answers, uid)
+	for _, mount := range response.ContainerResponses[0].Mounts {
+		if mount.ContainerPath == mps.ClientPipeDir {
+			a.host.answers[uid] = filepath.Base(filepath.Dir(mount.HostPath))
+		}
+	}
+	return nil
+}
+
+func (a *agent) prefer(request *pluginapi.PreferredAllocationRequest) *pluginapi.PreferredAllocationResponse {
+	return a.limits.Preferred(resourceName, request)
 }
 
 // list is podresources List: it also recounts what is allocated.

@@ -20,19 +20,25 @@ import (
 // lookForPlugin finds the driver's registration socket.
 func (k *kubelet) lookForPlugin() {
 	k.after(k.process, k.between(0, 300*time.Millisecond), "looks for plugins", func() {
-		a := k.agent
-		if a == nil || !a.serving || a.process.over || k.plugin == a {
+		var found server
+		switch a := k.agent; {
+		case k.installed():
+			found = k.foreign
+		case a != nil && a.serving && !a.process.over:
+			found = a
+		}
+		if found == nil || k.plugin == found {
 			return
 		}
-		k.plugin = a
-		k.after(a.process, k.latency(), "is registered by kubelet", a.refresh)
+		k.plugin = found
+		k.after(found.life(), k.latency(), "is registered by kubelet", found.refresh)
 	})
 }
 
 // loseDevicePlugin notices that the driver's socket no longer answers. kubelet removes the slices of a driver that stays away.
 func (k *kubelet) loseDevicePlugin() {
 	k.after(k.process, k.latency(), "loses the driver", func() {
-		if k.plugin == nil || !k.plugin.process.over {
+		if k.plugin == nil || !k.plugin.life().over {
 			return
 		}
 		k.plugin = nil
@@ -106,7 +112,7 @@ func (k *kubelet) mayPrepare(w *worker) error {
 			return fmt.Errorf("claim %s is not reserved for the pod", name)
 		}
 	}
-	if k.plugin == nil || k.plugin.process.over {
+	if k.plugin == nil || k.plugin.life().over {
 		return errors.New("the driver is not registered")
 	}
 	return nil
@@ -216,7 +222,7 @@ func (k *kubelet) unprepare(podUID string, claims []string, done func(error)) {
 		k.host.writeState(k.claims)
 		done(nil)
 		return
-	case k.plugin == nil || k.plugin.process.over:
+	case k.plugin == nil || k.plugin.life().over:
 		done(errors.New("the driver is not registered"))
 		return
 	case len(batch) > 1:

@@ -43,6 +43,10 @@ func (s *simulation) startActions() {
 		if s.noPause && strings.Contains(actions[i].name, "force-deleted") || s.noPause && strings.Contains(actions[i].name, "checkpoint") {
 			actions[i].weight = 0
 		}
+		// Nothing but kubelet's files says what foreign drivers gave away.
+		if s.profile.foreign != nil && (actions[i].name == checkpointGoes || actions[i].name == stateGoes) {
+			actions[i].weight = 0
+		}
 	}
 	pace, faultInterval := s.between(50*time.Millisecond, 2*time.Second), s.between(500*time.Millisecond, 15*time.Second)
 	if mix.faultInterval > 0 {
@@ -187,12 +191,12 @@ func (s *simulation) actions() []action {
 		{2, clockSet, s.setClock},
 		{3, gpuFails, s.gpuFails},
 		{3, slowDisk, func() { s.host.slowUntil = time.Now().Add(s.between(0, time.Minute)) }},
-		{1, "kubelet's claim state is deleted", func() {
+		{1, stateGoes, func() {
 			s.killKubelet()
 			s.hit(stateDeleted)
 			_ = os.Remove(s.host.statePath())
 		}},
-		{1, "kubelet's device checkpoint is deleted", func() {
+		{1, checkpointGoes, func() {
 			s.killKubelet()
 			s.hit(checkpointDeleted)
 			_ = os.Remove(podstate.DeviceCheckpointPath(s.host.kubeletDir()))
@@ -202,6 +206,9 @@ func (s *simulation) actions() []action {
 		actions = append(actions,
 			action{4, driverFails, func() { s.host.mig.failing = 1 + s.rand.IntN(3) }},
 			action{2, administers, s.administer})
+	}
+	if s.profile.foreign != nil {
+		actions = append(actions, action{4, driversChange, s.changeDrivers})
 	}
 	return actions
 }

@@ -124,7 +124,7 @@ func (h *host) changeClocks(g grant) {
 	h.driver.Lock()
 	defer h.driver.Unlock()
 	for gpu := range wholeGPUs(g) {
-		if h.chance(3) {
+		if !h.foreign[g.owner] && h.chance(3) {
 			h.clocks[gpu] = clock{1500, g.owner}
 		}
 	}

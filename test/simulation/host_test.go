@@ -53,6 +53,8 @@ type host struct {
 	unhealthy     map[string]bool
 	faultsChanged broadcast.Signal
 	clocks        map[string]clock
+	// foreign are the holders, by UID, that foreign drivers served: what they set before the agent came counts as an administrator's settings.
+	foreign map[string]bool
 	// driver guards what the driver knows, unhealthy, clocks and modes: some loops of the agent run beside the schedule.
 	driver sync.Mutex
 	// modes are the compute modes of GPUs by UUID, where they are not the default.
@@ -90,7 +92,7 @@ func (g *podGroup) ran() bool { return g != nil && len(g.grants) > 0 }
 func newHost(s *schedule, dir string, gpus int) (*host, error) {
 	h := &host{
 		schedule: s, dir: dir, gpus: gpus, boot: 1, pods: map[string]*podGroup{}, alive: newProcess("host"), written: make(chan struct{}),
-		unhealthy: map[string]bool{}, clocks: map[string]clock{}, modes: map[string]device.ComputeMode{}, devices: &clientDevices{daemons: map[string]string{}}, supervisors: map[string]*supervisor{},
+		unhealthy: map[string]bool{}, clocks: map[string]clock{}, foreign: map[string]bool{}, modes: map[string]device.ComputeMode{}, devices: &clientDevices{daemons: map[string]string{}}, supervisors: map[string]*supervisor{},
 		answers: map[string]string{}, cdi: map[string][]string{}, mixed: map[string]bool{},
 	}
 	for _, sub := range []string{h.kubeletDir() + "/device-plugins", h.cgroups() + "/kubepods/burstable", h.run()} {

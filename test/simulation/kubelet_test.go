@@ -34,7 +34,7 @@ type kubelet struct {
 
 	// The DRA manager.
 	claims map[string]*claimInfo
-	plugin *agent
+	plugin server
 
 	// daemonPods are the pods of MPS daemons, starting those whose container is about to start.
 	daemonPods *watch
@@ -82,6 +82,9 @@ func (s *simulation) startKubelet() {
 	k.lookForPlugin()
 	if a := s.agent; a != nil && !a.process.over && a.registering {
 		a.register(0)
+	}
+	if s.installed() {
+		s.foreign.register(0)
 	}
 }
 
@@ -462,11 +465,11 @@ func (k *kubelet) report() {
 	k.after(k.process, k.between(9*time.Second, 11*time.Second), "reports its status", k.report)
 }
 
-// call asks the agent; done hears of the answer in kubelet's life. Where the agent dies, or time runs out, done gets an error.
-func (k *kubelet) call(a *agent, name string, timeout time.Duration, serve func(context.Context) error, done func(error)) {
-	ctx, cancel := context.WithCancel(a.process.ctx)
+// call asks a server; done hears of the answer in kubelet's life. Where the server dies, or time runs out, done gets an error.
+func (k *kubelet) call(a server, name string, timeout time.Duration, serve func(context.Context) error, done func(error)) {
+	ctx, cancel := context.WithCancel(a.life().ctx)
 	if timeout > 0 {
-		ctx, cancel = context.WithTimeout(a.process.ctx, timeout)
+		ctx, cancel = context.WithTimeout(a.life().ctx, timeout)
 	}
 	answered := false
 	answer := func(err error) {
@@ -476,14 +479,14 @@ func (k *kubelet) call(a *agent, name string, timeout time.Duration, serve func(
 			done(err)
 		}
 	}
-	k.after(a.process, k.latency()/2, "is asked to "+name, func() {
-		k.spawn(a.process, name, func(c *call) {
+	k.after(a.life(), k.latency()/2, "is asked to "+name, func() {
+		k.spawn(a.life(), name, func(c *call) {
 			err := serve(c.context(ctx))
 			c.park("answers")
 			k.after(k.process, k.latency()/2, "hears the answer to "+name, func() { answer(err) })
 		})
 	})
-	k.pending = append(k.pending, pendingCall{agent: a.process, kubelet: k.process, name: name, answered: &answered, hangUp: cancel, fail: func() {
+	k.pending = append(k.pending, pendingCall{server: a.life(), kubelet: k.process, name: name, answered: &answered, hangUp: cancel, fail: func() {
 		k.after(k.process, 0, name+" breaks off", func() { answer(fmt.Errorf("%s: connection lost", name)) })
 	}})
 	if timeout > 0 {
@@ -491,20 +494,20 @@ func (k *kubelet) call(a *agent, name string, timeout time.Duration, serve func(
 	}
 }
 
-// pendingCall is a call that breaks off with the agent.
+// pendingCall is a call that breaks off with its server.
 type pendingCall struct {
-	agent, kubelet *process
-	name           string
-	answered       *bool
-	// hangUp is what the agent notices when kubelet dies, fail what kubelet notices when the agent does.
+	server, kubelet *process
+	name            string
+	answered        *bool
+	// hangUp is what the server notices when kubelet dies, fail what kubelet notices when the server does.
 	hangUp, fail func()
 }
 
 func (s *simulation) breakOff() {
 	s.pending = slices.DeleteFunc(s.pending, func(p pendingCall) bool {
-		if p.agent.over && !p.kubelet.over {
+		if p.server.over && !p.kubelet.over {
 			p.fail()
 		}
-		return *p.answered || p.agent.over || p.kubelet.over
+		return *p.answered || p.server.over || p.kubelet.over
 	})
 }

@@ -31,6 +31,8 @@ type profile struct {
 	mps     bool
 	// mig worlds have dynamic GPUs.
 	mig bool
+	// foreign are the forms of device IDs in worlds that have foreign drivers before the agent, and at times again; nil for none.
+	foreign []string
 	// rows are rare ones that the profile is made for. next prefers it for them before any world has met them.
 	rows []row
 }
@@ -87,6 +89,7 @@ const (
 	agentDies       = "the agent dies"
 	kubeletDies     = "kubelet dies"
 	checkpointGoes  = "kubelet's device checkpoint is deleted"
+	stateGoes       = "kubelet's claim state is deleted"
 	apiGoes         = "the API server goes away"
 	apiGoesWithPods = "the API server goes away while pods come"
 	several         = "an owner of pods with several claims comes"
@@ -101,6 +104,7 @@ const (
 	gpuFails        = "a GPU has a fault"
 	administers     = "an administrator changes partitions"
 	driverFails     = "the driver fails to change partitions"
+	driversChange   = "the drivers of the GPUs change"
 )
 
 // profiles take turns by the seeds of the worlds. Each makes common what is rare by itself.
@@ -257,10 +261,42 @@ var profiles = []profile{
 	{name: "partitions", mig: true, gpus: 3, versions: withPartitions, actions: []string{claimOwners, podOwners, deletes}},
 	{name: "partitions force-deleted", mig: true, gpus: 2, versions: withPartitions, actions: []string{forceDeletes, orphans, orphanClaims},
 		pace: 300 * time.Millisecond},
+	{name: "foreign drivers", foreign: idForms, actions: []string{driversChange, claimPods, finitePods, annotates},
+		faultInterval: 10 * time.Second, pace: 300 * time.Millisecond, injections: foreignLate},
+	{name: "foreign drivers beside the agent", foreign: idForms[:3], gpus: 4, rows: []row{foreignAdopted},
+		actions:       []string{driversChange, deletes, deletesWaiting},
+		faultInterval: 8 * time.Second, pace: 300 * time.Millisecond, injections: append([]inject{
+			{process: "user", before: "uninstalls the foreign drivers", oneIn: 1, name: "claim pods come before", late: 3 * time.Second,
+				do: func(s *simulation, _ string) {
+					for range s.host.gpus {
+						s.room(func() { s.cluster.create(pod{own: []int{1}}) })
+					}
+				}},
+			{process: "agent", before: "registers for limits", oneIn: 1, name: "pods come", do: func(s *simulation, _ string) {
+				for range s.host.gpus {
+					s.room(func() { s.cluster.create(pod{gpus: 1, finite: true}) })
+				}
+			}},
+		}, foreignLate...)},
+	{name: "foreign drivers, agent and kubelet die", foreign: idForms,
+		actions:       []string{driversChange, agentDies, kubeletDies, claimPods, finitePods, annotates},
+		faultInterval: 5 * time.Second, pace: 400 * time.Millisecond, injections: []inject{
+			{process: "agent", before: "adopts", oneIn: 8, name: agentDies, do: func(s *simulation, _ string) { s.killAgent() }},
+			{process: "agent", before: "takes over", oneIn: 8, name: agentDies, do: func(s *simulation, _ string) { s.killAgent() }},
+		}},
+	{name: "foreign drivers, pods force-deleted", foreign: idForms,
+		actions:       []string{driversChange, forceDeletes, orphans, orphanClaims, claimPods, annotates},
+		faultInterval: 8 * time.Second, pace: 300 * time.Millisecond, injections: foreignLate},
 }
 
 // withPartitions are the kubelets of clusters whose slices have counters.
 var withPartitions = []int{36, 37}
+
+// foreignLate are pods that were admitted and not started, and claims that are being prepared, when drivers change.
+var foreignLate = []inject{
+	{process: "kubelet", before: "starts pod", oneIn: 3, name: "later", late: 8 * time.Second},
+	{process: "foreign", before: "prepare ", oneIn: 3, name: "later", late: 8 * time.Second},
+}
 
 var daemonsLate = []inject{
 	{process: "kubelet", before: "starts tandem-mps", oneIn: 3, name: "later", late: 40 * time.Second},

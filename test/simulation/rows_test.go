@@ -86,6 +86,11 @@ const (
 	partitionForeign         row = "administrator-makes-a-partition"
 	partitionBesidePartition row = "claims-with-partitions-of-one-gpu"
 	wholeAfterPartition      row = "whole-gpu-after-a-partition-of-it"
+	foreignAllocates         row = "foreign-plugin-allocates"
+	foreignPrepares          row = "foreign-driver-prepares"
+	foreignAwaited           row = "agent-waits-for-a-foreign-driver"
+	foreignAdopted           row = "holder-adopted-from-a-foreign-driver"
+	foreignUnknown           row = "pod-with-a-device-of-unknown-gpu"
 )
 
 // allRows must all be met by a full run.
@@ -101,4 +106,5 @@ var allRows = []row{
 	daemonOutlivesAgent, daemonsControllerDies, policyChangesInUse,
 	shareBesideShare, shareBesideReplica, replicaBesideReplica, equalBesideEqual, equalBesideReplica, noLimitBesideShare,
 	partitionCreated, partitionDestroyed, partitionCallFails, partitionLeftIncomplete, partitionForeign, partitionBesidePartition, wholeAfterPartition,
+	foreignAllocates, foreignPrepares, foreignAwaited, foreignAdopted, foreignUnknown,
 }

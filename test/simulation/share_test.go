@@ -232,7 +232,7 @@ func (s *simulation) allocatedTo(ids []string) []string {
 	has := map[string]amount{}
 	for _, id := range ids {
 		uuid, _, replica := strings.Cut(id, "::")
-		gpu := "gpu-" + uuid[len("GPU-"):]
+		gpu := s.gpuOfID(uuid)
 		if replica {
 			has[gpu] = has[gpu].plus(s.replica(gpu))
 		} else {
@@ -320,6 +320,7 @@ func (s *simulation) takenNow() (taken, promised having) {
 		taken.give("the policy", []string{gpu})
 		promised.give("the policy", []string{gpu})
 	}
+	s.takenByUnknown(taken, promised)
 	for ref := range s.host.mig.foreign {
 		taken.give("the administrator", s.namesOf(ref)[:1])
 		promised.give("the administrator", s.namesOf(ref)[:1])
@@ -339,7 +340,7 @@ func (s *simulation) takenNow() (taken, promised having) {
 
 // fitsPods reports whether a limit fits beside the other holders.
 func (s *simulation) fitsPods(beside having, count int) bool {
-	units := 0
+	units := -s.countedAgain()
 	for i := range s.host.gpus {
 		gpu := fmt.Sprintf("gpu-%d", i)
 		switch {

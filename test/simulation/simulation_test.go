@@ -34,7 +34,7 @@ var (
 
 // faults are what a self-test switches off.
 type faults struct {
-	noCrossCheck, noRestore, noPodStates, noRelease, noSum, noCount, noReuse, noCancel, noDaemonCheck, noCleanup, twoClocks bool
+	noCrossCheck, noRestore, noPodStates, noRelease, noSum, noCount, noReuse, noCancel, noDaemonCheck, noCleanup, twoClocks, noAdoption bool
 	// profile replaces the one of the seed, unless it is nil.
 	profile *profile
 }
@@ -56,6 +56,9 @@ type simulation struct {
 	cluster   *cluster
 	kubelet   *kubelet
 	agent     *agent
+	// foreign is nil before there are foreign drivers. withoutAgent is set while they are to be alone.
+	foreign      *foreign
+	withoutAgent bool
 	// controller is nil in worlds without one.
 	controller *controllerModel
 	users      *process
@@ -126,7 +129,7 @@ func play(t *testing.T, seed uint64, steps int, off faults) (o outcome) {
 		}
 		s.noPause = s.chance(4)
 		s.slowness = []time.Duration{1, 1, 10, 40}[s.rand.IntN(4)]
-		if s.profile.peaceful {
+		if s.profile.peaceful || s.profile.foreign != nil {
 			s.slowness, s.prompt = 1, s.profile.prompt
 		}
 		s.note(fmt.Sprintf("seed %d: %s, kubelet 1.%d, %d GPUs, %d times as slow as usual", seed, s.profile.name, s.version, gpus, s.slowness))
@@ -135,8 +138,12 @@ func play(t *testing.T, seed uint64, steps int, off faults) (o outcome) {
 		s.startScheduler()
 		s.startCluster()
 		s.startKubelet()
-		s.after(s.users, time.Second, "starts the agent", s.startAgent)
-		if s.profile.peaceful || s.profile.mps || s.profile.mig || !s.chance(5) {
+		if s.withoutAgent = s.profile.foreign != nil; s.withoutAgent {
+			s.after(s.users, time.Second, "starts foreign drivers", s.startForeign)
+		} else {
+			s.after(s.users, time.Second, "starts the agent", s.startAgent)
+		}
+		if s.profile.peaceful || s.profile.mps || s.profile.mig || !s.chance(5) && !(s.profile.foreign != nil && (off.noAdoption || s.chance(2))) {
 			s.startController()
 		}
 		s.pressure(steps)
@@ -151,10 +158,16 @@ func play(t *testing.T, seed uint64, steps int, off faults) (o outcome) {
 				s.host.check(v.holder.Release())
 			}
 		}
+		if s.foreign != nil {
+			s.kill(s.foreign.process)
+		}
 		for _, l := range []*process{s.users, s.agent.process, s.kubelet.process, s.host.alive, s.scheduler.process, s.cluster.process, s.api.process} {
 			s.kill(l)
 		}
 		_ = s.agent.book.Close()
+		if s.installed() {
+			s.foreign.end(0)
+		}
 		time.Sleep(time.Second)
 		o = outcome{steps: s.steps, hash: s.hash, fault: s.fault, trace: s.trace(), rows: s.rows, bound: s.bound, refusals: s.refusals}
 	})
@@ -229,11 +242,12 @@ func (s *simulation) quiet() {
 		l.frozen = time.Time{}
 	}
 	// An agent that has died is on its way: right after a reboot, one that was started now would be there before kubelet.
-	if s.agent == nil {
-		s.startAgent()
-	}
 	if s.kubelet.process.over {
 		s.startKubelet()
+	}
+	s.onlyAgent()
+	if s.agent == nil {
+		s.startAgent()
 	}
 	if s.controller != nil && s.controller.process.over {
 		s.startController()
@@ -315,10 +329,10 @@ func (s *simulation) stuck() map[string]string {
 		parts := s.partsOf(h.Holder.ID, names[:1])
 		named := func(allocated string) bool { return slices.Contains(names, allocated) }
 		switch {
-		case !slices.ContainsFunc(k.devices(), named) && (h.State == ledger.StateDraining || s.waitsForOthers(k)):
+		case !slices.ContainsFunc(k.devices(), named) && (h.State == ledger.StateDraining || s.waitsForOthers(k) || s.host.foreign[k.uid]):
 			// A shared claim that was allocated again keeps what it had while a pod of it lives: it is unknown what that pod was
 			// given (docs/design/0002-ledger.md). It also keeps it until it is prepared, which waits for the other claims of its
-			// pod. It is counted, and no fault.
+			// pod. It is counted, and no fault. No Unprepare comes for what a foreign driver has unprepared.
 			s.hit(keptByNewAllocation)
 			taken.give(h.Holder.ID, parts)
 			promised.give(h.Holder.ID, parts)
@@ -481,19 +495,24 @@ func (s *simulation) killAgent() {
 	a := s.agent
 	// Closed first: a dead process writes nothing.
 	s.host.check(a.book.Close())
-	s.kill(a.process)
-	s.breakOff()
-	if !s.kubelet.process.over {
-		s.kubelet.loseDevicePlugin()
-		if a.stream != nil {
-			s.kubelet.hangUp(a.stream)
-		}
-	}
+	s.die(a.process, a.stream)
 	s.after(s.host.alive, s.between(50*time.Millisecond, 3*time.Second), "starts the agent", func() {
-		if s.agent.process.over {
+		if s.agent.process.over && !s.withoutAgent {
 			s.startAgent()
 		}
 	})
+}
+
+// die ends what kubelet calls.
+func (s *simulation) die(l *process, e *stream) {
+	s.kill(l)
+	s.breakOff()
+	if !s.kubelet.process.over {
+		s.kubelet.loseDevicePlugin()
+		if e != nil {
+			s.kubelet.hangUp(e)
+		}
+	}
 }
 
 func (s *simulation) killKubelet() {
@@ -502,15 +521,18 @@ func (s *simulation) killKubelet() {
 		return
 	}
 	for _, p := range s.pending {
-		if p.kubelet == k.process && !*p.answered && !p.agent.over {
+		if p.kubelet == k.process && !*p.answered && !p.server.over {
 			s.hit(kubeletDiesInCall)
-			s.after(p.agent, s.latency(), "loses the caller of "+p.name, p.hangUp)
+			s.after(p.server, s.latency(), "loses the caller of "+p.name, p.hangUp)
 		}
 	}
 	s.kill(k.process)
 	if a := s.agent; a != nil && a.stream != nil && !a.process.over {
 		e := a.stream
 		s.after(a.process, s.latency(), "loses its stream to kubelet", func() { a.streamEnded(e) })
+	}
+	if s.installed() {
+		s.foreign.stream = nil
 	}
 	s.after(s.host.alive, s.between(100*time.Millisecond, 5*time.Second), "starts kubelet", func() {
 		if s.kubelet.process.over {
@@ -530,6 +552,9 @@ func (s *simulation) reboot() {
 		}
 	}
 	s.killAgent()
+	if s.installed() {
+		s.foreign.end(0)
+	}
 	s.killKubelet()
 	s.host.reboot()
 	s.after(s.host.alive, s.between(time.Second, 5*time.Second), "starts kubelet", func() {
@@ -545,9 +570,11 @@ func (s *simulation) reboot() {
 func (s *simulation) bootAgent(delay time.Duration) {
 	s.after(s.host.alive, delay, "starts the agent", func() {
 		switch {
-		case !s.agent.process.over:
+		case s.installed() || s.agent != nil && !s.agent.process.over:
 		case s.kubelet.process.over || !s.kubelet.sourcesReady || s.kubelet.admitting:
 			s.bootAgent(time.Second)
+		case s.withoutAgent:
+			s.startForeign()
 		default:
 			s.startAgent()
 		}
@@ -615,7 +642,7 @@ func TestMain(m *testing.M) {
 func TestSameSeedSameTrace(t *testing.T) {
 	seeds := []uint64{1, 2, 3, 4, 5, 6}
 	for seed := range uint64(len(profiles)) {
-		if profiles[seed].mps || profiles[seed].mig {
+		if profiles[seed].mps || profiles[seed].mig || profiles[seed].foreign != nil {
 			seeds = append(seeds, seed)
 		}
 	}
@@ -684,18 +711,19 @@ func TestSelfTest(t *testing.T) {
 		// passes are words of faults that come of it as well. Another world must have the one that is meant.
 		passes []string
 	}{
-		"the check of one API against the other": {faults{noCrossCheck: true}, []string{"has two owners"}, nil},
-		"the restoring of holds at start":        {faults{noRestore: true}, []string{"has two owners"}, []string{"not handed over"}},
-		"the state of a pod that has ended":      {faults{noPodStates: true}, []string{"has two owners"}, nil},
-		"the release of what has ended":          {faults{noRelease: true}, []string{"stuck: ", "leaked: "}, nil},
-		"the cancelling of a refused call":       {faults{noCancel: true, profile: named("several claims")}, []string{"after a refused call"}, nil},
-		"what uses a GPU as its daemon changes":  {faults{noDaemonCheck: true, profile: named("daemons of a changing policy")}, []string{"daemon"}, []string{"stuck: "}},
-		"the end of settings before the hold":    {faults{noCleanup: true, profile: named("daemons and several claims")}, []string{"daemon"}, []string{"stuck: "}},
-		"the partition before the hold":          {faults{noCleanup: true, profile: named("partitions by several claims")}, []string{"is not destroyed since"}, []string{"stuck: "}},
-		"what is reuse inside a pod":             {faults{noReuse: true, profile: named("several claims")}, []string{"has two owners"}, []string{"is too much for"}},
-		"one clock for a pod's end and a hold":   {faults{twoClocks: true, profile: named("late checkpoints")}, []string{"has two owners"}, []string{"leaked: "}},
-		"the sum of what is given out of a GPU":  {faults{noSum: true, profile: named("parts of GPUs by several claims")}, []string{"is too much for"}, nil},
-		"the number of equal shares given out":   {faults{noCount: true, profile: named("equal shares and the agent")}, []string{"is too much for"}, nil},
+		"the check of one API against the other":   {faults{noCrossCheck: true}, []string{"has two owners"}, nil},
+		"the restoring of holds at start":          {faults{noRestore: true}, []string{"has two owners", "uses the whole GPU"}, []string{"not handed over"}},
+		"the state of a pod that has ended":        {faults{noPodStates: true}, []string{"has two owners"}, nil},
+		"the release of what has ended":            {faults{noRelease: true}, []string{"stuck: ", "leaked: "}, nil},
+		"the cancelling of a refused call":         {faults{noCancel: true, profile: named("several claims")}, []string{"after a refused call"}, nil},
+		"what uses a GPU as its daemon changes":    {faults{noDaemonCheck: true, profile: named("daemons of a changing policy")}, []string{"daemon"}, []string{"stuck: "}},
+		"the end of settings before the hold":      {faults{noCleanup: true, profile: named("daemons and several claims")}, []string{"daemon"}, []string{"stuck: "}},
+		"the partition before the hold":            {faults{noCleanup: true, profile: named("partitions by several claims")}, []string{"is not destroyed since"}, []string{"stuck: "}},
+		"what is reuse inside a pod":               {faults{noReuse: true, profile: named("several claims")}, []string{"has two owners"}, []string{"is too much for"}},
+		"one clock for a pod's end and a hold":     {faults{twoClocks: true, profile: named("late checkpoints")}, []string{"has two owners"}, []string{"leaked: "}},
+		"the sum of what is given out of a GPU":    {faults{noSum: true, profile: named("parts of GPUs by several claims")}, []string{"is too much for"}, nil},
+		"the adoption of foreign drivers' holders": {faults{noAdoption: true, profile: named("foreign drivers beside the agent")}, []string{"has two owners"}, nil},
+		"the number of equal shares given out":     {faults{noCount: true, profile: named("equal shares and the agent")}, []string{"is too much for"}, nil},
 	} {
 		t.Run(name, func(t *testing.T) {
 			for seed := uint64(1); seed <= 200; seed++ {
