@@ -64,8 +64,12 @@ func (p *Pods) wanting(counts func(resource string) bool, holds []ledger.Hold, o
 	type account struct{ pod, resource string }
 	has := map[account]int{}
 	for _, h := range holds {
-		if h.Holder.Kind == ledger.KindPod && len(h.Pods) > 0 {
-			has[account{h.Pods[0].UID, h.Resource}]++
+		if h.Holder.Kind != ledger.KindPod {
+			continue
+		}
+		// A record may name an earlier pod as well, which had the device before another driver gave it to this one.
+		for _, pod := range h.Pods {
+			has[account{pod.UID, h.Resource}]++
 		}
 	}
 	var uids []string

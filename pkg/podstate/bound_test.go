@@ -148,16 +148,17 @@ func TestUnexplained(t *testing.T) {
 		holds []ledger.Hold
 		want  bool
 	}{
-		"it runs, and nothing names it":      {pod(podA, "a", asks("1"), admitted), busyGroup, nil, true},
-		"it has what it asks for":            {pod(podA, "a", asks("1"), admitted), busyGroup, []ledger.Hold{limit(ledger.StateHeld, 0, podA)}, false},
-		"it has less":                        {pod(podA, "a", asks("2"), admitted), busyGroup, []ledger.Hold{limit(ledger.StateHeld, 0, podA)}, true},
-		"it has it by another resource":      {pod(podA, "a", asksPart, admitted), busyGroup, []ledger.Hold{limit(ledger.StateHeld, 0, podA)}, true},
-		"it has not been admitted":           {pod(podA, "a", asks("1")), busyGroup, nil, false},
-		"it has left nothing":                {pod(podA, "a", asks("1"), admitted), noGroup, nil, false},
-		"it asks for nothing":                {pod(podA, "a", admitted), busyGroup, nil, false},
-		"the scheduler has made it a claim":  {pod(podA, "a", asks("1"), admitted, specialClaim("nvidia.com/gpu")), busyGroup, nil, false},
-		"its hold names another pod":         {pod(podA, "a", asks("1"), admitted), busyGroup, []ledger.Hold{limit(ledger.StateHeld, 0, podB)}, true},
-		"what names it is a claim, no limit": {pod(podA, "a", asks("1"), admitted), busyGroup, []ledger.Hold{claim(ledger.StateHeld, podA)}, true},
+		"it runs, and nothing names it":       {pod(podA, "a", asks("1"), admitted), busyGroup, nil, true},
+		"it has what it asks for":             {pod(podA, "a", asks("1"), admitted), busyGroup, []ledger.Hold{limit(ledger.StateHeld, 0, podA)}, false},
+		"it has less":                         {pod(podA, "a", asks("2"), admitted), busyGroup, []ledger.Hold{limit(ledger.StateHeld, 0, podA)}, true},
+		"it has it by another resource":       {pod(podA, "a", asksPart, admitted), busyGroup, []ledger.Hold{limit(ledger.StateHeld, 0, podA)}, true},
+		"it has not been admitted":            {pod(podA, "a", asks("1")), busyGroup, nil, false},
+		"it has left nothing":                 {pod(podA, "a", asks("1"), admitted), noGroup, nil, false},
+		"it asks for nothing":                 {pod(podA, "a", admitted), busyGroup, nil, false},
+		"the scheduler has made it a claim":   {pod(podA, "a", asks("1"), admitted, specialClaim("nvidia.com/gpu")), busyGroup, nil, false},
+		"its hold names another pod":          {pod(podA, "a", asks("1"), admitted), busyGroup, []ledger.Hold{limit(ledger.StateHeld, 0, podB)}, true},
+		"its hold names an earlier pod first": {pod(podA, "a", asks("1"), admitted), busyGroup, []ledger.Hold{limit(ledger.StateHeld, 0, podB, podA)}, false},
+		"what names it is a claim, no limit":  {pod(podA, "a", asks("1"), admitted), busyGroup, []ledger.Hold{claim(ledger.StateHeld, podA)}, true},
 	} {
 		f := newTree(t)
 		f.v2("kubepods/burstable/podanchor", true)
