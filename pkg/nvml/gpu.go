@@ -204,7 +204,7 @@ func (r *reader) visit(index int, deep bool, recall func(uuid string) (knownGPU,
 		known.complete = r.readAll(&known.gpu, d)
 	}
 	r.readState(&known, d)
-	answers := known.gpu.Health.Healthy() || known.gpu.Health.Reason == gpu.ReasonNoNode
+	answers := readable(known.gpu)
 	if deep || !met {
 		known.unreadable = nil
 		if answers {

@@ -215,41 +215,35 @@ func (d *guardedDevice) SetApplicationsClocks(memory, graphics uint32) gonvml.Re
 	return d.Device.SetApplicationsClocks(memory, graphics)
 }
 
-// GetComputeRunningProcesses has had three versions, of which a driver may drop the first ones.
 func (d *guardedDevice) GetComputeRunningProcesses() ([]gonvml.ProcessInfo, gonvml.Return) {
-	if lacks(d.guard.Extensions().LookupSymbol, computeProcesses) != "" {
-		return nil, gonvml.ERROR_FUNCTION_NOT_FOUND
-	}
-	return d.Device.GetComputeRunningProcesses()
+	return d.processes(d.Device.GetComputeRunningProcesses, computeProcesses)
 }
-
-var computeProcesses = [][]string{{
-	"nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2", "nvmlDeviceGetComputeRunningProcesses",
-}}
 
 // GetMPSComputeRunningProcesses came with R470.
 func (d *guardedDevice) GetMPSComputeRunningProcesses() ([]gonvml.ProcessInfo, gonvml.Return) {
-	if lacks(d.guard.Extensions().LookupSymbol, mpsProcesses) != "" {
-		return nil, gonvml.ERROR_FUNCTION_NOT_FOUND
-	}
-	return d.Device.GetMPSComputeRunningProcesses()
+	return d.processes(d.Device.GetMPSComputeRunningProcesses, mpsProcesses)
 }
 
-var mpsProcesses = [][]string{{
-	"nvmlDeviceGetMPSComputeRunningProcesses_v3", "nvmlDeviceGetMPSComputeRunningProcesses_v2", "nvmlDeviceGetMPSComputeRunningProcesses",
-}}
-
-// GetGraphicsRunningProcesses has had the versions of GetComputeRunningProcesses.
 func (d *guardedDevice) GetGraphicsRunningProcesses() ([]gonvml.ProcessInfo, gonvml.Return) {
-	if lacks(d.guard.Extensions().LookupSymbol, graphicsProcesses) != "" {
-		return nil, gonvml.ERROR_FUNCTION_NOT_FOUND
-	}
-	return d.Device.GetGraphicsRunningProcesses()
+	return d.processes(d.Device.GetGraphicsRunningProcesses, graphicsProcesses)
 }
 
-var graphicsProcesses = [][]string{{
-	"nvmlDeviceGetGraphicsRunningProcesses_v3", "nvmlDeviceGetGraphicsRunningProcesses_v2", "nvmlDeviceGetGraphicsRunningProcesses",
-}}
+// The lists of processes have had three versions, of which a driver may drop the first ones.
+var (
+	computeProcesses  = threeVersions("nvmlDeviceGetComputeRunningProcesses")
+	mpsProcesses      = threeVersions("nvmlDeviceGetMPSComputeRunningProcesses")
+	graphicsProcesses = threeVersions("nvmlDeviceGetGraphicsRunningProcesses")
+)
+
+func threeVersions(name string) [][]string { return [][]string{{name + "_v3", name + "_v2", name}} }
+
+// processes calls list if the driver has a version of it.
+func (d *guardedDevice) processes(list func() ([]gonvml.ProcessInfo, gonvml.Return), versions [][]string) ([]gonvml.ProcessInfo, gonvml.Return) {
+	if lacks(d.guard.Extensions().LookupSymbol, versions) != "" {
+		return nil, gonvml.ERROR_FUNCTION_NOT_FOUND
+	}
+	return list()
+}
 
 func (d *guardedDevice) GetAddressingMode() (gonvml.DeviceAddressingMode, gonvml.Return) {
 	return guarded(d, d.Device.GetAddressingMode, "nvmlDeviceGetAddressingMode")

@@ -250,10 +250,11 @@ func (s *sweep) recordVisit(ctx context.Context, index int, v visit) {
 	}
 	s.seen[g.UUID] = true
 	s.node.known[g.UUID], s.node.places[index] = &known, g.UUID
-	if g.Health.Healthy() || g.Health.Reason == gpu.ReasonNoNode {
-		known.read = v.began
+	if !readable(g) {
+		return
 	}
-	if v.device != nil && (g.Health.Healthy() || g.Health.Reason == gpu.ReasonNoNode) {
+	known.read = v.began
+	if v.device != nil {
 		s.endpoints = append(s.endpoints, endpoint{uuid: g.UUID, pci: g.PCIBusID, device: v.device})
 	}
 }
