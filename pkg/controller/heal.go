@@ -246,18 +246,22 @@ func (h *healer) carryOut(ctx context.Context, node string, plan EvictionPlan, c
 
 // spareJobs refuses an eviction that would make a Job fail. Its pod waits, like a pod without an owner.
 func (h *healer) spareJobs(ctx context.Context, plan EvictionPlan) (EvictionPlan, error) {
-	failures := map[types.UID]int32{}
+	failures, ended := map[types.UID]int32{}, map[types.UID][]types.UID{} // by Job
 	for _, pod := range plan.Evict {
 		of := metav1.GetControllerOf(pod)
 		if schema.FromAPIVersionAndKind(of.APIVersion, of.Kind).GroupKind() != batchv1.SchemeGroupVersion.WithKind("Job").GroupKind() {
 			continue
 		}
 		// Pods are read before the Job, so that a pod that the Job counts meanwhile counts twice and not zero times.
-		ended, err := h.endedPods(ctx, pod.Namespace, of.UID)
-		if errors.Is(err, errManyPods) {
-			return EvictionPlan{Refused: fmt.Sprintf("it is not known whether job %s would replace pod %s: %v", of.Name, pod.Name, err)}, nil
-		} else if err != nil {
-			return EvictionPlan{}, fmt.Errorf("list pods of job %s/%s: %w", pod.Namespace, of.Name, err)
+		if _, read := ended[of.UID]; !read {
+			var err error
+			ended[of.UID], err = h.endedPods(ctx, pod.Namespace, of.UID)
+			switch {
+			case errors.Is(err, errManyPods):
+				return EvictionPlan{Refused: fmt.Sprintf("it is not known whether job %s would replace pod %s: %v", of.Name, pod.Name, err)}, nil
+			case err != nil:
+				return EvictionPlan{}, fmt.Errorf("list pods of job %s/%s: %w", pod.Namespace, of.Name, err)
+			}
 		}
 		job := &batchv1.Job{}
 		key := types.NamespacedName{Namespace: pod.Namespace, Name: of.Name}
@@ -265,7 +269,7 @@ func (h *healer) spareJobs(ctx context.Context, plan EvictionPlan) (EvictionPlan
 			return EvictionPlan{}, fmt.Errorf("get job %s: %w", key, err)
 		}
 		failures[of.UID]++
-		if job.UID != of.UID || !Survives(job, pod, failures[of.UID]+uncounted(job, ended)) {
+		if job.UID != of.UID || !Survives(job, pod, failures[of.UID]+uncounted(job, ended[of.UID])) {
 			return EvictionPlan{Refused: fmt.Sprintf("job %s would not replace pod %s", of.Name, pod.Name)}, nil
 		}
 	}
@@ -273,7 +277,7 @@ func (h *healer) spareJobs(ctx context.Context, plan EvictionPlan) (EvictionPlan
 }
 
 // Every user of a namespace can give pods the label of a Job's pods. So at most mostPodsOfJob are read, in parts of podsAtOnce, and each part is
-// dropped before the next one is read.
+// dropped before the next one is read. client-go's pager reads several parts ahead.
 const podsAtOnce, mostPodsOfJob = 25, 2500
 
 var (

@@ -150,6 +150,9 @@ func TestPodsOfAJobAreReadInParts(t *testing.T) {
 			if o.Limit < 1 || o.Limit > podsAtOnce || read > 0 && o.Continue != strconv.Itoa(read) {
 				t.Errorf("limit %d, continue %q after %d parts", o.Limit, o.Continue, read)
 			}
+			if o.FieldSelector == nil || o.FieldSelector.String() != "status.phase!=Succeeded" {
+				t.Errorf("field selector %v", o.FieldSelector)
+			}
 			if read++; read < parts {
 				list.SetContinue(strconv.Itoa(read))
 			}
@@ -163,5 +166,21 @@ func TestPodsOfAJobAreReadInParts(t *testing.T) {
 		if want := min(parts, mostPodsOfJob/podsAtOnce); read != want {
 			t.Errorf("read %d parts, want %d", read, want)
 		}
+	}
+}
+
+// Two pods of one Job lose their claim: the Job's pods are read once.
+func TestPodsOfAJobAreReadOnce(t *testing.T) {
+	lists := 0
+	funcs := interceptor.Funcs{List: func(ctx context.Context, c client.WithWatch, list client.ObjectList, opts ...client.ListOption) error {
+		if _, pods := list.(*corev1.PodList); pods {
+			lists++
+		}
+		return c.List(ctx, list, opts...)
+	}}
+	w := newWorld(t, funcs, newJob())
+	plan := EvictionPlan{Evict: []*corev1.Pod{newPod("a", madeByJob), newPod("b", madeByJob)}}
+	if plan, err := w.healer().spareJobs(t.Context(), plan); err != nil || plan.Refused != "" || lists != 1 {
+		t.Errorf("%+v, %v after %d lists", plan, err, lists)
 	}
 }
