@@ -299,8 +299,8 @@ func (a Request) counts(status v1alpha1.GPUNodeStatus) v1alpha1.DeviceCounts {
 		case availability.Tainted:
 			counts.Tainted += n
 		case availability.HeldByClaim, availability.Draining:
-			// Pods may hold replicas of the part that claims leave.
-			counts.Pods, counts.Free, counts.Claims = counts.Pods+held, counts.Free+free, counts.Claims+max(0, n-held-free)
+			counts.Claims += max(0, n-held-free)
+			fallthrough // pods may hold replicas of the part that claims leave
 		default:
 			counts.Pods, counts.Free = counts.Pods+held, counts.Free+free
 		}

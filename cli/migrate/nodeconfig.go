@@ -5,7 +5,6 @@ package migrate
 import (
 	"path"
 	"slices"
-	"strings"
 
 	corev1 "k8s.io/api/core/v1"
 )
@@ -28,11 +27,7 @@ func mountedConfigs(pod *corev1.PodSpec) map[string]any {
 			settings["default"] = usual
 		}
 		if text := variables["FALLBACK_STRATEGIES"]; text != "" {
-			var strategies []any
-			for one := range strings.SplitSeq(text, ",") {
-				strategies = append(strategies, strings.TrimSpace(one))
-			}
-			settings["fallbackStrategies"] = strategies
+			settings["fallbackStrategies"] = listOf(text)
 		}
 		return settings
 	}

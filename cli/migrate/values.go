@@ -104,7 +104,7 @@ func merge(into, values map[string]any, from Source, above string) (changes []st
 			into[key] = value
 		case isMap && wasMap && at != "affinity" && at != "nodeSelector":
 			changes = append(changes, merge(oldInside, inside, from, at+".")...)
-		case !reflect.DeepEqual(old, value) && fmt.Sprint(old) != fmt.Sprint(value): // a variable has numbers as text
+		case fmt.Sprint(old) != fmt.Sprint(value): // a variable has numbers as text
 			changes = append(changes, fmt.Sprintf("%s: %s has %s, which is not used: an earlier source sets it to %s", at, from.Name, brief(at, value), brief(at, old)))
 		}
 	}

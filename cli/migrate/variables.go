@@ -82,14 +82,18 @@ func valueOf(key, text string) (value any, ok bool) {
 		set, err := strconv.ParseBool(text)
 		return set, err == nil
 	}
-	if list := strings.Split(text, ","); key == "deviceListStrategy" && len(list) > 1 {
-		var several []any
-		for _, one := range list {
-			several = append(several, strings.TrimSpace(one))
-		}
+	if several := listOf(text); key == "deviceListStrategy" && len(several) > 1 {
 		return several, true
 	}
 	return text, true
+}
+
+// listOf returns the words of a variable that is a list.
+func listOf(text string) (words []any) {
+	for one := range strings.SplitSeq(text, ",") {
+		words = append(words, strings.TrimSpace(one))
+	}
+	return words
 }
 
 func isBoolean(key string) bool {

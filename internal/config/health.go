@@ -71,13 +71,13 @@ func (r HealthRule) check(p *problems, at string) {
 type HealthChecks struct {
 	// NoXIDs ignores all XIDs that Enabled does not name. Nothing also ignores every other fault of a GPU that works.
 	NoXIDs, Nothing bool
-	// Disabled XIDs are ignored beside those of applications. Enabled ones count, whatever ignores them; AllXIDs counts all.
+	// Disabled XIDs are ignored beside those of applications. Enabled XIDs count although they are disabled as well; AllXIDs counts all.
 	Disabled, Enabled []int
 	AllXIDs           bool
 }
 
 // The environment variables of NVIDIA's device plugin (NVIDIA/k8s-device-plugin, internal/rm/health.go). "all" and "xids" disable all
-// checks of XIDs, or enable all; a list adds to the XIDs that are ignored, or count. What is enabled counts although it is disabled, too.
+// checks of XIDs, or enable all; a list adds to the XIDs that are ignored, or count. An XID that is both disabled and enabled counts.
 // Other words are ignored. The last variable is that of NVIDIA's DRA driver (cmd/gpu-kubelet-plugin/main.go): a list of XIDs that are ignored.
 const (
 	disableHealthChecks = "DP_DISABLE_HEALTHCHECKS"

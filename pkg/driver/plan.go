@@ -233,20 +233,28 @@ func describeSettings(policy device.Sharing) string {
 // allMemory returns the share of all the device's memory that a claim still holds by an earlier policy, beside claims without memory. It returns
 // the whole device if the claim holds no such share. The ledger lets the claim keep the share, so the claim's settings are not applied.
 func (d *Driver) allMemory(claim *resourceapi.ResourceClaim, ref device.Ref) device.Share {
-	for _, h := range d.Ledger.Holds() {
-		mine := h.Holder == ledger.Holder{Kind: ledger.KindClaim, ID: string(claim.UID)} && h.Device == ref
-		if mine && h.State != ledger.StateDraining && h.Share.AllMemory() {
-			return h.Share
-		}
+	if h, has := d.holdOf(claim, ref); has && h.Share.AllMemory() {
+		return h.Share
 	}
 	return device.Share{}
 }
 
 // has reports whether a claim holds the device.
 func (d *Driver) has(claim *resourceapi.ResourceClaim, ref device.Ref) bool {
-	return slices.ContainsFunc(d.Ledger.Holds(), func(h ledger.Hold) bool {
+	_, has := d.holdOf(claim, ref)
+	return has
+}
+
+// holdOf returns the hold of a claim on the device that does not drain.
+func (d *Driver) holdOf(claim *resourceapi.ResourceClaim, ref device.Ref) (hold ledger.Hold, has bool) {
+	holds := d.Ledger.Holds()
+	i := slices.IndexFunc(holds, func(h ledger.Hold) bool {
 		return h.Holder == ledger.Holder{Kind: ledger.KindClaim, ID: string(claim.UID)} && h.Device == ref && h.State != ledger.StateDraining
 	})
+	if i < 0 {
+		return ledger.Hold{}, false
+	}
+	return holds[i], true
 }
 
 // resolve returns the device of a result, or refuses a result that this node cannot serve. A dynamic GPU as a whole, and a

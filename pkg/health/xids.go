@@ -74,25 +74,20 @@ func (k *keeper) load() {
 		switch {
 		case record.Log != nil:
 			k.log = *record.Log
-			k.log.Since = earlier(k.log.Since, k.started)
+			k.log.Since = earliest(k.log.Since, k.started)
 		case len(record.XIDs) > 0:
 			// The inventory of a new agent is complete.
 			record.XIDs = slices.Clone(record.XIDs)
 			for i := range record.XIDs {
 				record.XIDs[i].seen = true
-				record.XIDs[i].Time = earlier(record.XIDs[i].Time, k.started)
+				record.XIDs[i].Time = earliest(record.XIDs[i].Time, k.started)
 			}
 			k.gpus[address] = record
 		}
 	}
 }
 
-func earlier(a, b time.Time) time.Time {
-	if b.Before(a) {
-		return b
-	}
-	return a
-}
+func earliest(moments ...time.Time) time.Time { return slices.MinFunc(moments, time.Time.Compare) }
 
 // begin notes when the first agent of this boot began. Call it before take.
 func (k *keeper) begin(ctx context.Context) {

@@ -281,7 +281,7 @@ func (p *Plugin) answer(items []item, client *sharing.Client) *pluginapi.Contain
 		case StrategyEnvVar:
 			p.setVisible(response, strings.Join(p.runtimeIDs(items), ","))
 			if channels := p.imexChannels(); len(channels) > 0 {
-				response.Envs[imexChannelsEnv] = strings.Join(channels, ",")
+				addEnv(response, map[string]string{imexChannelsEnv: strings.Join(channels, ",")})
 			}
 		case StrategyVolumeMounts:
 			p.setVisible(response, visibleDevicesMount)
@@ -300,12 +300,7 @@ func (p *Plugin) answer(items []item, client *sharing.Client) *pluginapi.Contain
 	if p.config.PassDeviceSpecs && p.config.uses(func(s Strategy) bool { return !s.cdi() }) {
 		response.Devices = p.deviceSpecs(items)
 	}
-	if len(p.config.Env) > 0 {
-		if response.Envs == nil {
-			response.Envs = map[string]string{}
-		}
-		maps.Copy(response.Envs, p.config.Env)
-	}
+	addEnv(response, p.config.Env)
 	if client != nil {
 		connect(response, *client)
 	}
@@ -333,20 +328,21 @@ func (p *Plugin) hasNode(path string) bool {
 
 // setVisible prefers the mount to the list, in any order of the strategies.
 func (p *Plugin) setVisible(response *pluginapi.ContainerAllocateResponse, value string) {
-	if response.Envs == nil {
+	if response.Envs[visibleDevicesEnv] != visibleDevicesMount {
+		addEnv(response, map[string]string{visibleDevicesEnv: value})
+	}
+}
+
+func addEnv(response *pluginapi.ContainerAllocateResponse, variables map[string]string) {
+	if response.Envs == nil && len(variables) > 0 {
 		response.Envs = map[string]string{}
 	}
-	if response.Envs[visibleDevicesEnv] != visibleDevicesMount {
-		response.Envs[visibleDevicesEnv] = value
-	}
+	maps.Copy(response.Envs, variables)
 }
 
 // connect adds the client settings of a daemon. Its mounts replace paths of the runtime, such as /dev/shm.
 func connect(response *pluginapi.ContainerAllocateResponse, client sharing.Client) {
-	if response.Envs == nil {
-		response.Envs = map[string]string{}
-	}
-	maps.Copy(response.Envs, client.Env)
+	addEnv(response, client.Env)
 	for _, path := range slices.Sorted(maps.Keys(client.Mounts)) {
 		response.Mounts = append(response.Mounts, &pluginapi.Mount{HostPath: client.Mounts[path], ContainerPath: path})
 	}
