@@ -4,6 +4,7 @@ package explain
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -374,6 +375,16 @@ func TestReasonOfReplicasAndShares(t *testing.T) {
 	if got := NewQueue(f.GPUNodes).Reason(f.Pod); got != want {
 		t.Errorf("the queue says %q, want %q", got, want)
 	}
+	// The node offers fewer replicas now, and three pods keep theirs.
+	pods := slices.Repeat(d.Holders[:1], 3)
+	f.GPUNodes[0].Status.Devices = append(f.GPUNodes[0].Status.Devices, *d)
+	fewer := &f.GPUNodes[0].Status.Devices[1]
+	fewer.Name, fewer.Sharing, fewer.Holders = "gpu-1", &v1alpha1.DeviceSharing{Strategy: "MPS", Replicas: 2, Memory: 4 * gib}, append(pods, d.Holders[1])
+	if got, want := NewQueue(f.GPUNodes).Reason(f.Pod), "all 6 nvidia.com/gpu of node-0 are held: 4 by pods, 3 by claims"; got != want {
+		t.Errorf("the queue says %q, want %q", got, want)
+	}
+	f.GPUNodes[0].Status.Devices = f.GPUNodes[0].Status.Devices[:1]
+	d = &f.GPUNodes[0].Status.Devices[0]
 	d.Holders = d.Holders[1:]
 	if got := NewQueue(f.GPUNodes).Reason(f.Pod); strings.Contains(got, "held") {
 		t.Errorf("with a replica left the queue says %q", got)

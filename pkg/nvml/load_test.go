@@ -103,11 +103,21 @@ func TestCallsOfAnOperation(t *testing.T) {
 	if diff := cmp.Diff(map[string]int{"Init": 1, "DeviceGetHandle": 1}, made.reset()); diff != "" {
 		t.Errorf("calls of Destroy (-want +got):\n%s", diff)
 	}
+	// pkg/partition calls EnableMIG before each Create.
+	if err := node.EnableMIG(t.Context(), g.UUID); err != nil {
+		t.Fatal(err)
+	}
+	got := made.reset()
+	delete(got, "Init")
+	delete(got, "DeviceGetHandle")
+	if len(got) > 0 {
+		t.Errorf("calls of EnableMIG: %v, want none of these", got)
+	}
 	p, err := node.Create(t.Context(), victim.Ref, whole)
 	if err != nil {
 		t.Fatal(err)
 	}
-	got := made.reset()
+	got = made.reset()
 	if walked := got["GetMigDeviceHandleByIndex"]; walked > 7 {
 		t.Errorf("Create looked at %d MIG devices", walked)
 	}

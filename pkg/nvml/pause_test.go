@@ -142,6 +142,27 @@ func TestPauseDuringCalls(t *testing.T) {
 	}
 }
 
+// A pause ends with the reset that runs. The next reset, which waits for its turn, does not begin.
+func TestPauseBeforeTheTurnOfAReset(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n, _ := newPauseNode(t)
+		unlock, err := n.turns.Lock(t.Context(), aReset)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ended := make(chan error, 1)
+		go func() { ended <- n.Reset(t.Context(), n.Inventory().GPUs[0].UUID) }()
+		synctest.Wait()
+		if err := n.Pause(t.Context(), "label=paused"); err != nil {
+			t.Error(err)
+		}
+		unlock()
+		if err, paused := <-ended, new(PausedError); !errors.As(err, &paused) {
+			t.Errorf("the reset: %v, want a PausedError", err)
+		}
+	})
+}
+
 // A pause waits for a reset that runs: the driver cannot be unloaded meanwhile.
 func TestPauseDuringAReset(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -667,12 +667,13 @@ func TestPartitionOfAGPUThatIsGone(t *testing.T) {
 	}
 }
 
-// A monitor has the GPU open, so its MIG mode cannot be switched off with the last partition. The record ends all the same. A partition that an
-// administrator creates afterwards stays, although the driver gives it the same UUID.
-func TestModeOfAStaticGPUThatStays(t *testing.T) {
-	h := newHardware()
+// opened is a GPU that is no longer dynamic, and that a monitor has open: MIG mode cannot be switched off with its last partition, ours, which is
+// destroyed. The record ends all the same.
+func opened(t *testing.T) (h *hardware, m *Maker, ours device.Partition, idle device.GPU) {
+	t.Helper()
+	h = newHardware()
 	dynamic := true
-	m := process(t, t.TempDir(), h)
+	m = process(t, t.TempDir(), h)
 	m.policy.Dynamic = func(device.GPU) bool { return dynamic }
 	ours, err := create(t.Context(), m, wanted("1g.10gb", 19, 0, 1), always)
 	if err != nil {
@@ -688,11 +689,18 @@ func TestModeOfAStaticGPUThatStays(t *testing.T) {
 	if err := m.Destroy(t.Context(), ours.Ref, always); err != nil || m.Made(ours.Ref) || len(h.uuids()) > 0 {
 		t.Fatalf("destroyed: %v, left %v", err, h.uuids())
 	}
-	idle := m.IdleMIGMode()
-	if len(idle) != 1 || m.EndIdleMIGMode(t.Context(), idle[0], always) == nil {
-		t.Fatalf("idle are %v", idle)
+	all := m.IdleMIGMode()
+	if len(all) != 1 || m.EndIdleMIGMode(t.Context(), all[0], always) == nil {
+		t.Fatalf("idle are %v", all)
 	}
 	h.step = func(string) error { return nil }
+	return h, m, ours, all[0]
+}
+
+// A partition that an administrator creates afterwards stays, although the driver gives it the same UUID. From then on the GPU is the
+// administrator's.
+func TestModeOfAStaticGPUThatStays(t *testing.T) {
+	h, m, ours, _ := opened(t)
 	h.serial--
 	if theirs := h.put(ours.Ref, "1g.10gb", 19); theirs.UUID != ours.UUID {
 		t.Fatal(theirs.UUID)
@@ -708,32 +716,54 @@ func TestModeOfAStaticGPUThatStays(t *testing.T) {
 	}
 }
 
-// As above, and the monitor closes the GPU.
+// Once the monitor closes the GPU, its MIG mode is switched off.
 func TestModeOfAStaticGPUEndsLater(t *testing.T) {
-	h := newHardware()
-	dynamic := true
-	m := process(t, t.TempDir(), h)
-	m.policy.Dynamic = func(device.GPU) bool { return dynamic }
-	ours, err := create(t.Context(), m, wanted("1g.10gb", 19, 0, 1), always)
-	if err != nil {
-		t.Fatal(err)
-	}
-	dynamic, h.step = false, func(name string) error {
-		if name == "disable" {
-			return errors.New("the GPU is in use")
-		}
-		return nil
-	}
-	if err := m.Destroy(t.Context(), ours.Ref, always); err != nil {
-		t.Fatal(err)
-	}
-	h.step = func(string) error { return nil }
-	idle := m.IdleMIGMode()
-	if len(idle) != 1 {
-		t.Fatalf("idle are %v", idle)
-	}
-	if err := m.EndIdleMIGMode(t.Context(), idle[0], always); err != nil || len(m.IdleMIGMode()) > 0 {
+	_, m, _, idle := opened(t)
+	if err := m.EndIdleMIGMode(t.Context(), idle, always); err != nil || len(m.IdleMIGMode()) > 0 {
 		t.Errorf("switched off: %v, idle %v", err, m.IdleMIGMode())
+	}
+}
+
+// A process that dies at any step of the last Destroy of such a GPU, or a driver that fails there, leaves neither a partition nor a record.
+func TestLastDestroyAtEveryStep(t *testing.T) {
+	for _, dies := range []bool{true, false} {
+		for step := 1; ; step++ {
+			h, dir := newHardware(), t.TempDir()
+			dynamic := true
+			m := process(t, dir, h)
+			m.policy.Dynamic = func(device.GPU) bool { return dynamic }
+			ours, err := create(t.Context(), m, wanted("1g.10gb", 19, 0, 1), always)
+			if err != nil {
+				t.Fatal(err)
+			}
+			dynamic, h.calls = false, 0
+			h.step = func(string) error {
+				switch {
+				case h.calls != step:
+					return nil
+				case dies:
+					runtime.Goexit()
+				}
+				return errors.New("fault")
+			}
+			alone(func() { _ = m.Destroy(t.Context(), ours.Ref, always) })
+			reached := h.calls >= step
+			h.step = func(string) error { return nil }
+			if dies {
+				m = process(t, dir, h)
+				m.policy.Dynamic = func(device.GPU) bool { return false }
+			}
+			err = m.Destroy(t.Context(), ours.Ref, always)
+			for _, gpu := range m.IdleMIGMode() {
+				err = errors.Join(err, m.EndIdleMIGMode(t.Context(), gpu, always))
+			}
+			if err != nil || len(h.uuids()) > 0 || len(m.All()) > 0 || h.gpu.MIGEnabled {
+				t.Fatalf("dies %v at step %d: %v; left %q, records of %v, MIG mode on: %t", dies, step, err, h.uuids(), m.All(), h.gpu.MIGEnabled)
+			}
+			if !reached {
+				break
+			}
+		}
 	}
 }
 

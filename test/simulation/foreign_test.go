@@ -38,7 +38,7 @@ type server interface {
 }
 
 // foreign is one life of other drivers: a device plugin, and a DRA driver of our name. Some GPUs are for limits, the others for claims. They
-// keep no account. But they give no GPU away that someone has, since what comes of that is no fault of the agent.
+// keep no account. But they give away no GPU that has a holder, since what comes of that is no fault of the agent.
 type foreign struct {
 	*simulation
 	process *process
@@ -141,7 +141,7 @@ func (f *foreign) prefer(request *pluginapi.PreferredAllocationRequest) *plugina
 	return &pluginapi.PreferredAllocationResponse{ContainerResponses: []*pluginapi.ContainerPreferredAllocationResponse{{DeviceIDs: ids}}}
 }
 
-var errHad = errors.New("someone has the GPU")
+var errHad = errors.New("the GPU has a holder")
 
 func (f *foreign) allocate(ctx context.Context, uid string, ids []string) error {
 	turn(ctx, "allocates")
