@@ -179,9 +179,9 @@ func TestNoDeviceBeforeTheRestart(t *testing.T) {
 	}
 	defer book.Close()
 	synctest.Test(t, func(t *testing.T) {
-		returned := false
+		var returned atomic.Bool
 		a := &Agent{recorder: record.NewFakeRecorder(2), stuck: func(context.Context) []int {
-			if returned {
+			if returned.Load() {
 				return nil
 			}
 			return []int{7}
@@ -194,11 +194,11 @@ func TestNoDeviceBeforeTheRestart(t *testing.T) {
 		if err := book.Withheld(); err == nil || !strings.Contains(err.Error(), "does not return") {
 			t.Errorf("withheld: %v", err)
 		}
-		returned = true
+		returned.Store(true)
 		if err := <-errs; !errors.Is(err, nvml.ErrDriverReplaced) {
 			t.Errorf("once the call has returned: %v", err)
 		}
-		returned = false
+		returned.Store(false)
 		wait()
 		cancel()
 		if err := <-errs; err != nil {
