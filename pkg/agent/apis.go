@@ -40,6 +40,14 @@ func (a *Agent) serveAPIs(ctx context.Context, c components) error {
 	}
 	var waits sync.WaitGroup
 	waits.Go(func() { _ = a.awaitSpecs(ctx, c.CDI) && a.awaitSpec(ctx, object) })
+	// While another process gives the same devices away, the agent gives none.
+	claims.FindConflicting(ctx)
+	waits.Wait()
+	if ctx.Err() != nil {
+		return group.Wait()
+	}
+	plugin.FindConflicting(ctx) // it lists the devices, which have specs now
+	// Afterwards, so that kubelet's files have what another process gave away before it ended.
 	if err := c.Adopt(ctx); err != nil && ctx.Err() == nil {
 		klog.FromContext(ctx).Error(err, "Giving no device to new pods and claims until the pods from before the start are known")
 		a.event(corev1.EventTypeWarning, "HoldersUnknown", fmt.Sprintf("Serving no GPU to new pods, because kubelet may have given some to other pods before the agent started: %v", err))
@@ -48,13 +56,6 @@ func (a *Agent) serveAPIs(ctx context.Context, c components) error {
 			return nil
 		})
 	}
-	// While another process gives the same devices away, the agent gives none.
-	claims.FindConflicting(ctx)
-	waits.Wait()
-	if ctx.Err() != nil {
-		return group.Wait()
-	}
-	plugin.FindConflicting(ctx) // it lists the devices, which have specs now
 	group.Go(func() error { return a.newLabels(ctx, c, c.Views.Configured, a.metrics).Run(ctx) })
 	group.Go(func() error { return c.Health.Run(ctx) })
 	// Claims are served in every mode: those that have devices may still have to be prepared, and must be unprepared.

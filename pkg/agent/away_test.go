@@ -326,6 +326,50 @@ func TestPodsAdmittedBeforeTheStart(t *testing.T) {
 	}
 }
 
+// endingPlugin is another device plugin. When it is asked for its devices, it has given one away, and ends without an answer.
+type endingPlugin struct {
+	pluginapi.UnimplementedDevicePluginServer
+	end func()
+}
+
+func (p *endingPlugin) ListAndWatch(*pluginapi.Empty, grpc.ServerStreamingServer[pluginapi.ListAndWatchResponse]) error {
+	p.end()
+	return status.Error(codes.Unavailable, "the plugin ends")
+}
+
+// TestPluginThatEndsDuringTheStart: another device plugin gives a GPU away while the agent starts, and ends before the agent has found out
+// what it serves.
+func TestPluginThatEndsDuringTheStart(t *testing.T) {
+	c, uuids := awayNode(t)
+	socket := filepath.Join(c.KubeletDir, "device-plugins", "nvidia-gpu.sock")
+	listener, err := net.Listen("unix", socket)
+	check(t, err)
+	other := grpc.NewServer()
+	ended := make(chan error, 1)
+	pluginapi.RegisterDevicePluginServer(other, &endingPlugin{end: sync.OnceFunc(func() {
+		ended <- os.WriteFile(podstate.DeviceCheckpointPath(c.KubeletDir), []byte(checkpointOf("main", uuids[2])), 0o600)
+		_ = listener.Close() // this removes the socket
+	})})
+	serving := make(chan error, 1)
+	go func() { serving <- other.Serve(listener) }()
+	defer func() { other.Stop(); <-serving }()
+	kubelet, stopKubelet := startDeviceManager(t, c)
+	a, err := newAgent(c)
+	check(t, err)
+	a.client = fake.NewClientset(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: c.NodeName, UID: "n"}}, &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "apps", Name: "one", UID: "p1"},
+		Spec:       corev1.PodSpec{NodeName: c.NodeName}, Status: corev1.PodStatus{Phase: corev1.PodPending},
+	})
+	running := runAgent(t, a)
+	kubelet.await(allButTheClaims(uuids))
+	check(t, <-ended)
+	if _, err := os.Stat(filepath.Join(c.RunDir, "holds", "pod~"+uuids[2]+"~"+uuids[2])); err != nil {
+		t.Errorf("the GPU is offered, and the pod holds nothing: %v", err)
+	}
+	stopKubelet()
+	running.stop()
+}
+
 // TestStopAnswersAnAllocateThatWaitsForTheWatch: kubelet asks for the device of an init container again, and the watch has not reported
 // the pod yet. The agent is told to stop. An error would fail the pod for good.
 func TestStopAnswersAnAllocateThatWaitsForTheWatch(t *testing.T) {

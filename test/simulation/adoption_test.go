@@ -15,9 +15,9 @@ func (a *agent) begin() {
 	a.begun = true
 	a.reconcile()
 	a.run("adopts", func(ctx context.Context) error {
-		err := a.alone(ctx, a.parts.Adopt)
 		_ = a.alone(ctx, looking(a.driver.FindConflicting))
 		_ = a.alone(ctx, looking(a.limits.FindConflicting))
+		err := a.alone(ctx, a.parts.Adopt)
 		a.serve()
 		a.takeOver("claims", sourceDriver, a.driver.FindConflicting, a.serveClaims)
 		a.takeOver("limits", "conflicting device plugin", a.limits.FindConflicting, func() { a.register(0) })
