@@ -47,7 +47,7 @@ func Mutations() []Mutation {
 	listed.FreezeEvery, listed.Frozen = [2]int{4, 8}, []Fault{{Freeze, agentName, 1}}
 	// calm lets pods with limits run beside a tainted GPU for a while. While many GPUs have taints, every eviction may be a right one.
 	calm := often([2]int{12, 20}, Fault{TaintGPU, noExecute, 1})
-	calm.Demand, calm.BurstEvery, calm.FreezeEvery, calm.Linger, calm.Dwell = [2]int{4, 7}, [2]int{45, 50}, [2]int{45, 50}, 0, 4*maxDwell
+	calm.Demand, calm.BurstEvery, calm.FreezeEvery, calm.Linger, calm.Dwell = [2]int{7, 11}, [2]int{45, 50}, [2]int{45, 50}, 0, 4*maxDwell
 	// foreign leaves free GPUs for the foreign plugin to give away.
 	foreign := often([2]int{8, 12}, Fault{ForeignPlugin, "device-plugin", 1})
 	foreign.Demand, foreign.BurstEvery = [2]int{3, 6}, [2]int{25, 40}
