@@ -21,7 +21,7 @@ import (
 // rest. The first is that of a claim that stays while its pod was force-deleted and has processes that do not end: Kubernetes deallocates
 // the claim, and the next one must get another GPU. The second is lost after a claim was allocated it and before kubelet prepares the
 // claim: the claim has to be healed. All that fits on the other GPUs has to run before either is whole again. Claims must not be offered
-// the two meanwhile.
+// the two meanwhile. Then a taint evicts one of the pods with limits.
 func (r *run) besideBroken(ctx context.Context, u user) error {
 	if err := u.settle(ctx); err != nil {
 		return err
@@ -54,6 +54,9 @@ func (r *run) besideBroken(ctx context.Context, u user) error {
 	if err == nil {
 		err = r.settle(ctx, u)
 	}
+	if err == nil {
+		err = r.taintBeside(ctx, u)
+	}
 	err = errors.Join(err, undo(ctx))
 	ended()
 	if err != nil {
@@ -62,6 +65,18 @@ func (r *run) besideBroken(ctx context.Context, u user) error {
 	r.trace.say("beside a hung pod and a lost GPU: all ran after %s", time.Since(began).Round(100*time.Millisecond))
 	return r.finish(ctx, u)
 }
+
+// taintBeside taints the GPU of one of several pods with limits, which have all been seen with theirs: the watch counts an eviction of another one.
+func (r *run) taintBeside(ctx context.Context, u user) error {
+	const index = -1 // no operation has it
+	if _, err := r.faults.taintGPU(ctx, Op{Kind: TaintGPU, Index: index, Answer: noExecute, Pause: evictionPause}); err != nil {
+		return err
+	}
+	return r.settle(ctx, u)
+}
+
+// evictionPause is how long the rule of taintBeside stays: longer than an eviction takes.
+const evictionPause = 3 * time.Second
 
 // breakTwo returns when the GPU of one workload's pod is hung and that of the other's claim is lost. The error is errAway if the pods do not
 // get that far. undo works after an error, too.

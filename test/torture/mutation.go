@@ -45,9 +45,6 @@ func Mutations() []Mutation {
 	listed := often([2]int{3, 5}, Fault{ListPods, "pod-resources", 1})
 	listed.Linger, listed.BurstEvery, listed.Ambush, listed.Demand = 0, [2]int{3, 6}, 80, [2]int{2, 5}
 	listed.FreezeEvery, listed.Frozen = [2]int{4, 8}, []Fault{{Freeze, agentName, 1}}
-	// calm lets pods with limits run beside a tainted GPU for a while. While many GPUs have taints, every eviction may be a right one.
-	calm := often([2]int{12, 20}, Fault{TaintGPU, noExecute, 1})
-	calm.Demand, calm.BurstEvery, calm.FreezeEvery, calm.Linger, calm.Dwell = [2]int{7, 11}, [2]int{45, 50}, [2]int{45, 50}, 0, 4*maxDwell
 	// foreign leaves free GPUs for the foreign plugin to give away.
 	foreign := often([2]int{8, 12}, Fault{ForeignPlugin, "device-plugin", 1})
 	foreign.Demand, foreign.BurstEvery = [2]int{3, 6}, [2]int{25, 40}
@@ -180,15 +177,10 @@ func Mutations() []Mutation {
 `)},
 		},
 		{
-			Name: "neighbours", What: "pods are evicted from all GPUs when one has a taint", Mix: calm,
+			Name: "neighbours", What: "pods are evicted from all GPUs when one has a taint", Mix: Usual(),
 			changes: []mutation.Change{
-				mutation.Replace("pkg/controller", "", "heldByPods", `
-	for _, h := range d.Holders {
-		if h.Kind == v1alpha1.HolderPod {
-			pods = append(pods, h.Pods...)
-		}
-	}
-	return pods
+				mutation.Replace("pkg/controller", "", "endsPods", `
+	return true
 `),
 				mutation.Replace("pkg/controller", "", "PlanRemoval", `
 	r = HonestPlanRemoval(node, pod, limits, now)
