@@ -43,11 +43,11 @@ func (a *Agent) serveAPIs(ctx context.Context, c components) error {
 	// While another process gives the same devices away, the agent gives none.
 	claims.FindConflicting(ctx)
 	waits.Wait()
+	plugin.FindConflicting(ctx) // it lists the devices, which have specs now
 	if ctx.Err() != nil {
 		return group.Wait()
 	}
-	plugin.FindConflicting(ctx) // it lists the devices, which have specs now
-	// Afterwards, so that kubelet's files have what another process gave away before it ended.
+	// Adopt comes after the search: a process that the search does not find may have given devices away until it ended.
 	if err := c.Adopt(ctx); err != nil && ctx.Err() == nil {
 		klog.FromContext(ctx).Error(err, "Giving no device to new pods and claims until the pods from before the start are known")
 		a.event(corev1.EventTypeWarning, "HoldersUnknown", fmt.Sprintf("Serving no GPU to new pods, because kubelet may have given some to other pods before the agent started: %v", err))

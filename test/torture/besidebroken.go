@@ -66,11 +66,16 @@ func (r *run) besideBroken(ctx context.Context, u user) error {
 	return r.finish(ctx, u)
 }
 
-// taintBeside taints the GPU of one of several pods with limits, which have all been seen with theirs: the watch counts an eviction of another one.
+// taintBeside taints the GPU of a pod with limits. The watch has seen the GPUs of all pods with limits, so it counts an eviction from another GPU
+// as wrong.
 func (r *run) taintBeside(ctx context.Context, u user) error {
 	const index = -1 // no operation has it
-	if _, err := r.faults.taintGPU(ctx, Op{Kind: TaintGPU, Index: index, Answer: noExecute, Pause: evictionPause}); err != nil {
+	did, err := r.faults.taintGPU(ctx, Op{Kind: TaintGPU, Index: index, Answer: noExecute, Pause: evictionPause})
+	if err != nil {
 		return err
+	}
+	if did.skipped != "" {
+		r.trace.say("no taint beside broken GPUs: %s", did.skipped)
 	}
 	return r.settle(ctx, u)
 }
