@@ -186,6 +186,26 @@ func checkpointOf(container, uuid string) string {
 	return fmt.Sprintf(`{"Data":{"PodDeviceEntries":[{"PodUID":"p1","ContainerName":%q,"ResourceName":"nvidia.com/gpu","DeviceIDs":{"0":[%q]}}],"RegisteredDevices":{}},"Checksum":1}`, container, uuid)
 }
 
+// besidePendingPod is an agent on the node of pod p1, which kubelet has not started.
+func besidePendingPod(t *testing.T, c config.Config) *Agent {
+	t.Helper()
+	a, err := newAgent(c)
+	check(t, err)
+	a.client = fake.NewClientset(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: c.NodeName, UID: "n"}}, &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "apps", Name: "one", UID: "p1"},
+		Spec:       corev1.PodSpec{NodeName: c.NodeName}, Status: corev1.PodStatus{Phase: corev1.PodPending},
+	})
+	return a
+}
+
+// wantPodHold requires the record of a GPU that a pod holds.
+func wantPodHold(t *testing.T, c config.Config, uuid string) {
+	t.Helper()
+	if _, err := os.Stat(filepath.Join(c.RunDir, "holds", "pod~"+uuid+"~"+uuid)); err != nil {
+		t.Errorf("the GPU is offered, and the pod holds nothing: %v", err)
+	}
+}
+
 func hangingServer(t *testing.T) string {
 	t.Helper()
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
@@ -303,23 +323,14 @@ func TestPodsAdmittedBeforeTheStart(t *testing.T) {
 			}
 			check(t, os.WriteFile(checkpoint, []byte(first), 0o600))
 			kubelet, stopKubelet := startDeviceManager(t, c)
-			a, err := newAgent(c)
-			check(t, err)
-			a.client = fake.NewClientset(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: c.NodeName, UID: "n"}}, &corev1.Pod{
-				ObjectMeta: metav1.ObjectMeta{Namespace: "apps", Name: "one", UID: "p1"},
-				Spec:       corev1.PodSpec{NodeName: c.NodeName}, Status: corev1.PodStatus{Phase: corev1.PodPending},
-			})
-			running := runAgent(t, a)
+			running := runAgent(t, besidePendingPod(t, c))
 			if torn {
 				kubelet.await(heldOnly(uuids))
 				running.wantEvent("HoldersUnknown")
 				check(t, os.WriteFile(checkpoint, []byte(text), 0o600))
 			}
 			kubelet.await(allButTheClaims(uuids))
-			record := filepath.Join(c.RunDir, "holds", "pod~"+uuids[2]+"~"+uuids[2])
-			if _, err := os.Stat(record); err != nil {
-				t.Errorf("the pod holds nothing: %v", err)
-			}
+			wantPodHold(t, c, uuids[2])
 			stopKubelet()
 			running.stop()
 		})
@@ -354,12 +365,7 @@ func TestPluginThatEndsDuringTheStart(t *testing.T) {
 	go func() { serving <- other.Serve(listener) }()
 	defer func() { other.Stop(); <-serving }()
 	kubelet, stopKubelet := startDeviceManager(t, c)
-	a, err := newAgent(c)
-	check(t, err)
-	a.client = fake.NewClientset(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: c.NodeName, UID: "n"}}, &corev1.Pod{
-		ObjectMeta: metav1.ObjectMeta{Namespace: "apps", Name: "one", UID: "p1"},
-		Spec:       corev1.PodSpec{NodeName: c.NodeName}, Status: corev1.PodStatus{Phase: corev1.PodPending},
-	})
+	a := besidePendingPod(t, c)
 	a.times.answerWait = time.Minute // an agent that serves held devices first asks the plugin, too
 	running := runAgent(t, a)
 	kubelet.await(allButTheClaims(uuids))
@@ -369,9 +375,7 @@ func TestPluginThatEndsDuringTheStart(t *testing.T) {
 	default:
 		t.Error("the other plugin was not asked")
 	}
-	if _, err := os.Stat(filepath.Join(c.RunDir, "holds", "pod~"+uuids[2]+"~"+uuids[2])); err != nil {
-		t.Errorf("the GPU is offered, and the pod holds nothing: %v", err)
-	}
+	wantPodHold(t, c, uuids[2])
 	stopKubelet()
 	running.stop()
 }

@@ -55,6 +55,7 @@ func (r *run) besideBroken(ctx context.Context, u user) error {
 		err = r.settle(ctx, u)
 	}
 	if err == nil {
+		r.trace.say("beside a hung pod and a lost GPU: all ran after %s", time.Since(began).Round(100*time.Millisecond))
 		err = r.taintBeside(ctx, u)
 	}
 	err = errors.Join(err, undo(ctx))
@@ -62,7 +63,6 @@ func (r *run) besideBroken(ctx context.Context, u user) error {
 	if err != nil {
 		return err
 	}
-	r.trace.say("beside a hung pod and a lost GPU: all ran after %s", time.Since(began).Round(100*time.Millisecond))
 	return r.finish(ctx, u)
 }
 
