@@ -253,10 +253,17 @@ func (e *examination) agents() {
 	}
 	for _, pod := range e.Agents {
 		ready, since := readiness(&pod)
-		if !ready || pod.DeletionTimestamp != nil {
+		ends := pod.DeletionTimestamp
+		if !ready || ends != nil {
 			e.starting[pod.Spec.NodeName] = true
 		}
-		if ready || pod.DeletionTimestamp != nil {
+		if ends != nil && e.Now.Sub(ends.Time) >= rollout {
+			// The grace period is over: kubelet does not answer, or a process hangs.
+			e.add(Error, "node "+pod.Spec.NodeName, pageInstallation,
+				"see whether the node is ready, and what its kubelet logs of pod "+pod.Name+"; if the machine is gone, delete the Node",
+				"its agent should have ended at %s and has not, so that no other can start there", ends.UTC().Format(time.RFC3339))
+		}
+		if ready || ends != nil {
 			continue
 		}
 		w := e.waitsFor(&pod)
@@ -272,6 +279,16 @@ func (e *examination) agents() {
 		e.add(severity, "node "+pod.Spec.NodeName, pageInstallation, w.action(&pod),
 			"its agent has not been ready since %s: %s", since.UTC().Format(time.RFC3339), cmp.Or(w.why, "no reason is known"))
 	}
+}
+
+// readyFor returns for how long the agent of a node has been ready; zero if it is not.
+func (e *examination) readyFor(node string) time.Duration {
+	for i := range e.Agents {
+		if ready, since := readiness(&e.Agents[i]); e.Agents[i].Spec.NodeName == node && ready {
+			return e.Now.Sub(since)
+		}
+	}
+	return 0
 }
 
 // saysItself returns the reason that the agent of a node has written into its GPUNode; empty if it has written none, or does not run.
@@ -306,9 +323,14 @@ func (e *examination) nodes() {
 		}
 	}
 	for _, n := range e.Nodes {
-		if !has[n.Name] && missing(n.Name) && explain.HasGPUs(&n) {
+		switch {
+		case has[n.Name] || !explain.HasGPUs(&n):
+		case missing(n.Name):
 			e.add(Error, "node "+n.Name, pageInstall, "compare the DaemonSet's nodeSelector, affinity and tolerations with the node's labels and taints",
 				"it has GPUs and no agent")
+		case e.read(KindGPUNodes) && e.readyFor(n.Name) >= rollout:
+			e.add(Warning, "node "+n.Name, pageInstallation, "look for GPUNode in the log of the node's agent",
+				"its agent is ready and has no GPUNode: kubectl gpu shows nothing of the node")
 		}
 	}
 	for _, node := range slices.Sorted(maps.Keys(e.Withheld)) {

@@ -164,6 +164,17 @@ var faults = map[string]struct {
 		f.Agents[1].Status.ContainerStatuses = []corev1.ContainerStatus{{Name: "kubelet-plugin", State: corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "ImagePullBackOff"}}}}
 	}, []string{"error node node-2"}},
 	"an agent starts": {func(f *Facts) { f.Agents[1] = agent("node-2", corev1.ConditionFalse, time.Minute) }, []string{"warning node node-2"}},
+	"an agent does not end": {func(f *Facts) {
+		seen := ago(time.Hour)
+		f.Agents[1] = agent("node-2", corev1.ConditionFalse, time.Hour)
+		f.Agents[1].DeletionTimestamp = ptr.To(ago(30 * time.Minute))
+		f.GPUNodes[1].Status.Seen = &seen
+		f.GPUNodes[1] = availability.AsOf(f.Now, f.GPUNodes[1])
+	}, []string{"error node node-2"}},
+	"an agent ends": {func(f *Facts) {
+		f.Agents[1].DeletionTimestamp, f.GPUNodes[1].Status.Waiting = ptr.To(ago(time.Second)), availability.Stopped
+	}, nil},
+	"an agent without a GPUNode": {func(f *Facts) { f.GPUNodes = f.GPUNodes[:1] }, []string{"warning node node-2"}},
 	"an agent is gone": {func(f *Facts) {
 		f.Agents, f.GPUNodes[1].Spec.Maintenance = f.Agents[:1], []v1alpha1.GPUMaintenance{{UUID: "GPU-0"}}
 	}, []string{"error node node-2"}},
@@ -357,7 +368,8 @@ func TestRead(t *testing.T) {
 	crd.SetLabels(map[string]string{versionLabel: "0.2.0"})
 	dynamic := dynamicfake.NewSimpleDynamicClientWithCustomListKinds(runtime.NewScheme(), map[schema.GroupVersionResource]string{
 		v1alpha1.Resource: "GPUNodeList", definitions: "CustomResourceDefinitionList",
-	}, crd)
+	}, crd, decode(t, []byte("{apiVersion: tandem-gpu.dev/v1alpha1, kind: GPUNode, metadata: {name: node-1}}")),
+		decode(t, []byte("{apiVersion: tandem-gpu.dev/v1alpha1, kind: GPUNode, metadata: {name: node-2}}")))
 	c := overview.Cluster{Client: client, Dynamic: dynamic, DriverName: "gpu.nvidia.com", Clock: clockAt(t, now)}
 	got, err := Read(t.Context(), c, "", "0.2.0")
 	if err != nil || len(got.NotRead) > 0 {
