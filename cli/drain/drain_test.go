@@ -31,6 +31,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/cli/overview"
+	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
@@ -150,6 +151,11 @@ func TestWaits(t *testing.T) {
 		"prepared": {func(n *v1alpha1.GPUNode) {
 			n.Spec.Claims, n.Status.Devices[0].Holders = claims("gpu-0"), []v1alpha1.DeviceHolder{byClaim("next")}
 		}, "is held by ml/next (claim next-gpu)"},
+		"held, and the agent is gone since": {func(n *v1alpha1.GPUNode) {
+			seen := metav1.Unix(0, 0)
+			n.Status.Seen, n.Status.Devices[0].Holders = &seen, []v1alpha1.DeviceHolder{byPod("infer")}
+			*n = availability.AsOf(seen.Add(time.Hour), *n)
+		}, "is held by ml/infer (limits) (its agent has been silent since 1970-01-01T00:00:00Z: its GPUNode is of that time, and new pods may get no GPU)"},
 		"removed": {func(n *v1alpha1.GPUNode) { n.Status.Devices = n.Status.Devices[2:] }, ""},
 		"an earlier answer": {
 			func(n *v1alpha1.GPUNode) { n.Status.ObservedGeneration = 2 }, "is not withdrawn yet: the agent of the node has not answered",

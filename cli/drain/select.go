@@ -167,6 +167,9 @@ func Waits(node v1alpha1.GPUNode, gpu GPU, generation int64, allocated []v1alpha
 	}
 	if len(holders) > 0 {
 		w.Text = "is held by " + strings.Join(holders, "; ")
+		if why := explain.WhyUnserved(node.Status); why != "" {
+			w.Text += " (" + why + ")"
+		}
 	}
 	return w
 }

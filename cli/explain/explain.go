@@ -1,27 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package explain answers why a pod waits for a GPU, or failed, from API objects alone. Every function but Why is pure. Explain names nodes but no
-// holders, because those may belong to other users. Why names the holders in namespaces whose pods the viewer may list.
+// Package explain answers why a pod waits for a GPU, or failed, from API objects alone. Every function but Why is pure. Why names the
+// holders in namespaces whose pods the viewer may list.
 package explain
 
 import (
 	"cmp"
 	"fmt"
-	"maps"
 	"slices"
 	"strings"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
-	resourcehelper "k8s.io/component-helpers/resource"
 	schedulinghelper "k8s.io/component-helpers/scheduling/corev1"
 	"k8s.io/component-helpers/scheduling/corev1/nodeaffinity"
-	"k8s.io/dynamic-resource-allocation/resourceclaim"
 	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
-	"github.com/tandem-gpu/tandem/internal/capacity"
 	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
@@ -66,9 +62,9 @@ func WhyUnserved(s v1alpha1.GPUNodeStatus) string {
 	return fmt.Sprintf("no GPU for new pods and claims%s: %s", since, OneLine(s.Waiting))
 }
 
-// Explain returns why none of the nodes that a pod may run on can satisfy its request. It returns the empty string if a node can,
+// whyNone returns why none of the nodes that a pod may run on can satisfy its request. It returns the empty string if a node can,
 // so that the pod waits for another reason, and if no node has such devices.
-func Explain(nodes []v1alpha1.GPUNode, asked Request) string {
+func whyNone(nodes []v1alpha1.GPUNode, asked request) string {
 	var serving, unserved []v1alpha1.GPUNode
 	for _, n := range nodes {
 		if n.Status.Waiting == "" {
@@ -89,8 +85,8 @@ func Explain(nodes []v1alpha1.GPUNode, asked Request) string {
 		list(unserved, func(n v1alpha1.GPUNode) string { return n.Name + ": " + WhyUnserved(n.Status) })
 }
 
-// explainServing is Explain for nodes that give GPUs to new pods. room is whether one of them can satisfy the request.
-func explainServing(nodes []v1alpha1.GPUNode, asked Request) (reason string, room bool) {
+// explainServing is whyNone for nodes that give GPUs to new pods. room is whether one of them can satisfy the request.
+func explainServing(nodes []v1alpha1.GPUNode, asked request) (reason string, room bool) {
 	if asked.Memory > 0 || asked.Shares > 0 {
 		return explainShare(nodes, asked)
 	}
@@ -152,7 +148,7 @@ func explainServing(nodes []v1alpha1.GPUNode, asked Request) (reason string, roo
 }
 
 // explainShare is explainServing for a request of shares of GPUs. A free GPU that is not shared satisfies a request of memory as a whole.
-func explainShare(nodes []v1alpha1.GPUNode, asked Request) (reason string, room bool) {
+func explainShare(nodes []v1alpha1.GPUNode, asked request) (reason string, room bool) {
 	type counted struct {
 		name string
 		// memory and shares are the most that is left on one device.
@@ -210,7 +206,7 @@ func explainShare(nodes []v1alpha1.GPUNode, asked Request) (reason string, room 
 }
 
 // fits reports whether what is left of a shared device satisfies the request.
-func (r Request) fits(d v1alpha1.DeviceStatus, left device.Share) bool {
+func (r request) fits(d v1alpha1.DeviceStatus, left device.Share) bool {
 	held := slices.ContainsFunc(d.Holders, func(h v1alpha1.DeviceHolder) bool { return !h.Shared && h.Memory == 0 })
 	switch {
 	case held || int64(left.Bytes) < r.Memory || r.Shares > int64(left.Count):
@@ -225,7 +221,7 @@ func (r Request) fits(d v1alpha1.DeviceStatus, left device.Share) bool {
 }
 
 // divided returns how many devices with holders have a share left for a claim that requests no amount.
-func (r Request) divided(status v1alpha1.GPUNodeStatus) (n int64) {
+func (r request) divided(status v1alpha1.GPUNodeStatus) (n int64) {
 	if r.Limits != "" || r.Resource != "" {
 		return 0
 	}
@@ -253,8 +249,8 @@ func Number(n int, what string) string {
 // Mebibytes returns an amount of memory for users. Tables of cli/overview call it as well.
 func Mebibytes(bytes int64) string { return fmt.Sprintf("%d MiB", bytes>>20) }
 
-// Request is what a pod waits for.
-type Request struct {
+// request is what a pod waits for.
+type request struct {
 	Devices int64
 	// Memory is the number of bytes requested of each device, and Shares that of equal shares. If both are zero, the request is for what a
 	// device gives by default: all of it, unless the node divides it for claims.
@@ -266,12 +262,12 @@ type Request struct {
 }
 
 // mixes reports whether the resource of GPUs covers partitions or replicas on a node, or does not cover all of its GPUs.
-func (a Request) mixes(status v1alpha1.GPUNodeStatus) bool {
+func (a request) mixes(status v1alpha1.GPUNodeStatus) bool {
 	return a.Limits != "" && a.Limits == status.ExtendedResource && (status.Partitions != nil || slices.ContainsFunc(status.Devices, replicated))
 }
 
 // counts returns the counts of the requested devices on a node.
-func (a Request) counts(status v1alpha1.GPUNodeStatus) v1alpha1.DeviceCounts {
+func (a request) counts(status v1alpha1.GPUNodeStatus) v1alpha1.DeviceCounts {
 	resource := a.Resource
 	if a.mixes(status) {
 		resource = a.Limits
@@ -325,9 +321,9 @@ func podsOn(d v1alpha1.DeviceStatus) (n int32) {
 }
 
 // resource is the extended resource that names the devices; empty for GPUs.
-func (a Request) resource() string { return cmp.Or(a.Resource, a.Limits) }
+func (a request) resource() string { return cmp.Or(a.Resource, a.Limits) }
 
-func (a Request) noun(n int64) string {
+func (a request) noun(n int64) string {
 	switch {
 	case a.resource() != "":
 		return fmt.Sprintf("%d %s", n, a.resource())
@@ -337,7 +333,7 @@ func (a Request) noun(n int64) string {
 	return fmt.Sprintf("%d GPUs", n)
 }
 
-func (a Request) all(n int64) string {
+func (a request) all(n int64) string {
 	switch {
 	case n == 1 && a.resource() != "":
 		return "all " + a.resource()
@@ -389,33 +385,10 @@ func list[T any](nodes []T, describe func(T) string) string {
 	return strings.Join(parts, ", ")
 }
 
-// Names are the names by which pods request Tandem's GPUs.
-type Names struct {
-	// Resources are the extended resources of whole GPUs.
-	Resources map[corev1.ResourceName]bool
-	// Classes are the DeviceClasses of whole GPUs.
-	Classes map[string]bool
-	// Limits are the extended resources of the device plugin API, including those of partitions.
-	Limits device.Resources
-}
-
-// NewNames finds the DeviceClasses whose selectors name the driver. It excludes classes of partitions: API objects do not say how
-// many more partitions a GPU has room for.
-func NewNames(driver string, limits device.Resources, classes []resourceapi.DeviceClass) Names {
-	o := Names{
-		Resources: map[corev1.ResourceName]bool{corev1.ResourceName(limits.GPU): true}, Classes: map[string]bool{}, Limits: limits,
-	}
-	for _, class := range classes {
-		if !names(class, driver) || names(class, "mig") {
-			continue
-		}
-		o.Classes[class.Name] = true
-		o.Resources[corev1.ResourceName(resourceapi.ResourceDeviceClassPrefix+class.Name)] = true
-		if class.Spec.ExtendedResourceName != nil {
-			o.Resources[corev1.ResourceName(*class.Spec.ExtendedResourceName)] = true
-		}
-	}
-	return o
+// ofWholeGPUs reports whether the selectors of a class name the driver and devices of type gpu. A class that may select partitions does not count:
+// API objects do not say how many more partitions a GPU has room for.
+func ofWholeGPUs(class resourceapi.DeviceClass, driver string) bool {
+	return names(class, driver) && names(class, "gpu") && !names(class, "mig")
 }
 
 // names reports whether a CEL selector of a class contains a quoted string.
@@ -423,68 +396,4 @@ func names(class resourceapi.DeviceClass, text string) bool {
 	return slices.ContainsFunc(class.Spec.Selectors, func(s resourceapi.DeviceSelector) bool {
 		return s.CEL != nil && (strings.Contains(s.CEL.Expression, `"`+text+`"`) || strings.Contains(s.CEL.Expression, `'`+text+`'`))
 	})
-}
-
-// Request returns the GPUs that a pod requests by limits and by claims without an allocation. If it requests none, Request returns
-// the partitions that it requests by limits. claim returns the claim of that name in the pod's namespace, or nil.
-func (o Names) Request(pod *corev1.Pod, claim func(name string) *resourceapi.ResourceClaim) Request {
-	limits := resourcehelper.PodLimits(pod, resourcehelper.PodResourcesOptions{})
-	count := func(name corev1.ResourceName) int64 {
-		quantity := limits[name]
-		return quantity.Value()
-	}
-	asked, most := int64(0), device.Consumed{}
-	for name := range o.Resources {
-		asked += count(name)
-	}
-	for i := range pod.Spec.ResourceClaims {
-		// The claim of a template may not exist yet.
-		name, _, err := resourceclaim.Name(pod, &pod.Spec.ResourceClaims[i])
-		if err != nil || name == nil {
-			continue
-		}
-		if c := claim(*name); c != nil && c.Status.Allocation == nil {
-			n, each := o.requests(c)
-			asked, most = asked+n, larger(most, each)
-		}
-	}
-	switch {
-	case asked > 0 && asked == count(corev1.ResourceName(o.Limits.GPU)):
-		return Request{Devices: asked, Limits: o.Limits.GPU}
-	case asked > 0:
-		return Request{Devices: asked, Memory: most.Memory, Shares: most.Shares}
-	}
-	for _, name := range slices.Sorted(maps.Keys(limits)) {
-		if n := count(name); n > 0 && o.Limits.Has(string(name)) {
-			return Request{Devices: n, Resource: string(name)}
-		}
-	}
-	return Request{}
-}
-
-// requests returns how many GPUs a claim requests, and the most that it requests of one.
-func (o Names) requests(claim *resourceapi.ResourceClaim) (n int64, each device.Consumed) {
-	amounts := func(of *resourceapi.CapacityRequirements) device.Consumed {
-		if of == nil {
-			return device.Consumed{}
-		}
-		memory, shares := of.Requests[capacity.Memory], of.Requests[capacity.Shares]
-		return device.Consumed{Memory: memory.Value(), Shares: shares.Value()}
-	}
-	for _, r := range claim.Spec.Devices.Requests {
-		if r.Exactly != nil && o.Classes[r.Exactly.DeviceClassName] {
-			n, each = n+max(1, r.Exactly.Count), larger(each, amounts(r.Exactly.Capacity))
-		}
-		for _, s := range r.FirstAvailable {
-			if o.Classes[s.DeviceClassName] {
-				n, each = n+max(1, s.Count), larger(each, amounts(s.Capacity))
-				break
-			}
-		}
-	}
-	return n, each
-}
-
-func larger(a, b device.Consumed) device.Consumed {
-	return device.Consumed{Memory: max(a.Memory, b.Memory), Shares: max(a.Shares, b.Shares)}
 }

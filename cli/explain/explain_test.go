@@ -12,7 +12,6 @@ import (
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -35,17 +34,7 @@ func newPod(name string, changes ...func(*corev1.Pod)) *corev1.Pod {
 	return pod
 }
 
-// newClaim returns a claim with one request, to which these devices are allocated.
-func newClaim(name string, devices ...string) *resourceapi.ResourceClaim {
-	claim := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: name}}
-	claim.Spec.Devices.Requests = []resourceapi.DeviceRequest{{Name: "r"}}
-	if len(devices) > 0 {
-		claim.Status.Allocation = &resourceapi.AllocationResult{}
-	}
-	return claim
-}
-
-func TestExplain(t *testing.T) {
+func TestWhyNone(t *testing.T) {
 	node := func(name string, limits, claims, unhealthy, free int32) v1alpha1.GPUNode {
 		n := v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{Name: name}}
 		n.Status.Counts = v1alpha1.DeviceCounts{Total: limits + claims + unhealthy + free, Pods: limits, Claims: claims, Unhealthy: unhealthy, Free: free}
@@ -73,7 +62,7 @@ func TestExplain(t *testing.T) {
 		"one GPU on one node": {[]v1alpha1.GPUNode{node("a", 1, 0, 0, 0)}, 1, "all GPUs of a are held: 1 by pods"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			if got := Explain(c.nodes, Request{Devices: c.asked}); got != c.want {
+			if got := whyNone(c.nodes, request{Devices: c.asked}); got != c.want {
 				t.Errorf("got  %s\nwant %s", got, c.want)
 			}
 		})
@@ -90,89 +79,24 @@ func gpuLimits(n string) corev1.ResourceRequirements {
 	return corev1.ResourceRequirements{Limits: corev1.ResourceList{testResource: resource.MustParse(n)}}
 }
 
-func TestRequest(t *testing.T) {
-	mapped := class("mapped", `device.driver == "gpu.nvidia.com" && true`)
-	mapped.Spec.ExtendedResourceName = ptr.To("example.com/fast")
-	names := NewNames(testDriver, device.Resources{GPU: testResource}, []resourceapi.DeviceClass{
-		class("gpu.nvidia.com", `device.driver == 'gpu.nvidia.com'`), mapped, class("nic", `device.driver == "net.example.com"`), class("near", `device.driver == "xgpu.nvidia.com"`),
-		class("mig", `device.driver == "gpu.nvidia.com" && device.attributes["gpu.nvidia.com"].type == 'mig'`),
-	})
-	request := func(class string, count int64) *resourceapi.ResourceClaim {
-		c := newClaim("c")
-		c.Spec.Devices.Requests[0].Exactly = &resourceapi.ExactDeviceRequest{DeviceClassName: class, Count: count}
-		return c
-	}
-	first := newClaim("c")
-	first.Spec.Devices.Requests[0] = resourceapi.DeviceRequest{FirstAvailable: []resourceapi.DeviceSubRequest{
-		{DeviceClassName: "nic"}, {DeviceClassName: "gpu.nvidia.com", Count: 3}, {DeviceClassName: "gpu.nvidia.com", Count: 1}}}
-	byClaim := func(pod *corev1.Pod) {
-		pod.Spec.ResourceClaims = []corev1.PodResourceClaim{{Name: "x", ResourceClaimTemplateName: ptr.To("t")}}
-		pod.Status.ResourceClaimStatuses = []corev1.PodResourceClaimStatus{{Name: "x", ResourceClaimName: ptr.To("c")}}
-	}
-	resourceOf := func(name, n string) func(*corev1.Pod) {
-		return func(p *corev1.Pod) {
-			p.Spec.Containers[0].Resources.Limits = corev1.ResourceList{corev1.ResourceName(name): resource.MustParse(n)}
-		}
-	}
-	for name, c := range map[string]struct {
-		change func(*corev1.Pod)
-		claim  *resourceapi.ResourceClaim
-		want   int64
-		limits bool // It is by pods alone.
-	}{
-		"nothing":                 {func(*corev1.Pod) {}, nil, 0, false},
-		"limits":                  {resourceOf(testResource, "2"), nil, 2, true},
-		"other limits":            {resourceOf("cpu", "2"), nil, 0, false},
-		"the class's resource":    {resourceOf("example.com/fast", "1"), nil, 1, false},
-		"a class's implicit name": {resourceOf("deviceclass.resource.kubernetes.io/gpu.nvidia.com", "1"), nil, 1, false},
-		"another's implicit name": {resourceOf("deviceclass.resource.kubernetes.io/nic", "1"), nil, 0, false},
-		"init containers take turns": {func(p *corev1.Pod) {
-			resourceOf(testResource, "1")(p)
-			p.Spec.InitContainers = []corev1.Container{{Resources: gpuLimits("3")}, {Resources: gpuLimits("2")}}
-		}, nil, 3, true},
-		"sidecars do not": {func(p *corev1.Pod) {
-			resourceOf(testResource, "1")(p)
-			p.Spec.InitContainers = []corev1.Container{{Resources: gpuLimits("3"), RestartPolicy: ptr.To(corev1.ContainerRestartPolicyAlways)}}
-		}, nil, 4, true},
-		"a claim":                   {byClaim, request("gpu.nvidia.com", 2), 2, false},
-		"a claim without a count":   {byClaim, request("gpu.nvidia.com", 0), 1, false},
-		"a claim of another driver": {byClaim, request("nic", 2), 0, false},
-		"a class that is near":      {byClaim, request("near", 2), 0, false},
-		"a class of partitions":     {byClaim, request("mig", 2), 0, false},
-		"first available":           {byClaim, first, 3, false},
-		"a claim that has its GPU":  {byClaim, newClaim("c", "gpu-0"), 0, false},
-		"a claim that is not there": {byClaim, nil, 0, false},
-		"by name": {func(p *corev1.Pod) {
-			p.Spec.ResourceClaims = []corev1.PodResourceClaim{{Name: "x", ResourceClaimName: ptr.To("c")}}
-		}, request("mapped", 1), 1, false},
-		"both": {func(p *corev1.Pod) { byClaim(p); resourceOf(testResource, "1")(p) }, request("gpu.nvidia.com", 1), 2, false},
+func TestOfWholeGPUs(t *testing.T) {
+	const typed = `device.driver == "gpu.nvidia.com" && device.attributes["gpu.nvidia.com"].type == `
+	for expression, want := range map[string]bool{
+		typed + `"gpu"`: true,
+		typed + `'gpu' && device.attributes["gpu.nvidia.com"].productName == "H100"`: true,
+		typed + `'mig'`:                       false,
+		typed + `"gpu" || ` + typed + `"mig"`: false,
+		`device.driver == 'gpu.nvidia.com' && device.attributes["gpu.nvidia.com"].profile == "1g.10gb"`: false,
+		`device.driver == 'gpu.nvidia.com'`:                    false, // partitions as well
+		`device.driver == "xgpu.nvidia.com" && "gpu" == "gpu"`: false,
 	} {
-		t.Run(name, func(t *testing.T) {
-			got := names.Request(newPod("a", c.change), func(name string) *resourceapi.ResourceClaim {
-				if name != "c" {
-					t.Errorf("asked for claim %s", name)
-				}
-				return c.claim
-			})
-			want := Request{Devices: c.want}
-			if c.limits {
-				want.Limits = testResource
-			}
-			if got != want {
-				t.Errorf("%+v", got)
-			}
-		})
-	}
-	parts := newPod("a", func(p *corev1.Pod) {
-		resourceOf("nvidia.com/mig-1g.10gb", "2")(p)
-		p.Spec.InitContainers = []corev1.Container{{Resources: corev1.ResourceRequirements{Limits: corev1.ResourceList{"nvidia.com/mig-1g.10gb": resource.MustParse("3")}}}}
-	})
-	if got := names.Request(parts, nil); got != (Request{Devices: 3, Resource: "nvidia.com/mig-1g.10gb"}) {
-		t.Errorf("partitions: %+v", got)
+		if got := ofWholeGPUs(class("x", expression), testDriver); got != want {
+			t.Errorf("%s: %v", expression, got)
+		}
 	}
 }
 
-func TestExplainPartitions(t *testing.T) {
+func TestWhyNonePartitions(t *testing.T) {
 	const small = "nvidia.com/mig-1g.10gb"
 	part := func(gpu, n int, holders ...v1alpha1.HolderKind) v1alpha1.DeviceStatus {
 		d := v1alpha1.DeviceStatus{Name: fmt.Sprintf("gpu-%d-mig-1g10gb-19-%d", gpu, n), Parent: fmt.Sprintf("gpu-%d", gpu), ExtendedResource: small}
@@ -192,16 +116,16 @@ func TestExplainPartitions(t *testing.T) {
 		small:                    "no node has 2 nvidia.com/mig-1g.10gb free: node-1 has 1 of 3 (1 by pods, 1 by claims)",
 		"nvidia.com/mig-7g.80gb": "",
 	} {
-		if got := Explain([]v1alpha1.GPUNode{node}, Request{Devices: 2, Resource: resource}); got != want {
+		if got := whyNone([]v1alpha1.GPUNode{node}, request{Devices: 2, Resource: resource}); got != want {
 			t.Errorf("%s: %s, want %s", resource, got, want)
 		}
 	}
-	if got := Explain([]v1alpha1.GPUNode{node}, Request{Devices: 1, Resource: small}); got != "" {
+	if got := whyNone([]v1alpha1.GPUNode{node}, request{Devices: 1, Resource: small}); got != "" {
 		t.Errorf("one is free: %s", got)
 	}
 	node.Status.Devices[4].UnhealthyReason = "Lost"
 	want := "all 3 nvidia.com/mig-1g.10gb of node-1 are held or unhealthy: 1 by pods, 1 by claims, 1 unhealthy"
-	if got := Explain([]v1alpha1.GPUNode{node}, Request{Devices: 1, Resource: small}); got != want {
+	if got := whyNone([]v1alpha1.GPUNode{node}, request{Devices: 1, Resource: small}); got != want {
 		t.Errorf("%s, want %s", got, want)
 	}
 }
@@ -229,25 +153,25 @@ func TestExplainByStrategy(t *testing.T) {
 	}
 	for name, c := range map[string]struct {
 		node  v1alpha1.GPUNode
-		asked Request
+		asked request
 		want  string
 	}{
-		"single, limits": {node(device.MIGStrategySingle, gpu), Request{Devices: 2, Limits: testResource}, ""},
+		"single, limits": {node(device.MIGStrategySingle, gpu), request{Devices: 2, Limits: testResource}, ""},
 		"single, more limits": {
-			node(device.MIGStrategySingle, gpu), Request{Devices: 3, Limits: testResource},
+			node(device.MIGStrategySingle, gpu), request{Devices: 3, Limits: testResource},
 			"no node has 3 nvidia.com/gpu free: node-1 has 2 of 3 (1 by pods)",
 		},
-		"single, a claim":   {node(device.MIGStrategySingle, gpu), Request{Devices: 1}, "all GPUs of node-1 are held: 1 by pods"},
-		"mixed, none whole": {node(device.MIGStrategyMixed, gpu), Request{Devices: 1, Limits: testResource}, ""},
+		"single, a claim":   {node(device.MIGStrategySingle, gpu), request{Devices: 1}, "all GPUs of node-1 are held: 1 by pods"},
+		"mixed, none whole": {node(device.MIGStrategyMixed, gpu), request{Devices: 1, Limits: testResource}, ""},
 		"mixed, one whole": {
-			node(device.MIGStrategyMixed, gpu, whole), Request{Devices: 1, Limits: testResource},
+			node(device.MIGStrategyMixed, gpu, whole), request{Devices: 1, Limits: testResource},
 			"all nvidia.com/gpu of node-1 are held: 1 by claims",
 		},
 		"not partitioned": {
-			node(device.MIGStrategyMixed, whole), Request{Devices: 1, Limits: testResource}, "all GPUs of node-1 are held: 1 by claims",
+			node(device.MIGStrategyMixed, whole), request{Devices: 1, Limits: testResource}, "all GPUs of node-1 are held: 1 by claims",
 		},
 	} {
-		if got := Explain([]v1alpha1.GPUNode{c.node}, c.asked); got != c.want {
+		if got := whyNone([]v1alpha1.GPUNode{c.node}, c.asked); got != c.want {
 			t.Errorf("%s: %q, want %q", name, got, c.want)
 		}
 	}
@@ -320,23 +244,23 @@ func TestExplainShares(t *testing.T) {
 	plain := v1alpha1.GPUNode{Status: v1alpha1.GPUNodeStatus{Counts: v1alpha1.DeviceCounts{Total: 1, Free: 1}, Devices: []v1alpha1.DeviceStatus{{Name: "gpu-0"}}}}
 	for _, c := range []struct {
 		nodes []v1alpha1.GPUNode
-		asked Request
+		asked request
 		want  string
 	}{
-		{[]v1alpha1.GPUNode{full, whole}, Request{Devices: 1, Memory: 10 * gib}, "no node has 10240 MiB left on 1 GPU: node-1 has 8192 MiB at most, node-2 has 0 MiB at most"},
-		{[]v1alpha1.GPUNode{full, whole}, Request{Devices: 1, Memory: 8 * gib}, ""},
-		{[]v1alpha1.GPUNode{full}, Request{Devices: 2, Memory: 8 * gib}, "no node has 8192 MiB left on 2 GPUs: node-1 has 8192 MiB at most"},
-		{[]v1alpha1.GPUNode{full, plain}, Request{Devices: 1, Memory: 10 * gib}, ""},
-		{[]v1alpha1.GPUNode{divided}, Request{Devices: 1}, "all GPUs of node-3 are held: 1 by claims"},
-		{[]v1alpha1.GPUNode{divided, plain}, Request{Devices: 1}, ""},
-		{[]v1alpha1.GPUNode{divided}, Request{Devices: 1, Shares: 2}, "no node has 2 shares left on 1 GPU: node-3 has 0 at most"},
-		{[]v1alpha1.GPUNode{divided, unlimited}, Request{Devices: 1}, ""},
-		{[]v1alpha1.GPUNode{unlimited}, Request{Devices: 1, Memory: 20 * gib}, "no node has 20480 MiB left on 1 GPU: node-4 has 14336 MiB at most"},
-		{[]v1alpha1.GPUNode{unlimited}, Request{Devices: 1, Shares: 1}, "no node has 1 share left on 1 GPU: node-4 has 0 at most"},
-		{[]v1alpha1.GPUNode{plain}, Request{Devices: 1, Shares: 1}, "no node divides its GPUs into shares; the pod requests 1 share of one"},
-		{nil, Request{Devices: 1, Memory: gib}, "no node shares the memory of its GPUs; the pod requests 1024 MiB of one"},
+		{[]v1alpha1.GPUNode{full, whole}, request{Devices: 1, Memory: 10 * gib}, "no node has 10240 MiB left on 1 GPU: node-1 has 8192 MiB at most, node-2 has 0 MiB at most"},
+		{[]v1alpha1.GPUNode{full, whole}, request{Devices: 1, Memory: 8 * gib}, ""},
+		{[]v1alpha1.GPUNode{full}, request{Devices: 2, Memory: 8 * gib}, "no node has 8192 MiB left on 2 GPUs: node-1 has 8192 MiB at most"},
+		{[]v1alpha1.GPUNode{full, plain}, request{Devices: 1, Memory: 10 * gib}, ""},
+		{[]v1alpha1.GPUNode{divided}, request{Devices: 1}, "all GPUs of node-3 are held: 1 by claims"},
+		{[]v1alpha1.GPUNode{divided, plain}, request{Devices: 1}, ""},
+		{[]v1alpha1.GPUNode{divided}, request{Devices: 1, Shares: 2}, "no node has 2 shares left on 1 GPU: node-3 has 0 at most"},
+		{[]v1alpha1.GPUNode{divided, unlimited}, request{Devices: 1}, ""},
+		{[]v1alpha1.GPUNode{unlimited}, request{Devices: 1, Memory: 20 * gib}, "no node has 20480 MiB left on 1 GPU: node-4 has 14336 MiB at most"},
+		{[]v1alpha1.GPUNode{unlimited}, request{Devices: 1, Shares: 1}, "no node has 1 share left on 1 GPU: node-4 has 0 at most"},
+		{[]v1alpha1.GPUNode{plain}, request{Devices: 1, Shares: 1}, "no node divides its GPUs into shares; the pod requests 1 share of one"},
+		{nil, request{Devices: 1, Memory: gib}, "no node shares the memory of its GPUs; the pod requests 1024 MiB of one"},
 	} {
-		if got := Explain(c.nodes, c.asked); got != c.want {
+		if got := whyNone(c.nodes, c.asked); got != c.want {
 			t.Errorf("%+v: %q, want %q", c.asked, got, c.want)
 		}
 	}

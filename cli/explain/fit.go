@@ -15,6 +15,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/capacity"
+	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
@@ -45,6 +46,8 @@ type stock struct {
 	counters map[counterSet]map[string]int64
 	// full are the counters without any holder.
 	full map[counterSet]map[string]int64
+	// unoffered reports whether kubelet offers none of an extended resource, as far as the Node says.
+	unoffered func(resource string) bool
 	// empty takes devices as if none had a holder or a fault.
 	empty bool
 	taken map[string]bool
@@ -103,11 +106,16 @@ func newStock(m *matcher, n v1alpha1.GPUNode, published []resourceapi.ResourceSl
 		split[d.Parent] = true
 	}
 	for _, d := range n.Status.Devices {
-		if !has[d.Name] && !d.Excluded && !split[d.Name] {
+		if !has[d.Name] && !d.Excluded && !split[d.Name] && forClaims(n.Status.Mode, d) {
 			s.devices = append(s.devices, described(d, like[alike{d.Model, d.Profile}]))
 		}
 	}
 	return s
+}
+
+// forClaims reports whether a node in this mode gives a device to claims, now or once it has no holder.
+func forClaims(mode string, d v1alpha1.DeviceStatus) bool {
+	return mode != string(config.ModeDevicePluginOnly) && (mode != string(config.ModeSplit) || d.ExtendedResource == "")
 }
 
 // subtractAllocated subtracts what the scheduler counts from the counters: every allocated device that a slice has.
@@ -178,6 +186,8 @@ type shortage struct {
 	blocked []blocked
 	// never is set if the node could not satisfy it without holders and faults either.
 	never bool
+	// noClaims is set if the node's mode serves no claims.
+	noClaims bool
 }
 
 // reason is why a node does not satisfy the need.
@@ -206,6 +216,8 @@ func (s shortage) reason() string {
 		}
 	}
 	switch {
+	case s.total == 0 && s.noClaims && s.resource == "":
+		return "its mode DevicePluginOnly serves no claims"
 	case s.total == 0:
 		return "it has no " + what
 	case s.never:
@@ -275,7 +287,7 @@ func (s *stock) clone() *stock {
 
 // shortage counts what the node has for one need alone.
 func (s *stock) shortage(ctx context.Context, n need) shortage {
-	short := shortage{need: n}
+	short := shortage{need: n, noClaims: s.status.Mode == string(config.ModeDevicePluginOnly)}
 	for _, alternative := range n.alternatives() {
 		total, _ := s.again(true).take(ctx, alternative, math.MaxInt64)
 		free, blocked := s.again(false).take(ctx, alternative, math.MaxInt64)
@@ -368,7 +380,7 @@ func (s *stock) free(c candidate, n need) (blocked, bool) {
 	}
 	if known && status.Sharing != nil && status.Sharing.Claims != "" && status.Name == c.published.Name {
 		left := s.node.Left(status, s.uses)
-		request := Request{Memory: n.capacity[capacity.Memory], Shares: n.capacity[capacity.Shares]}
+		request := request{Memory: n.capacity[capacity.Memory], Shares: n.capacity[capacity.Shares]}
 		if request.fits(status, left) {
 			return blocked{}, true
 		}

@@ -66,8 +66,10 @@ type NodeAnswer struct {
 	// stock and short are the facts for Holders and for Answer.Frees, which are computed only for nodes in the answer.
 	stock *stock
 	short []shortage
-	// unless is what would let the pod run on a node that has the requested devices and excludes the pod.
+	// unless is what would let the pod run on a node that excludes the pod and may have the requested devices. offers is set if the node has
+	// them now.
 	unless string
+	offers bool
 }
 
 // Which names the nodes, such as "a, b and 3 more".
@@ -108,7 +110,11 @@ func (f Facts) nodeAnswers(ctx context.Context, match *matcher, claims []claimOf
 	nodes, onlyNames := f.nodes()
 	excludes, unlesses := make([]string, len(nodes)), make([]string, len(nodes))
 	for i := range nodes {
-		if !onlyNames && match.goesOn(ctx) {
+		switch {
+		case !match.goesOn(ctx):
+		case onlyNames:
+			excludes[i], unlesses[i] = elsewhere(&nodes[i], claims, true)
+		default:
 			excludes[i], unlesses[i] = whyNot(f.Pod, affinity, &nodes[i], claims)
 		}
 	}
@@ -132,11 +138,15 @@ func (f Facts) nodeAnswers(ctx context.Context, match *matcher, claims []claimOf
 		default:
 			gpuNode.Name = node.Name
 			s := newStock(match, gpuNode, published[node.Name], like, f.missing(KindSlices))
+			s.unoffered = func(resource string) bool {
+				allocatable := node.Status.Allocatable[corev1.ResourceName(resource)]
+				return !onlyNames && allocatable.IsZero()
+			}
 			switch {
 			case gpuNode.Status.Waiting != "":
 				answer.unserved(ctx, s, allocate, needs, WhyUnserved(gpuNode.Status))
 			case !reported && len(needs) > 0:
-				answer.unserved(ctx, s, allocate, needs, "it has GPUs and no GPUNode: Tandem's agent does not run there")
+				answer.unserved(ctx, s, allocate, needs, "it has GPUs and "+NoGPUNode)
 			default:
 				answer.fit(ctx, s, allocate, needs)
 			}
@@ -145,19 +155,33 @@ func (f Facts) nodeAnswers(ctx context.Context, match *matcher, claims []claimOf
 			answer = NodeAnswer{Names: answer.Names, Count: 1, Fit: FitUnknown, Reason: foreign.Error()}
 		}
 		if excluded != "" && answer.Reason != noGPU {
-			if answer.Fit != FitNever && answer.Fit != FitUnknown {
-				answer.unless = unless
-			}
-			answer.Fit, answer.Reason = FitNever, excluded
+			answer.exclude(excluded, unless)
 		}
 		answers = append(answers, answer)
 	}
 	slices.SortStableFunc(answers, func(x, y NodeAnswer) int {
 		return cmp.Or(
-			cmp.Compare(rank(x.Fit), rank(y.Fit)), strings.Compare(y.unless, x.unless), compareBool(x.Reason == noGPU, y.Reason == noGPU),
+			cmp.Compare(rank(x.Fit), rank(y.Fit)), compareBool(!x.offers, !y.offers), strings.Compare(y.unless, x.unless), compareBool(x.Reason == noGPU, y.Reason == noGPU),
 			cmp.Compare(x.lack(), y.lack()), cmp.Compare(x.Names[0], y.Names[0]))
 	})
 	return answers
+}
+
+// exclude says that the pod may not run on the node, and why, besides what the node lacks.
+func (n *NodeAnswer) exclude(why, unless string) {
+	switch n.Fit {
+	case FitRoom:
+		n.offers, n.unless = true, unless
+	case FitFails:
+		n.unless = unless
+	case FitFull:
+		n.unless = unless + ", and once enough of its devices are free"
+		why += ", and " + n.Reason
+	case FitAgent:
+		n.unless = unless + ", and once its agent serves GPUs"
+		why += ", and " + n.Reason
+	}
+	n.Fit, n.Reason = FitNever, why
 }
 
 // nodes returns the nodes. If the viewer may not read them, it returns those with a GPUNode, of which only the names are known.
@@ -172,6 +196,9 @@ func (f Facts) nodes() (nodes []corev1.Node, onlyNames bool) {
 }
 
 const noGPU = "it has no GPU"
+
+// NoGPUNode says what it means that a node has no GPUNode. An agent that waits for the driver creates none. Every view shows it.
+const NoGPUNode = "no GPUNode: Tandem's agent does not run there, or has served no GPU there yet"
 
 func compareBool(a, b bool) int {
 	switch {
@@ -188,6 +215,9 @@ func rank(fit Fit) int {
 	return slices.Index([]Fit{FitFails, FitRoom, FitFull, FitUnknown, FitAgent, FitNever}, fit)
 }
 
+// ofNodeController begins the keys of the taints with which Kubernetes marks what is wrong with a node. A toleration would not cure that.
+const ofNodeController = "node.kubernetes.io/"
+
 // whyNot returns why the pod may not run on a node, apart from its GPUs, and what would let it.
 func whyNot(pod *corev1.Pod, affinity nodeaffinity.RequiredNodeAffinity, node *corev1.Node, claims []claimOf) (reason, unless string) {
 	if node.Spec.Unschedulable {
@@ -202,19 +232,38 @@ func whyNot(pod *corev1.Pod, affinity nodeaffinity.RequiredNodeAffinity, node *c
 	for _, taint := range node.Spec.Taints {
 		if repels(&taint) && !tolerates(pod, &taint) {
 			text := taintText(taint.Key, taint.Value, string(taint.Effect))
+			switch {
+			case taint.Key == corev1.TaintNodeNotReady, taint.Key == corev1.TaintNodeUnreachable:
+				return "it is not ready", "once it is ready"
+			case strings.HasPrefix(taint.Key, ofNodeController):
+				return "it has the taint " + text, "once it no longer has the taint " + text
+			}
 			return "the pod does not tolerate its taint " + text, "with a toleration of its taint " + text
 		}
 	}
+	if reason, unless := elsewhere(node, claims, false); reason != "" {
+		return reason, unless
+	}
+	return exceeds(pod, node)
+}
+
+// elsewhere returns which claim has its devices on another node, and what would let the pod run. onlyName says that the node's labels are not
+// known.
+func elsewhere(node *corev1.Node, claims []claimOf, onlyName bool) (reason, unless string) {
 	for _, of := range claims {
 		if of.claim == nil || of.claim.Status.Allocation == nil || of.claim.Status.Allocation.NodeSelector == nil {
 			continue
 		}
-		selector, err := nodeaffinity.NewNodeSelector(of.claim.Status.Allocation.NodeSelector)
+		terms := of.claim.Status.Allocation.NodeSelector
+		if onlyName && slices.ContainsFunc(terms.NodeSelectorTerms, func(t corev1.NodeSelectorTerm) bool { return len(t.MatchExpressions) > 0 }) {
+			continue
+		}
+		selector, err := nodeaffinity.NewNodeSelector(terms)
 		if err == nil && !selector.Match(node) {
 			return fmt.Sprintf("%s has its devices on another node", of), fmt.Sprintf("with another claim than %s", of)
 		}
 	}
-	return exceeds(pod, node)
+	return "", ""
 }
 
 // unknown says why the node is not evaluated.

@@ -28,7 +28,7 @@ type Queue struct {
 	// whole are the extended resources of GPUs on the nodes, and parts those of their devices.
 	whole, parts map[string]bool
 	// reasons are kept by request, because many pods request the same; those of pods with claims by what they depend on.
-	reasons map[Request]string
+	reasons map[request]string
 	claims  map[string]string
 }
 
@@ -46,7 +46,7 @@ func (q *Queue) Know(o Requested) { q.objects, q.claims = o, map[string]string{}
 // NewQueue returns a queue for the GPUNodes of a cluster.
 func NewQueue(nodes []v1alpha1.GPUNode) *Queue {
 	q := &Queue{
-		nodes: nodes, whole: map[string]bool{}, parts: map[string]bool{}, reasons: map[Request]string{}, claims: map[string]string{},
+		nodes: nodes, whole: map[string]bool{}, parts: map[string]bool{}, reasons: map[request]string{}, claims: map[string]string{},
 	}
 	for _, n := range nodes {
 		q.whole[n.Status.ExtendedResource] = true
@@ -80,20 +80,38 @@ func (q *Queue) Requests(pod *corev1.Pod) (texts []string) {
 	return texts
 }
 
-func (q *Queue) limits(pod *corev1.Pod) (found []Request) {
+func (q *Queue) limits(pod *corev1.Pod) (found []request) {
 	limits := resourcehelper.PodLimits(pod, resourcehelper.PodResourcesOptions{})
 	for _, name := range slices.Sorted(maps.Keys(limits)) {
 		quantity, resource := limits[name], string(name)
-		implicit := strings.HasPrefix(resource, resourceapi.ResourceDeviceClassPrefix)
 		switch n := quantity.Value(); {
 		case n <= 0 || !strings.Contains(resource, "/"):
 		case q.whole[resource]:
-			found = append(found, Request{Devices: n, Limits: resource})
-		case q.parts[resource] || usualResources.Has(resource) || implicit:
-			found = append(found, Request{Devices: n, Resource: resource})
+			found = append(found, request{Devices: n, Limits: resource})
+		case q.parts[resource] || usualResources.Has(resource) || q.mapped(name):
+			found = append(found, request{Devices: n, Resource: resource})
 		}
 	}
 	return found
+}
+
+// mapped reports whether claims may serve an extended resource with Tandem's devices.
+func (q *Queue) mapped(resource corev1.ResourceName) bool {
+	f := Facts{Driver: q.objects.Driver, Classes: q.objects.Classes}
+	name := mapsTo(resource, f.Classes)
+	class, known := f.class(name)
+	return name != "" && (!known || f.ours(class))
+}
+
+// byKubelet reports whether only kubelet serves an extended resource on the nodes that give GPUs to new pods. What claims serve is not counted.
+func (q *Queue) byKubelet(resource string) bool {
+	if q.objects.Classes != nil && !q.mapped(corev1.ResourceName(resource)) {
+		return true
+	}
+	return !slices.ContainsFunc(q.nodes, func(n v1alpha1.GPUNode) bool {
+		offers := func(d v1alpha1.DeviceStatus) bool { return d.ExtendedResource == resource }
+		return n.Status.Waiting == "" && n.Status.ExtendedResource != resource && !slices.ContainsFunc(n.Status.Devices, offers)
+	})
 }
 
 const (
@@ -119,10 +137,10 @@ func (q *Queue) Reason(pod *corev1.Pod) string {
 	if len(pod.Spec.SchedulingGates) > 0 {
 		return Bounded(gated(pod), mostReason)
 	}
-	if asked := q.limits(pod); len(asked) == 1 && len(pod.Spec.ResourceClaims) == 0 {
+	if asked := q.limits(pod); len(asked) == 1 && len(pod.Spec.ResourceClaims) == 0 && q.byKubelet(asked[0].resource()) {
 		reason, known := q.reasons[asked[0]]
 		if !known && len(q.reasons) < mostReasons {
-			reason = Bounded(Explain(q.nodes, asked[0]), mostReason)
+			reason = Bounded(whyNone(q.nodes, asked[0]), mostReason)
 			q.reasons[asked[0]] = reason
 		}
 		if reason != "" {

@@ -44,19 +44,22 @@ func TestQueue(t *testing.T) {
 		p.Spec.NodeName = "n1"
 		p.Status.ContainerStatuses = []corev1.ContainerStatus{{Name: "c", State: corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "ImagePullBackOff"}}}}
 	}
+	const none = "the scheduler has not reported a reason"
 	gate := func(p *corev1.Pod) { p.Spec.SchedulingGates = []corev1.PodSchedulingGate{{Name: "queue"}} }
 	for name, c := range map[string]struct {
 		pod              *corev1.Pod
 		requests, reason string
 	}{
-		"no GPU":        {newPod("p", limits("cpu", 1)), "", "the scheduler has not reported a reason"},
-		"another's":     {newPod("p", limits("other.com/nic", 1)), "", "the scheduler has not reported a reason"},
-		"none of it":    {newPod("p", limits("example.com/gpu", 0)), "", "the scheduler has not reported a reason"},
+		"no GPU":        {newPod("p", limits("cpu", 1)), "", none},
+		"another's":     {newPod("p", limits("other.com/nic", 1)), "", none},
+		"none of it":    {newPod("p", limits("example.com/gpu", 0)), "", none},
 		"whole GPUs":    {newPod("p", limits("example.com/gpu", 1), says("scheduler")), "1 example.com/gpu", "all 2 GPUs of n1 are held: 2 by pods; no GPU for new pods on n2"},
 		"the usual":     {newPod("p", limits("nvidia.com/gpu", 1)), "1 nvidia.com/gpu", "no node that gives GPUs to new pods has 1 nvidia.com/gpu; n2: no GPU for new pods and claims: no driver"},
 		"a partition":   {newPod("p", limits("example.com/part", 1), says("scheduler")), "1 example.com/part", "scheduler"},
 		"a usual part":  {newPod("p", limits("nvidia.com/mig-1g.10gb", 1)), "1 nvidia.com/mig-1g.10gb", "no node that gives GPUs to new pods has 1 nvidia.com/mig-1g.10gb; n2: no GPU for new pods and claims: no driver"},
-		"a class":       {newPod("p", limits("deviceclass.resource.kubernetes.io/gpu", 3)), "3 deviceclass.resource.kubernetes.io/gpu", "no node that gives GPUs to new pods has 3 deviceclass.resource.kubernetes.io/gpu; n2: no GPU for new pods and claims: no driver"},
+		"a class":       {newPod("p", limits("deviceclass.resource.kubernetes.io/gpu.nvidia.com", 3)), "3 deviceclass.resource.kubernetes.io/gpu.nvidia.com", none},
+		"another class": {newPod("p", limits("deviceclass.resource.kubernetes.io/nic", 3)), "", none},
+		"no such class": {newPod("p", limits("deviceclass.resource.kubernetes.io/gpu", 3)), "3 deviceclass.resource.kubernetes.io/gpu", none},
 		"a claim":       {newPod("p", claim, says("two\nlines")), "claim gpu", "two lines"},
 		"both":          {newPod("p", claim, limits("example.com/gpu", 1), says("scheduler")), "1 example.com/gpu, claim gpu", "scheduler"},
 		"a long reason": {newPod("p", claim, says(strings.Repeat("x", 300))), "claim gpu", strings.Repeat("x", 240) + "..."},
@@ -64,6 +67,7 @@ func TestQueue(t *testing.T) {
 		"placed":        {newPod("p", limits("example.com/gpu", 1), on), "1 example.com/gpu", "starts on n1: container c is waiting: ImagePullBackOff"},
 	} {
 		q := NewQueue([]v1alpha1.GPUNode{full, away})
+		q.Know(Requested{Driver: testDriver, Classes: []resourceapi.DeviceClass{gpuClass(), class("nic", `device.driver == "net.example.com"`)}})
 		for range 2 { // the second time from memory
 			requests, reason := strings.Join(q.Requests(c.pod), ", "), q.Reason(c.pod)
 			if requests != c.requests || reason != c.reason {
@@ -157,7 +161,7 @@ func TestQueueOfClaims(t *testing.T) {
 		{"gone", "", "", "claim gpu", "ResourceClaimTemplate gone does not exist"},
 		{"gone", "own", "", "2 of class gpu.nvidia.com", "all 2 GPUs of n1 are held: 2 by claims"},
 		{"gone", "unread", "", "claim gpu", none},
-		{"gone", "deleted", "", "claim gpu", none},
+		{"gone", "deleted", "", "claim gpu", "ResourceClaimTemplate gone does not exist"},
 		{"wrong", "unread", "", "1 of class gpu.nvidia.co", "DeviceClass gpu.nvidia.co of a claim of template wrong does not exist (did you mean gpu.nvidia.com?)"},
 		{"", "deleted", "", "claim gpu", "ResourceClaim deleted does not exist"},
 		{"wrong", "", "", "1 of class gpu.nvidia.co", "DeviceClass gpu.nvidia.co of a claim of template wrong does not exist (did you mean gpu.nvidia.com?)"},
@@ -199,5 +203,32 @@ func TestQueueOfClaims(t *testing.T) {
 	pod.Namespace = "b"
 	if reason := q.Reason(pod); reason != "ResourceClaim own does not exist" {
 		t.Errorf("in another namespace: %q", reason)
+	}
+}
+
+// TestQueueOfMappedResources: claims serve the extended resource of a class, or a limit, on nodes whose kubelet does not. What they serve is listed
+// and not counted.
+func TestQueueOfMappedResources(t *testing.T) {
+	_, free, _ := reported("n1", false, false)
+	for i := range free.Status.Devices {
+		free.Status.Devices[i].ExtendedResource = ""
+	}
+	free.Status.Counts = v1alpha1.DeviceCounts{Total: 2, Free: 2}
+	away := v1alpha1.GPUNode{ObjectMeta: metav1.ObjectMeta{Name: "n2"}, Status: v1alpha1.GPUNodeStatus{Waiting: "no driver"}}
+	mapped := gpuClass()
+	mapped.Spec.ExtendedResourceName = new("example.com/whole")
+	usual := class("usual", mapped.Spec.Selectors[0].CEL.Expression)
+	usual.Spec.ExtendedResourceName = new(testResource)
+	q := NewQueue([]v1alpha1.GPUNode{free, away})
+	for _, classes := range [][]resourceapi.DeviceClass{{mapped, usual}, nil} {
+		q.Know(Requested{Driver: testDriver, Classes: classes})
+		for _, name := range []string{testResource, "example.com/whole", "deviceclass.resource.kubernetes.io/gpu.nvidia.com"} {
+			pod := newPod("p", byLimits(name, 1))
+			pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Message: "Insufficient memory"}}
+			listed := classes != nil || name != "example.com/whole"
+			if got := q.Reason(pod); got != "Insufficient memory" || len(q.Requests(pod)) > 0 != listed {
+				t.Errorf("%s with %d classes: %q, requests %q", name, len(classes), got, q.Requests(pod))
+			}
+		}
 	}
 }

@@ -68,9 +68,13 @@ func (f Facts) counts(needs []need) map[corev1.ResourceName]int64 {
 				count("requests."+alternative.resource, alternative.count)
 				continue
 			}
-			count(alternative.class+".deviceclass.resource.k8s.io/devices", alternative.count)
+			devices := alternative.count
+			if alternative.all {
+				devices = resourceapi.AllocationResultsMaxSize // pkg/quota/v1/evaluator/core of kubernetes
+			}
+			count(alternative.class+".deviceclass.resource.k8s.io/devices", devices)
 			if class, known := f.class(alternative.class); known && class.Spec.ExtendedResourceName != nil {
-				count("requests."+*class.Spec.ExtendedResourceName, alternative.count)
+				count("requests."+*class.Spec.ExtendedResourceName, devices)
 			}
 		}
 		for name, n := range most {

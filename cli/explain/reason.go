@@ -407,7 +407,11 @@ func (f Facts) excluded(a *Answer, answers []NodeAnswer, needs []need) {
 		a.Summary = "cannot run: it may not run on the node that has its claims' devices"
 		return
 	}
-	a.Summary = fmt.Sprintf("cannot run on %s, which has %s: %s", answers[first].Names[0], Bounded(strings.Join(requestsOf(needs), " and "), mostText), answers[first].Reason)
+	which := answers[first].Names[0]
+	if answers[first].offers {
+		which += ", which has " + Bounded(strings.Join(requestsOf(needs), " and "), mostText)
+	}
+	a.Summary = fmt.Sprintf("cannot run on %s: %s", which, answers[first].Reason)
 	if others > 0 {
 		a.Summary += fmt.Sprintf("; nor on %s with such GPUs", Number(others, "other node"))
 	}

@@ -69,13 +69,13 @@ func TestFirstLine(t *testing.T) {
 		"of the domain":      {limits("nvidia.com/accelerator"), "requests no GPU: no node offers nvidia.com/accelerator; the nodes offer nvidia.com/gpu"},
 		"another driver's": {func(f *Facts) {
 			limits("nvidia.com/gpux")(f)
-			f.Nodes[0].Status.Allocatable = corev1.ResourceList{"nvidia.com/gpux": resource.MustParse("1")}
+			f.Nodes[0].Status.Allocatable["nvidia.com/gpux"] = resource.MustParse("1")
 		}, "requests no GPU"},
 		"nearly a class": {func(f *Facts) { f.Claims["c"].Spec.Devices.Requests[0].Exactly.DeviceClassName = "gpu.nvidia.org" }, "does not exist (did you mean gpu.nvidia.com?)"},
 		"memory of the node": {func(f *Facts) {
 			limits("nvidia.com/gpu")(f)
 			f.Pod.Spec.Containers[0].Resources.Requests = corev1.ResourceList{"memory": resource.MustParse("9Gi")}
-			f.Nodes[0].Status.Allocatable = corev1.ResourceList{"memory": resource.MustParse("8Gi")}
+			f.Nodes[0].Status.Allocatable["memory"] = resource.MustParse("8Gi")
 		}, "cannot run on node-0, which has 1 nvidia.com/gpu: it has only 8Gi of memory, and the pod requests 9Gi"},
 		"memory that others have": {func(f *Facts) {
 			f.Pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse,

@@ -261,7 +261,9 @@ func (n *NodeAnswer) fails(ctx context.Context, s *stock, needs []need, err erro
 func (n *NodeAnswer) fit(ctx context.Context, s *stock, claims []*resourceapi.ResourceClaim, needs []need) {
 	short, ever := s.shortages(ctx, needs)
 	s.matched = nil
-	byKubelet := slices.ContainsFunc(needs, func(n need) bool { return n.resource != "" && (n.class == "" || s.serves(n.resource)) })
+	ofKubelet := func(n need) bool { return n.resource != "" && (n.class == "" || s.serves(n.resource)) }
+	byKubelet := slices.ContainsFunc(needs, ofKubelet)
+	limitsShort := slices.ContainsFunc(short, func(of shortage) bool { return ofKubelet(of.need) })
 	if of := s.forLimits(needs); of != nil {
 		claims = append(slices.Clip(claims), of)
 	}
@@ -274,6 +276,7 @@ func (n *NodeAnswer) fit(ctx context.Context, s *stock, claims []*resourceapi.Re
 			n.Fit, n.Reason = FitUnknown, errSearch.Error()
 			return
 		case errors.Is(err, errSearch): // the count knows better why there is no solution
+		case err != nil && limitsShort: // the scheduler's NodeResourcesFit excludes the node before its DynamicResources looks at devices
 		case err != nil:
 			n.fails(ctx, s, needs, err)
 			return

@@ -59,7 +59,8 @@ func (s *stock) unitsOf(d v1alpha1.DeviceStatus) (free int64, why blocked) {
 		return int64(left), why
 	}
 	reason := availability.Check(true, use{Device: availability.StatusName(d)}, slices.Values(s.uses))
-	if reason == availability.Available && d.ExtendedResourceState == v1alpha1.ExtendedResourceWithdrawn {
+	withdrawn := d.ExtendedResourceState == v1alpha1.ExtendedResourceWithdrawn || d.ExtendedResourceState == "" && s.unoffered(d.ExtendedResource)
+	if reason == availability.Available && withdrawn {
 		return 0, blocked{d.Name, availability.Draining, "not offered to pods yet"}
 	}
 	if reason != availability.Available {

@@ -10,7 +10,6 @@ import (
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
-	resourceapi "k8s.io/api/resource/v1"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/capacity"
@@ -66,9 +65,13 @@ func (f Facts) waits(ctx context.Context, a *Answer, claims []claimOf, needs []n
 		if !has(func(n NodeAnswer) bool { return n.Fit == FitFull && n.mayBeHeld() }) {
 			a.Cause = CauseUnhealthy
 		}
-		a.Summary = "waits: " + cmp.Or(f.counted(needs), "no node has "+in+" free")
+		no := "no node"
+		if has(func(n NodeAnswer) bool { return n.offers }) {
+			no = "no node that may run it"
+		}
+		a.Summary = "waits: " + cmp.Or(f.counted(needs), no+" has "+in+" free")
 		if i := slices.IndexFunc(answers, func(n NodeAnswer) bool { return n.together }); i >= 0 && answers[i].Fit == FitFull {
-			a.Summary = fmt.Sprintf("waits: no node has %s free: %s: %s", in, answers[i].Names[0], answers[i].Reason)
+			a.Summary = fmt.Sprintf("waits: %s has %s free: %s: %s", no, in, answers[i].Names[0], answers[i].Reason)
 		}
 	case has(func(n NodeAnswer) bool { return n.Fit == FitAgent }):
 		a.Cause, a.Summary = CauseAgent, "waits: no node is known to have "+in+", and the agents of some nodes serve no GPU"
@@ -95,7 +98,7 @@ func requestsOf(needs []need) (texts []string) {
 	return texts
 }
 
-// counted is Explain's sentence for a pod with one request.
+// counted is whyNone's sentence for a pod with one request.
 func (f Facts) counted(needs []need) string {
 	if len(needs) != 1 || len(needs[0].others) > 0 {
 		return ""
@@ -112,29 +115,36 @@ func (f Facts) counted(needs []need) string {
 			nodes = append(nodes, n)
 		}
 	}
-	n, limits := needs[0], usualResources
-	if n.resource != "" && !usualResources.Has(n.resource) {
-		limits.GPU = n.resource
-	}
-	names := NewNames(f.Driver, limits, f.Classes)
+	n := needs[0]
+	class, known := f.class(n.class)
+	whole := known && ofWholeGPUs(class, f.Driver)
 	switch {
+	case n.resource != "" && (whole || f.offersGPUs(n.resource)):
+		return whyNone(nodes, request{Devices: n.count, Limits: n.resource})
 	case n.resource != "":
-		return Explain(nodes, names.Request(f.Pod, func(string) *resourceapi.ResourceClaim { return nil }))
-	case n.all || len(n.selectors) > 1 || !names.Classes[n.class]:
-		return "" // Explain does not know which devices the selectors select
+		return whyNone(nodes, request{Devices: n.count, Resource: n.resource})
+	case n.all || len(n.selectors) > 1 || !whole:
+		return "" // it is not known which devices the selectors select
 	default:
-		return Explain(nodes, Request{Devices: n.count, Memory: n.capacity[capacity.Memory], Shares: n.capacity[capacity.Shares]})
+		return whyNone(nodes, request{Devices: n.count, Memory: n.capacity[capacity.Memory], Shares: n.capacity[capacity.Shares]})
 	}
+}
+
+// offersGPUs reports whether an extended resource is that of the GPUs of a node, or the usual one.
+func (f Facts) offersGPUs(resource string) bool {
+	return resource == usualResources.GPU ||
+		slices.ContainsFunc(f.GPUNodes, func(n v1alpha1.GPUNode) bool { return n.Status.ExtendedResource == resource })
 }
 
 // lacks explains a pod whose request cannot be satisfied whatever the nodes have. It reports whether there is such a reason.
 func (f Facts) lacks(ctx context.Context, a *Answer, claims []claimOf, needs []need, match *matcher) bool {
+	deleted := func(of claimOf) bool { return of.name != "" && of.claim == nil && !f.missing(KindClaims) }
 	for _, of := range claims {
 		switch {
-		case of.name == "" && f.Templates[of.template] == nil && !f.missing(KindTemplates):
+		case (of.name == "" || deleted(of)) && of.template != "" && f.Templates[of.template] == nil && !f.missing(KindTemplates):
 			a.Cause, a.Summary = CauseNoClaim, fmt.Sprintf("waits: ResourceClaimTemplate %s does not exist", of.template)
 			a.Frees = append(a.Frees, "the template: create it")
-		case of.name != "" && of.claim == nil && of.template == "" && !f.missing(KindClaims):
+		case deleted(of) && of.template == "":
 			a.Cause, a.Summary = CauseNoClaim, fmt.Sprintf("waits: ResourceClaim %s does not exist", of.name)
 			a.Frees = append(a.Frees, "the claim: create it")
 		case of.name == "" || of.claim == nil:
@@ -147,6 +157,9 @@ func (f Facts) lacks(ctx context.Context, a *Answer, claims []claimOf, needs []n
 				a.Events = slices.DeleteFunc(a.Events, func(text string) bool { return strings.HasPrefix(text, claimNotCreated) })
 			} else if refused != "" {
 				a.Cause, a.Summary = CauseNoClaim, Bounded("waits: "+of.String()+" could not be created: "+refused, mostText)
+			} else if deleted(of) {
+				// resourceclaim.Controller of kube-controller-manager (handleClaim).
+				a.Cause, a.Summary = CauseNoClaim, fmt.Sprintf("waits: claim %s was deleted: kube-controller-manager creates another of template %s", of.name, of.template)
 			}
 		}
 		if a.Cause != "" {

@@ -274,7 +274,7 @@ func (f Facts) placed(a *Answer, claims []claimOf) {
 	case len(a.Requests) == 0:
 		a.Cause, a.Summary = CauseStarting, "starts on "+f.Pod.Spec.NodeName+" and requests no GPU"
 	case node == nil && !f.missing(KindGPUNodes):
-		a.Cause, a.Summary = CauseAgent, fmt.Sprintf("waits on %s, which has no GPUNode: Tandem's agent does not run there", f.Pod.Spec.NodeName)
+		a.Cause, a.Summary = CauseAgent, fmt.Sprintf("waits on %s, which has %s", f.Pod.Spec.NodeName, NoGPUNode)
 	default:
 		a.Cause, a.Summary = CauseStarting, "starts on "+f.Pod.Spec.NodeName
 		if waiting := waitingContainer(f.Pod); waiting != "" {

@@ -43,7 +43,9 @@ func reported(name string, holders ...bool) (corev1.Node, v1alpha1.GPUNode, reso
 		}
 		n.Status.Devices = append(n.Status.Devices, d)
 	}
-	return corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}, n, slice
+	node := corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}
+	node.Status.Allocatable = corev1.ResourceList{testResource: *resource.NewQuantity(int64(len(holders)), resource.DecimalSI)}
+	return node, n, slice
 }
 
 func answerTo(t *testing.T, f Facts) Answer {

@@ -111,6 +111,28 @@ func TestNamespaceThatDoesNotExist(t *testing.T) {
 }
 
 // TestKindOfAPod: kubectl's forms of a pod's name.
+// TestNamedTwice: a node that is named twice is listed once.
+func TestNamedTwice(t *testing.T) {
+	w := world{machines: []*machine{h100s("node-1", 2)}}
+	if once, twice := w.run(t, "ls", "node-1"), w.run(t, "ls", "node-1", "node-1"); once != twice {
+		t.Errorf("once\n%s\ntwice\n%s", once, twice)
+	}
+}
+
+// TestPendingByClass: pending lists a pod that requests the extended resource of a class, as why answers for it.
+func TestPendingByClass(t *testing.T) {
+	const name = "example.com/whole-gpu"
+	class := deviceClass("whole-gpu", "device.driver == 'gpu.nvidia.com' && device.attributes['gpu.nvidia.com'].type == 'gpu'")
+	class.Spec.ExtendedResourceName = new(name)
+	m := h100s("node-1", 1).pod("ml", "infer", 0)
+	w := world{machines: []*machine{m}, namespaces: []string{""}, objects: []runtime.Object{class, pending("late", byLimits(name, 1))}}
+	for _, command := range [][]string{{"why", "late"}, {"pending"}} {
+		if got := w.run(t, command...); !strings.Contains(got, "1 "+name) || !strings.Contains(got, "ml/late") {
+			t.Errorf("%q:\n%s", command, got)
+		}
+	}
+}
+
 func TestKindOfAPod(t *testing.T) {
 	w := world{machines: []*machine{h100s("node-1", 1)}, objects: []runtime.Object{pending("late", byLimits(testResource, 2))}}
 	want := w.run(t, "why", "late")

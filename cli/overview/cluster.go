@@ -93,7 +93,7 @@ func (c Cluster) decodeGPUNode(object runtime.Object) (node v1alpha1.GPUNode, er
 func (c Cluster) GPUNode(ctx context.Context, name string) (v1alpha1.GPUNode, error) {
 	node, err := c.gpuNode(ctx, name)
 	if apierrors.IsNotFound(err) {
-		return node, fmt.Errorf("get GPUNode %s: no agent of Tandem runs there, or the cluster has no such node: %w", name, err)
+		return node, fmt.Errorf("get GPUNode %s: Tandem's agent does not run there, it has served no GPU there yet, or the cluster has no such node: %w", name, err)
 	}
 	return node, err
 }
@@ -157,7 +157,10 @@ func each[T any](ctx context.Context, options metav1.ListOptions, page pager.Lis
 
 // Nodes returns the named nodes, or all with GPUs. notes says what is left out because the viewer may not read it.
 func (c Cluster) Nodes(ctx context.Context, names ...string) (nodes []Node, notes []string, err error) {
-	for _, name := range names {
+	for i, name := range names {
+		if slices.Contains(names[:i], name) {
+			continue
+		}
 		node, err := c.node(ctx, name)
 		if err != nil {
 			return nil, nil, err

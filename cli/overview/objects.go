@@ -5,7 +5,9 @@ package overview
 import (
 	"cmp"
 	"context"
+	"maps"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -15,6 +17,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	resourcehelper "k8s.io/component-helpers/resource"
 	"k8s.io/dynamic-resource-allocation/resourceclaim"
 
 	"github.com/tandem-gpu/tandem/cli/explain"
@@ -59,7 +62,7 @@ func NewObjects(c Cluster) *Objects { return &Objects{cluster: c, now: newRead(n
 func (o *Objects) Of(ctx context.Context, pods []*corev1.Pod) explain.Requested {
 	known := newRead(nil, time.Time{}).known
 	known.Driver = o.cluster.DriverName
-	if !slices.ContainsFunc(pods, func(pod *corev1.Pod) bool { return len(pod.Spec.ResourceClaims) > 0 }) {
+	if !slices.ContainsFunc(pods, mayHaveClass) {
 		return known
 	}
 	now := o.refreshed(ctx)
@@ -92,6 +95,13 @@ func (o *Objects) Of(ctx context.Context, pods []*corev1.Pod) explain.Requested 
 	return known
 }
 
+// mayHaveClass reports whether a pod has claims, or extended resources that a class may serve.
+func mayHaveClass(pod *corev1.Pod) bool {
+	limits := resourcehelper.PodLimits(pod, resourcehelper.PodResourcesOptions{})
+	extended := slices.ContainsFunc(slices.Collect(maps.Keys(limits)), func(name corev1.ResourceName) bool { return strings.Contains(string(name), "/") })
+	return len(pod.Spec.ResourceClaims) > 0 || extended
+}
+
 // refreshed reads the classes again when they expire, and forgets the rest. After an error, other than that the viewer may not read them,
 // nothing expires: the next call tries again.
 func (o *Objects) refreshed(ctx context.Context) *read {
@@ -105,6 +115,8 @@ func (o *Objects) refreshed(ctx context.Context) *read {
 	switch list, err := o.cluster.Client.ResourceV1().DeviceClasses().List(ctx, metav1.ListOptions{}); {
 	case err == nil:
 		classes = append([]resourceapi.DeviceClass{}, list.Items...)
+	case apierrors.IsNotFound(err): // the API server does not serve claims
+		classes = []resourceapi.DeviceClass{}
 	case !apierrors.IsForbidden(err):
 		return now
 	}

@@ -236,9 +236,9 @@ func NodeOf(from v1alpha1.GPUNode) Node {
 // WithoutAgent describes a node that has no GPUNode.
 func WithoutAgent(node *corev1.Node) Node {
 	if !explain.HasGPUs(node) {
-		return Node{Name: node.Name, Problem: "no GPUNode: no agent of Tandem runs there"}
+		return Node{Name: node.Name, Problem: explain.NoGPUNode}
 	}
-	return Node{Name: node.Name, Problem: "it has GPUs and no GPUNode: no agent of Tandem runs there"}
+	return Node{Name: node.Name, Problem: "it has GPUs and " + explain.NoGPUNode}
 }
 
 // inOrder returns GPUs by their names, each with its partitions behind it.
