@@ -96,7 +96,7 @@ func (p *plugin) printValues(ctx context.Context, files []string) error {
 		if err != nil {
 			return err
 		}
-		found, err := migrate.ReadFor(chart, path, text)
+		found, err := migrate.Read(chart, path, text)
 		if err != nil {
 			return err
 		}

@@ -28,7 +28,7 @@ func translatedFor(t *testing.T, chart string, values map[string]any, chosen ...
 	if err != nil {
 		t.Fatal(err)
 	}
-	sources, err := ReadFor(chart, "file", text)
+	sources, err := Read(chart, "file", text)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -58,13 +58,9 @@ type Source struct {
 }
 
 // Read returns the sources in a file with one or more YAML documents: values of NVIDIA's charts, configuration files of the device
-// plugin, ConfigMaps with such files, a ClusterPolicy, or DaemonSets of NVIDIA's. name is for messages.
-func Read(name string, text []byte) ([]Source, error) {
-	return ReadFor("", name, text)
-}
-
-// ReadFor is Read for values of a chart of that name, if it is not empty.
-func ReadFor(chart, name string, text []byte) ([]Source, error) {
+// plugin, ConfigMaps with such files, a ClusterPolicy, or DaemonSets of NVIDIA's. chart is the name of the chart whose values they are; if it
+// is empty, the keys say. name is for messages.
+func Read(chart, name string, text []byte) ([]Source, error) {
 	var sources []Source
 	for documents := utilyaml.NewYAMLReader(bufio.NewReader(bytes.NewReader(text))); ; {
 		document, err := documents.Read()

@@ -25,7 +25,7 @@ import (
 
 func translated(t *testing.T, name, text string) Result {
 	t.Helper()
-	sources, err := Read(name, []byte(text))
+	sources, err := Read("", name, []byte(text))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -74,11 +74,11 @@ func TestPullSecrets(t *testing.T) {
 func TestMessages(t *testing.T) {
 	first := "{kubeletPlugin: {containers: {gpus: {env: [{name: A, value: used}]}}}}"
 	second := "{kubeletPlugin: {containers: {gpus: {env: [{name: A, value: s3cret}]}}}}"
-	sources, err := Read("second", []byte(second))
+	sources, err := Read("", "second", []byte(second))
 	if err != nil {
 		t.Fatal(err)
 	}
-	one, err := Read("first", []byte(first))
+	one, err := Read("", "first", []byte(first))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -86,7 +86,7 @@ func TestMessages(t *testing.T) {
 	if text := fmt.Sprint(result); err != nil || strings.Contains(text, "s3cret") || !strings.Contains(text, "second has a list of variables, which is not used") {
 		t.Errorf("two lists of variables: %s, %v", text, err)
 	}
-	if sources, err = Read("file", []byte(`{config: {map: {"50%d": "{"}}}`)); err != nil {
+	if sources, err = Read("", "file", []byte(`{config: {map: {"50%d": "{"}}}`)); err != nil {
 		t.Fatal(err)
 	}
 	_, err = Translate(sources...)
@@ -121,7 +121,7 @@ func TestMistakes(t *testing.T) {
 		"{config: {default: b, map: {a: \"\"}}}":                                       "config.default: no such configuration: b (only a)",
 		"{config: {flags: {migStrategy: both}}}":                                       "unknown MIG strategy: both",
 	} {
-		sources, err := Read("file", []byte(text))
+		sources, err := Read("", "file", []byte(text))
 		if err == nil {
 			_, err = Translate(sources...)
 		}

@@ -227,13 +227,13 @@ func TestChartOfValues(t *testing.T) {
 		"{resources: {gpus: {enabled: true}}}": DRADriver, "{kubeletPlugin: {}}": DRADriver, "{featureGates: {}}": DRADriver, "{resources: {limits: {cpu: 1}}}": DevicePlugin,
 		"{webhook: {enabled: true}}": DRADriver, "{logVerbosity: 6}": DRADriver, "{failOnInitError: false, nvidiaDriverRoot: /}": DevicePlugin,
 	} {
-		sources, err := Read("file", []byte(text))
+		sources, err := Read("", "file", []byte(text))
 		if err != nil || sources[0].Kind != want {
 			t.Errorf("%s: %v, %v; want %s", text, sources, err, want)
 		}
 	}
 	for _, text := range []string{"{nvidiaDriverRoot: /a}", "{gfd: {enabled: false}}", "{gfd: {enabled: true}}", "{devicePlugin: {enabled: false}}", "{a: b}"} {
-		if _, err := Read("file", []byte(text)); err == nil || !strings.Contains(err.Error(), "name the chart, as in -f ") {
+		if _, err := Read("", "file", []byte(text)); err == nil || !strings.Contains(err.Error(), "name the chart, as in -f ") {
 			t.Errorf("%s: %v", text, err)
 		}
 	}

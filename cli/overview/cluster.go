@@ -25,6 +25,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/cli/explain"
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/pkg/availability"
 )
 
@@ -327,7 +328,7 @@ func (c Cluster) Watch(ctx context.Context, v Viewer, names ...string) error {
 			v.Failed(err)
 		}
 		// The API server ends watches after some minutes, and may be away: list again after a moment.
-		wait(ctx)
+		broadcast.Sleep(ctx, time.Second)
 	}
 	return nil
 }
@@ -446,12 +447,4 @@ func namesOf(items []unstructured.Unstructured, prefix string) (names []string) 
 		}
 	}
 	return names
-}
-
-// wait waits for a second, or until ctx is done.
-func wait(ctx context.Context) {
-	select {
-	case <-ctx.Done():
-	case <-time.After(time.Second):
-	}
 }

@@ -25,6 +25,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/cli/overview"
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 )
 
 const (
@@ -173,10 +174,8 @@ func (f *fleet) askUser(ctx context.Context) error {
 			f.user = review.Status.UserInfo.Username
 			return nil
 		}
-		select {
-		case <-ctx.Done():
+		if !broadcast.Sleep(ctx, asksEvery) {
 			return nil
-		case <-time.After(asksEvery):
 		}
 	}
 }
@@ -229,10 +228,8 @@ func (f *fleet) viewer() string {
 func (f *fleet) watchPods(ctx context.Context) error {
 	namespace, may := f.podsOf(ctx)
 	for ; !may; namespace, may = f.podsOf(ctx) {
-		select {
-		case <-ctx.Done():
+		if !broadcast.Sleep(ctx, asksEvery) {
 			return nil
-		case <-time.After(asksEvery):
 		}
 	}
 	factory := informers.NewSharedInformerFactoryWithOptions(f.cluster.Client, 0, informers.WithNamespace(namespace), informers.WithTransform(trim),

@@ -63,11 +63,6 @@ func (n *Node) Command(ctx context.Context, name string, args ...string) (*exec.
 	return n.machine.command(ctx, name, args...)
 }
 
-// NetworkCommand prepares a command of the host, with the host's files, that sees the node's network.
-func (n *Node) NetworkCommand(ctx context.Context, name string, args ...string) (*exec.Cmd, error) {
-	return n.machine.networkCommand(ctx, name, args...)
-}
-
 // DialContext connects from the node; unix socket paths are the node's. It fits net.Dialer's users.
 func (n *Node) DialContext(ctx context.Context, network, address string) (net.Conn, error) {
 	return n.machine.dial(ctx, network, address)
@@ -339,13 +334,18 @@ func (n *Node) kubeletConfig() ([]byte, error) {
 		"tlsPrivateKeyFile":           pkiDir + "/kubelet.key",
 		"volumePluginDir":             "/var/lib/kubelet/volume-plugins",
 	}
+	return n.encode("kubelet", config, n.config.Kubelet)
+}
+
+// encode returns the configuration of a component with the cluster's feature gates and the overrides.
+func (n *Node) encode(component string, config, overrides map[string]any) ([]byte, error) {
 	if len(n.cluster.config.FeatureGates) > 0 {
 		config["featureGates"] = n.cluster.config.FeatureGates
 	}
-	merge(config, n.config.Kubelet)
+	merge(config, overrides)
 	data, err := yaml.Marshal(config)
 	if err != nil {
-		return nil, fmt.Errorf("encode kubelet configuration of %s: %w", n.name, err)
+		return nil, fmt.Errorf("encode %s configuration of %s: %w", component, n.name, err)
 	}
 	return data, nil
 }
@@ -377,14 +377,7 @@ func (n *Node) proxyConfig() ([]byte, error) {
 		// The limit is the whole kernel's, and only the first network namespace may set it.
 		"conntrack": map[string]any{"maxPerCore": 0, "min": 0},
 	}
-	if len(n.cluster.config.FeatureGates) > 0 {
-		config["featureGates"] = n.cluster.config.FeatureGates
-	}
-	data, err := yaml.Marshal(config)
-	if err != nil {
-		return nil, fmt.Errorf("encode kube-proxy configuration of %s: %w", n.name, err)
-	}
-	return data, nil
+	return n.encode("kube-proxy", config, nil)
 }
 
 const containerdConfig = `version = 3

@@ -6,6 +6,7 @@ package broadcast
 import (
 	"context"
 	"sync"
+	"time"
 )
 
 // Signal notifies all waiters of a change. The zero value is ready to use. All methods are safe for concurrent use.
@@ -65,5 +66,15 @@ func Await(ctx context.Context, changed func() <-chan struct{}, done func() bool
 			return false
 		case <-next:
 		}
+	}
+}
+
+// Sleep waits that long, and returns false if ctx ends first.
+func Sleep(ctx context.Context, d time.Duration) bool {
+	select {
+	case <-ctx.Done():
+		return false
+	case <-time.After(d):
+		return true
 	}
 }

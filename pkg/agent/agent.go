@@ -22,6 +22,7 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/client-go/tools/record"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/internal/status"
 	"github.com/tandem-gpu/tandem/internal/version"
@@ -226,10 +227,8 @@ func (a *Agent) serveWithDriver(ctx context.Context, c components) error {
 	group.Go(func() error {
 		if a.config.Unchosen {
 			// The agent restarts with a configuration, which says where the driver is, as soon as the node's label is known.
-			select {
-			case <-ctx.Done():
+			if !broadcast.Sleep(ctx, a.times.answerWait) {
 				return nil
-			case <-time.After(a.times.answerWait):
 			}
 		}
 		paused := &pause{Agent: a, c: c}

@@ -4,7 +4,6 @@ package agent
 
 import (
 	"context"
-	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sync/errgroup"
@@ -26,12 +25,10 @@ func (a *Agent) awaitAPIServer(ctx context.Context, c components) error {
 		return nil
 	})
 	group.Go(func() error {
-		select {
-		case <-ctx.Done():
+		if !broadcast.Sleep(ctx, a.times.answerWait) {
 			return nil
-		case <-time.After(a.times.answerWait):
-			return a.serveHeld(ctx, c)
 		}
+		return a.serveHeld(ctx, c)
 	})
 	return group.Wait()
 }

@@ -15,6 +15,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/klog/v2"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
@@ -29,10 +30,8 @@ func stuckThreads(ctx context.Context) (stuck []int) {
 	if len(first) == 0 {
 		return nil
 	}
-	select {
-	case <-ctx.Done():
+	if !broadcast.Sleep(ctx, stuckPause) {
 		return nil
-	case <-time.After(stuckPause):
 	}
 	second := uninterruptible("/proc/self/task")
 	for thread, switches := range first {
@@ -64,10 +63,8 @@ func (a *Agent) whenCallsReturn(ctx context.Context, to *ledger.Ledger, err erro
 				"to the driver does not return. No GPU is given to new pods, and running pods keep theirs, until the call returns or the node is rebooted. "+
 				"Look in the kernel's log (dmesg) for the GPU that hangs. Reset it, or reboot the node", err))
 		}
-		select {
-		case <-ctx.Done():
+		if !broadcast.Sleep(ctx, fileInterval) {
 			return nil
-		case <-time.After(fileInterval):
 		}
 	}
 	return err

@@ -43,10 +43,8 @@ func (a *Agent) openLedger(ctx context.Context, c components) error {
 		if !reported {
 			a.wait(ctx, "ledger", "LedgerLocked", err)
 		}
-		select {
-		case <-ctx.Done():
+		if !broadcast.Sleep(ctx, lockInterval) {
 			return context.Cause(ctx)
-		case <-time.After(lockInterval):
 		}
 	}
 }
@@ -100,10 +98,8 @@ func (a *Agent) reportWaiting(ctx context.Context, c components, scanning bool) 
 	go func() {
 		defer close(ended)
 		if scanning {
-			select {
-			case <-ctx.Done():
+			if !broadcast.Sleep(ctx, scanPatience) {
 				return
-			case <-time.After(scanPatience):
 			}
 		}
 		object, err := gpunode.New(gpunode.Config{
@@ -176,10 +172,8 @@ func (a *Agent) returnMemory(ctx context.Context) error {
 	defer debug.SetGCPercent(percent)
 	wait := returnInterval
 	for previous := ""; ; {
-		select {
-		case <-ctx.Done():
+		if !broadcast.Sleep(ctx, wait) {
 			return nil
-		case <-time.After(wait):
 		}
 		waiting := a.status.Ready()
 		if reason := fmt.Sprint(waiting); reason != previous || wait == lastReturn {
@@ -258,10 +252,8 @@ func (a *Agent) checkCgroups(ctx context.Context, pods *podstate.Pods) error {
 		}
 		a.status.Waiting("cgroups", err)
 		reported = err != nil
-		select {
-		case <-ctx.Done():
+		if !broadcast.Sleep(ctx, a.times.cgroups) {
 			return nil
-		case <-time.After(a.times.cgroups):
 		}
 	}
 }

@@ -259,10 +259,7 @@ func (d *Driver) serveAlone(ctx context.Context) error {
 			return fmt.Errorf("run DRA driver %s: %w", d.DriverName, err)
 		}
 		// Sockets that are removed repeatedly must not cause a busy loop.
-		select {
-		case <-ctx.Done():
-		case <-time.After(sessionInterval - time.Since(started)):
-		}
+		broadcast.Sleep(ctx, sessionInterval-time.Since(started))
 	}
 }
 

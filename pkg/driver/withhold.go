@@ -10,8 +10,8 @@ import (
 	"fmt"
 	"io/fs"
 	"slices"
-	"time"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
@@ -32,10 +32,8 @@ func (d *Driver) FindConflicting(ctx context.Context) {
 func (d *Driver) withhold(ctx context.Context, conflicting error) error {
 	if conflicting == nil && d.withholds {
 		// By then kubelet's claim state has the last claim that the other process prepared.
-		select {
-		case <-ctx.Done():
+		if !broadcast.Sleep(ctx, d.takeOver) {
 			return ctx.Err()
-		case <-time.After(d.takeOver):
 		}
 		conflicting = d.findConflicting(ctx, nil, map[string]fs.FileInfo{})
 	}

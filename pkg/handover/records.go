@@ -3,7 +3,6 @@
 package handover
 
 import (
-	"fmt"
 	"net/url"
 
 	"github.com/tandem-gpu/tandem/internal/records"
@@ -24,15 +23,7 @@ type before struct {
 // NewRecords has no visible effect. Call Load before any other method.
 func NewRecords(dir, bootID string) *Records {
 	return &Records{records.New(records.Options[string, before]{
-		What: "settings of a GPU", Dir: dir, BootID: bootID, Name: url.PathEscape, Parse: parseName,
+		What: "settings of a GPU", Dir: dir, BootID: bootID, Name: url.PathEscape, Parse: url.PathUnescape,
 		Unreadable: func(string) before { return before{} },
 	})}
-}
-
-func parseName(name string) (string, error) {
-	uuid, err := url.PathUnescape(name)
-	if err != nil {
-		return "", fmt.Errorf("parse GPU from the name of its record: %w", err)
-	}
-	return uuid, nil
 }

@@ -3,7 +3,6 @@
 package health
 
 import (
-	"fmt"
 	"net/url"
 	"time"
 
@@ -45,16 +44,8 @@ type xid struct {
 // NewRecords has no visible effect. Call Load before any other method.
 func NewRecords(dir, bootID string) *Records {
 	return &Records{records.New(records.Options[string, xids]{
-		What: "GPU's XID", Dir: dir, BootID: bootID, Name: url.PathEscape, Parse: parseName,
+		What: "GPU's XID", Dir: dir, BootID: bootID, Name: url.PathEscape, Parse: url.PathUnescape,
 		// The driver still says what the GPU needs.
 		Unreadable: func(string) xids { return xids{} },
 	})}
-}
-
-func parseName(name string) (string, error) {
-	address, err := url.PathUnescape(name)
-	if err != nil {
-		return "", fmt.Errorf("parse PCI address from the name of its record: %w", err)
-	}
-	return address, nil
 }

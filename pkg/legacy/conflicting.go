@@ -17,6 +17,7 @@ import (
 	"k8s.io/klog/v2"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
@@ -134,7 +135,7 @@ func (p *Plugin) WatchConflicting(ctx context.Context) error {
 			case <-time.After(p.times.pluginInterval):
 			case <-changed:
 				// A socket exists before its process answers on it.
-				pause(ctx, p.times.pluginProbe)
+				broadcast.Sleep(ctx, p.times.pluginProbe)
 			}
 		}
 		return nil
@@ -153,7 +154,7 @@ func (p *Plugin) withhold(ctx context.Context) (conflicting error, settled bool)
 	found, settled := p.checkConflicting(ctx)
 	if found == nil && p.withholds.Load() {
 		// By then kubelet's checkpoint has the last device that the plugin gave away.
-		pause(ctx, p.times.takeOver)
+		broadcast.Sleep(ctx, p.times.takeOver)
 		if err := p.config.Adopt(ctx); err != nil {
 			return fmt.Errorf("take over from another device plugin that is gone: %w", err), settled
 		}
@@ -171,13 +172,6 @@ func (p *Plugin) withhold(ctx context.Context) (conflicting error, settled bool)
 	p.withholds.Store(false)
 	p.config.Ledger.Withhold(sourceConflicting, nil)
 	return nil, settled
-}
-
-func pause(ctx context.Context, length time.Duration) {
-	select {
-	case <-ctx.Done():
-	case <-time.After(length):
-	}
 }
 
 // foreignOfKubelet returns the IDs that kubelet has for our resources and that are of another plugin, sorted. While kubelet does not

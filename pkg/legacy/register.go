@@ -13,6 +13,8 @@ import (
 	"golang.org/x/sync/errgroup"
 	"k8s.io/klog/v2"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
+
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 )
 
 // cause is why a registration is necessary: the label of the metric.
@@ -334,10 +336,8 @@ func (r *registrar) confirm(ctx context.Context, e *endpoint) error {
 func (r *registrar) awaitConfirmed(ctx context.Context, e *endpoint) (*listing, error) {
 	began, failures, delay := time.Now(), 0, r.times.confirmFirst
 	for last := (*listing)(nil); ; {
-		select {
-		case <-ctx.Done():
+		if !broadcast.Sleep(ctx, delay) {
 			return nil, nil
-		case <-time.After(delay):
 		}
 		list := e.sent.Load()
 		settled := list == last

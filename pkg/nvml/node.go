@@ -186,7 +186,7 @@ func (n *Node) Run(ctx context.Context) error {
 		case <-reported:
 			// One that comes from now on causes another scan: this one may not see what it means.
 			reported = n.reported.Changed()
-			if !pause(ctx, max(xidDelay, xidInterval-time.Since(hurried))) {
+			if !broadcast.Sleep(ctx, max(xidDelay, xidInterval-time.Since(hurried))) {
 				return nil
 			}
 			hurried = time.Now()

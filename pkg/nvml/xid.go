@@ -74,7 +74,7 @@ func (n *Node) readXIDs(ctx context.Context, handle func(gpu.XIDEvent)) {
 		if err := followKernelLog(ctx, log, handle); err != nil {
 			logger.V(2).Info("Cannot read XIDs now", "reason", err.Error())
 		}
-		_ = pause(ctx, sourceRetry)
+		broadcast.Sleep(ctx, sourceRetry)
 	}
 }
 

@@ -223,17 +223,7 @@ func (r *Reconciler) follow(ctx context.Context) {
 		case <-timer.C:
 		case <-files.C:
 		}
-		pause(ctx, r.times.gather)
-	}
-}
-
-// pause merges a burst of changes into one pass.
-func pause(ctx context.Context, length time.Duration) {
-	timer := time.NewTimer(length)
-	defer timer.Stop()
-	select {
-	case <-ctx.Done():
-	case <-timer.C:
+		broadcast.Sleep(ctx, r.times.gather) // merges a burst of changes into one pass
 	}
 }
 

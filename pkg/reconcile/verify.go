@@ -14,6 +14,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/klog/v2"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/podstate"
@@ -47,7 +48,7 @@ func (r *Reconciler) verifyAll(ctx context.Context) {
 		case <-changed:
 		case <-timer.C:
 		}
-		pause(ctx, r.times.verifyGather)
+		broadcast.Sleep(ctx, r.times.verifyGather)
 	}
 }
 

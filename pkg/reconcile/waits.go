@@ -13,6 +13,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/klog/v2"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/internal/regarding"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
@@ -51,7 +52,7 @@ func (r *Reconciler) describeWaits(ctx context.Context) {
 		case <-inventoryChanged:
 		case <-timer.C:
 		}
-		pause(ctx, r.times.verifyGather)
+		broadcast.Sleep(ctx, r.times.verifyGather)
 	}
 }
 

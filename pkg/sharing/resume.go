@@ -9,6 +9,7 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/pkg/mps"
 )
 
@@ -45,10 +46,8 @@ func (m *Manager) Run(ctx context.Context) error {
 			reported = err.Error()
 			klog.FromContext(ctx).Error(err, "Cannot restore sharing settings or remove stale MPS daemons, retrying")
 		}
-		select {
-		case <-ctx.Done():
+		if !broadcast.Sleep(ctx, resumeInterval) {
 			return nil
-		case <-time.After(resumeInterval):
 		}
 	}
 }

@@ -37,7 +37,7 @@ func ofMigrate(t *testing.T, chart, file string) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	sources, err := migrate.ReadFor(chart, file, text)
+	sources, err := migrate.Read(chart, file, text)
 	if err != nil {
 		t.Fatal(err)
 	}

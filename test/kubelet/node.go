@@ -20,6 +20,8 @@ import (
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/utils/ptr"
+
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 )
 
 const (
@@ -61,10 +63,8 @@ func (k *Kubelet) wipeLater(ctx context.Context, name string) {
 		return
 	}
 	k.done.Go(func() {
-		select {
-		case <-ctx.Done():
+		if !broadcast.Sleep(ctx, wipeAfter) {
 			return
-		case <-time.After(wipeAfter):
 		}
 		if _, back := k.Driver(name); back {
 			return

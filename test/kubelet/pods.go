@@ -26,6 +26,8 @@ import (
 	"k8s.io/apimachinery/pkg/util/intstr"
 	"k8s.io/client-go/tools/cache"
 	"k8s.io/utils/ptr"
+
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 )
 
 // life is a pod on the node, from its binding to its removal.
@@ -203,10 +205,7 @@ func (k *Kubelet) persist(ctx context.Context, pod *corev1.Pod, what string, cal
 			k.fail(fmt.Errorf("%s pod %s: %w", what, pod.Name, err))
 			return
 		}
-		select {
-		case <-ctx.Done():
-		case <-time.After(time.Second):
-		}
+		broadcast.Sleep(ctx, time.Second)
 	}
 }
 
@@ -321,10 +320,7 @@ func (l *life) always(ctx context.Context, pod *corev1.Pod, c corev1.Container) 
 			s.State = corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "CrashLoopBackOff", Message: "back-off restarting failed container"}}
 		})
 		l.write(ctx)
-		select {
-		case <-ctx.Done():
-		case <-time.After(restartDelay(n)):
-		}
+		broadcast.Sleep(ctx, restartDelay(n))
 	}
 }
 
@@ -365,10 +361,7 @@ func (l *life) once(ctx context.Context, pod *corev1.Pod, c corev1.Container, in
 	})
 	l.write(ctx)
 	if err != nil {
-		select {
-		case <-ctx.Done():
-		case <-time.After(time.Second):
-		}
+		broadcast.Sleep(ctx, time.Second)
 		return -1
 	}
 	exited := make(chan Exit, 1)
@@ -467,10 +460,7 @@ func (l *life) probe(ctx context.Context, c corev1.Container) {
 		if ready {
 			pause = time.Duration(max(c.ReadinessProbe.PeriodSeconds, 1)) * time.Second
 		}
-		select {
-		case <-ctx.Done():
-		case <-time.After(pause):
-		}
+		broadcast.Sleep(ctx, pause)
 	}
 }
 
@@ -493,10 +483,7 @@ func (l *life) finish(ctx context.Context) {
 		if err == nil || ctx.Err() != nil {
 			break
 		}
-		select {
-		case <-ctx.Done():
-		case <-time.After(time.Second):
-		}
+		broadcast.Sleep(ctx, time.Second)
 	}
 	k.change(func() { l.active = false })
 	k.Release(pod.UID)

@@ -3,48 +3,10 @@
 package simulated
 
 import (
-	"os"
-	"path/filepath"
 	"testing"
 
 	"github.com/NVIDIA/go-nvml/pkg/nvml"
 )
-
-func TestIPCComesAndGoes(t *testing.T) {
-	dir := t.TempDir()
-	materialize(t, dir, "h100x8", MaterializeOptions{PlainDeviceFiles: true})
-	modes := map[IPC]os.FileMode{PersistencedSocket: os.ModeSocket, FabricManagerSocket: os.ModeSocket, MPSDirectory: os.ModeDir}
-	for _, there := range [][]IPC{
-		nil, {PersistencedSocket, FabricManagerSocket, MPSDirectory}, {PersistencedSocket, MPSDirectory}, {FabricManagerSocket}, nil,
-	} {
-		if err := SetIPC(dir, there...); err != nil {
-			t.Fatal(err)
-		}
-		for ipc, mode := range modes {
-			info, err := os.Lstat(filepath.Join(dir, DriverDir, string(ipc)))
-			wanted := false
-			for _, other := range there {
-				wanted = wanted || other == ipc
-			}
-			if (err == nil) != wanted || err == nil && info.Mode().Type() != mode {
-				t.Errorf("with %v: %s: %v", there, ipc, err)
-			}
-		}
-	}
-}
-
-func TestSELinux(t *testing.T) {
-	dir := t.TempDir()
-	enforcing := func() bool {
-		text, err := os.ReadFile(filepath.Join(dir, SysfsDir, selinuxEnforce))
-		return err == nil && string(text) == "1"
-	}
-	for _, want := range []bool{false, true, true, false} {
-		if err := SetSELinux(dir, want); err != nil || enforcing() != want {
-			t.Errorf("enforcing %v: %v, %v", want, enforcing(), err)
-		}
-	}
-}
 
 func TestPersistenceModeOff(t *testing.T) {
 	dir := t.TempDir()
