@@ -147,6 +147,10 @@ func withCapacity(requests []resourceapi.DeviceRequest) (kept []resourceapi.Devi
 	return kept
 }
 
+// isNamedByUUID reports whether a GPUNode names a device by its UUID, as one that is held and not in the agent's inventory. The cache keeps the
+// UUIDs of these devices only.
+func isNamedByUUID(d v1alpha1.DeviceStatus) bool { return d.Name == d.UUID }
+
 // trimGPUNode drops what only people read. It copies the slices because the JSON decoder makes room for four elements, and most have one.
 func trimGPUNode(node *v1alpha1.GPUNode) {
 	generation, owners := node.Generation, node.OwnerReferences
@@ -166,7 +170,10 @@ func trimGPUNode(node *v1alpha1.GPUNode) {
 	node.Status.Devices = slices.Clone(node.Status.Devices)
 	for i := range node.Status.Devices {
 		d := &node.Status.Devices[i]
-		d.UUID, d.Model, d.Profile, d.Slowdown = "", "", "", ""
+		if !isNamedByUUID(*d) {
+			d.UUID = ""
+		}
+		d.Model, d.Profile, d.Slowdown = "", "", ""
 		d.Holders = slices.Clone(d.Holders)
 		ends := endsPods(*d)
 		for j := range d.Holders {

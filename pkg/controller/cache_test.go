@@ -83,15 +83,25 @@ func TestTrimmedGPUNodeChangesNoDecision(t *testing.T) {
 	whole.Spec.Claims = Relay([]resourceapi.ResourceClaim{*newClaim("a", "gpu-0")}, testDriver, "node-1")
 	trimmed := whole.DeepCopy()
 	trimGPUNode(trimmed)
+	ruled := &tainter{rules: rules(t, newRule("a", ofDevice("gpu-3")), newRule("b")), driver: testDriver}
 	decide := func(n *v1alpha1.GPUNode) []any {
 		number, known := Allocatable(n.Status, n.Spec.Claims, testResource)
 		condition, served := GPUsHealthy(n.Status)
 		plan := PlanDaemons(n, nil, DaemonPods{DriverRoots: []string{"text-of-usual-length-1"}}, time.Unix(0, 0))
 		waiting := map[types.UID][]types.UID{"uid-a": {"p"}}
-		return []any{number, known, condition, served, GPURepairNeeded(n.Status), plan, Retries(n.Status, n.Spec.Claims, waiting), n.Spec, n.Generation, n.UID, n.ResourceVersion, n.OwnerReferences, concerned(n)}
+		return []any{number, known, condition, served, GPURepairNeeded(n.Status), plan, Retries(n.Status, n.Spec.Claims, waiting), n.Spec, n.Generation, n.UID, n.ResourceVersion, n.OwnerReferences, concerned(n), ruled.taints(n)}
 	}
 	if diff := cmp.Diff(decide(whole), decide(trimmed)); diff != "" {
 		t.Errorf("of the whole (-) and the trimmed (+) GPUNode: %s", diff)
+	}
+	away := whole.DeepCopy()
+	away.Status.Devices = []v1alpha1.DeviceStatus{whole.Status.Devices[0]}
+	away.Status.Devices[0].Name, away.Status.Devices[0].UUID = "GPU-5", "GPU-5"
+	away.Spec.Taints = ruled.taints(whole)
+	trimmedAway := away.DeepCopy()
+	trimGPUNode(trimmedAway)
+	if diff := cmp.Diff(decide(away), decide(trimmedAway)); diff != "" || len(ruled.taints(away)) != 2 {
+		t.Errorf("without a driver, of the whole (-) and the trimmed (+) GPUNode: %s", diff)
 	}
 	if number, _ := Allocatable(trimmed.Status, trimmed.Spec.Claims, testResource); number == 0 {
 		t.Error("this decides nothing")

@@ -112,14 +112,10 @@ func (r *tainter) nodes(ctx context.Context, o client.Object) (requests []reconc
 	return requests
 }
 
-// Reconcile implements reconcile.Reconciler for one node. It is idempotent.
-func (r *tainter) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
-	node := &v1alpha1.GPUNode{}
-	if err := r.client.Get(ctx, request.NamespacedName, node); err != nil {
-		return reconcile.Result{}, client.IgnoreNotFound(err)
-	}
+// taints returns those that the spec of a node has to have.
+func (r *tainter) taints(node *v1alpha1.GPUNode) []v1alpha1.RuleTaint {
 	devices := node.Status.Devices
-	if !slices.ContainsFunc(devices, func(d v1alpha1.DeviceStatus) bool { return d.Name != d.UUID }) {
+	if !slices.ContainsFunc(devices, func(d v1alpha1.DeviceStatus) bool { return !isNamedByUUID(d) }) {
 		// Without a driver the status has at most GPUs that are held, by UUID. Rules for single devices stay, so that the agent does not offer a
 		// tainted device when the driver returns.
 		devices = nil
@@ -127,7 +123,16 @@ func (r *tainter) Reconcile(ctx context.Context, request reconcile.Request) (rec
 			devices = append(devices, v1alpha1.DeviceStatus{Name: device.GPUName(t.Device)})
 		}
 	}
-	taints := RuleTaints(r.rules.list(), r.driver, node.Name, devices)
+	return RuleTaints(r.rules.list(), r.driver, node.Name, devices)
+}
+
+// Reconcile implements reconcile.Reconciler for one node. It is idempotent.
+func (r *tainter) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
+	node := &v1alpha1.GPUNode{}
+	if err := r.client.Get(ctx, request.NamespacedName, node); err != nil {
+		return reconcile.Result{}, client.IgnoreNotFound(err)
+	}
+	taints := r.taints(node)
 	if len(taints) > v1alpha1.MaxTaints {
 		// The API server would refuse all of them.
 		klog.FromContext(ctx).Info("Relaying only a part of the DeviceTaintRules", "node", node.Name, "rules", len(taints), "most", v1alpha1.MaxTaints)

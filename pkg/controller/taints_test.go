@@ -192,8 +192,8 @@ func TestTainter(t *testing.T) {
 	})
 	r := &tainter{rules: rules(t, newRule("b"), evicts, newRule("later", ofDevice("gpu-9-mig-1g10gb-19-0")), newRule("elsewhere", inPool("node-10"))), driver: testDriver}
 	w := newWorld(t, interceptor.Funcs{}, gpuNode())
-	r.client = w.client
-	w.set(func(s *v1alpha1.GPUNodeStatus) { s.Devices = []v1alpha1.DeviceStatus{{Name: "gpu-3"}} })
+	r.client = w.cached()
+	w.set(func(s *v1alpha1.GPUNodeStatus) { s.Devices = []v1alpha1.DeviceStatus{{Name: "gpu-3", UUID: "GPU-3"}} })
 	w.twice(r, "node-1")
 	fan := v1alpha1.Taint{Key: "example.com/repair", Value: "fan", Effect: v1alpha1.TaintNoSchedule, Since: ptr.To(metav1.Unix(1, 0))}
 	want := []v1alpha1.RuleTaint{{Rule: "a", Pool: "node-1/gpu-03", Device: "gpu-3", Taint: fan}, {Rule: "b", Taint: fan}}

@@ -132,6 +132,19 @@ func hasHeard[O interface {
 	})
 }
 
+// cached is a client that reads GPUNodes as the controller's cache keeps them.
+func (w *world) cached() client.Client {
+	return interceptor.NewClient(w.client, interceptor.Funcs{
+		Get: func(ctx context.Context, c client.WithWatch, key client.ObjectKey, into client.Object, opts ...client.GetOption) error {
+			err := c.Get(ctx, key, into, opts...)
+			if node, ok := into.(*v1alpha1.GPUNode); ok && err == nil {
+				trimGPUNode(node)
+			}
+			return err
+		},
+	})
+}
+
 func kind(obj runtime.Object) string {
 	switch obj.(type) {
 	case *v1alpha1.GPUNode:
