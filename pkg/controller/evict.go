@@ -252,9 +252,9 @@ func (r *evictor) remove(ctx context.Context, node string, named v1alpha1.PodRef
 	if err := r.live.Get(ctx, types.NamespacedName{Name: node}, now); err != nil {
 		return 0, client.IgnoreNotFound(err)
 	}
-	plan := PlanRemoval(now, pod, r.limits, r.now())
-	if plan.Device == "" {
-		return 0, nil
+	plan, err := r.plan(ctx, now, pod)
+	if err != nil || plan.Device == "" {
+		return 0, err
 	}
 	say := func(kind, reason, format string, args ...any) {
 		has := fmt.Sprintf("Pod %s has %s of node %s, which has the taint %s", pod.Name, plan.Device, node, plan.Taint)
@@ -268,13 +268,6 @@ func (r *evictor) remove(ctx context.Context, node string, named v1alpha1.PodRef
 	case plan.Refused != "":
 		say(corev1.EventTypeWarning, "NotEvicted", ". It is not evicted: %s", plan.Refused)
 		return 0, nil
-	}
-	if rule := plan.Taint.Rule; rule != "" {
-		if stands, err := r.stands(ctx, rule, now); err != nil {
-			return 0, fmt.Errorf("get DeviceTaintRule %s, whose taint ends pod %s: %w", rule, key, err)
-		} else if !stands {
-			return blockedInterval, nil // another taint may end it
-		}
 	}
 	evicted, refused, err := evict(ctx, r.client, pod)
 	r.metrics.evicted(causeTaint, evicted, refused)
@@ -293,6 +286,30 @@ func (r *evictor) remove(ctx context.Context, node string, named v1alpha1.PodRef
 		say(corev1.EventTypeNormal, "EvictedByTaint", ", and was evicted")
 	}
 	return 0, nil
+}
+
+// plan returns PlanRemoval's answer by the taints that stand. A rule that has ended or cannot be read hides no other taint. The error of such a rule
+// is returned only if no other taint ends the pod now. It removes the entries of such rules from the node.
+func (r *evictor) plan(ctx context.Context, node *v1alpha1.GPUNode, pod *corev1.Pod) (Removal, error) {
+	var unread error
+	for range len(node.Spec.Taints) + 1 { // each round but the last one removes an entry
+		plan := PlanRemoval(node, pod, r.limits, r.now())
+		if plan.Device == "" || plan.Due.After(r.now()) {
+			return plan, unread
+		}
+		if plan.Taint.Rule == "" {
+			return plan, nil
+		}
+		stands, err := r.stands(ctx, plan.Taint.Rule, node)
+		if stands {
+			return plan, nil
+		}
+		if err != nil {
+			unread = errors.Join(unread, fmt.Errorf("get DeviceTaintRule %s, whose taint ends pod %s/%s: %w", plan.Taint.Rule, pod.Namespace, pod.Name, err))
+		}
+		node.Spec.Taints = slices.DeleteFunc(node.Spec.Taints, func(t v1alpha1.RuleTaint) bool { return t.Rule == plan.Taint.Rule })
+	}
+	return Removal{}, unread
 }
 
 // stands reports whether a rule still says what the GPUNode has of it. It may have ended or changed while no controller ran, or a moment ago, before

@@ -292,6 +292,62 @@ func TestEndedRuleEvictsNoPod(t *testing.T) {
 	}
 }
 
+// TestEndedRuleHidesNoOtherTaint: the earliest taint is that of a rule that has ended or cannot be read, and a later one ends the pod.
+func TestEndedRuleHidesNoOtherTaint(t *testing.T) {
+	ended, other := taint("fans", "example.com/repair", "fan"), taint("nics", "example.com/nic", "")
+	later := metav1.NewTime(broken.Since.Add(time.Minute))
+	fault := broken
+	fault.Since, other.Since = &later, &later
+	stands := newRule("nics", func(r *resourceapi.DeviceTaintRule) {
+		r.Spec.Taint = resourceapi.DeviceTaint{Key: other.Key, Effect: resourceapi.DeviceTaintEffectNoExecute, TimeAdded: &later}
+	})
+	byBoth := []v1alpha1.RuleTaint{{Rule: "fans", Taint: ended.Taint}, {Rule: "nics", Taint: other.Taint}}
+	forbidden := apierrors.NewForbidden(resourceapi.Resource("devicetaintrules"), "fans", nil)
+	for name, c := range map[string]struct {
+		also  v1alpha1.DeviceTaint
+		fails error
+		pod   func(*corev1.Pod)
+		again time.Duration // instead of an eviction
+	}{
+		"a fault":                           {also: fault},
+		"a fault, and no rule is read":      {also: fault, fails: forbidden},
+		"another rule":                      {also: other},
+		"another rule, and one is not read": {also: other, fails: forbidden},
+		"a fault that is tolerated for a while": {also: fault, again: 9 * time.Minute, pod: tolerating(
+			corev1.Toleration{Key: fault.Key, Operator: corev1.TolerationOpExists, TolerationSeconds: ptr.To[int64](600)})},
+	} {
+		t.Run(name, func(t *testing.T) {
+			pod := newPod("a", withLimit)
+			if c.pod != nil {
+				c.pod(pod)
+			}
+			node := gpuNode(has(0, pod, ended, c.also))
+			node.Spec.Taints = byBoth
+			w := newWorld(t, interceptor.Funcs{
+				Get: func(ctx context.Context, under client.WithWatch, key client.ObjectKey, o client.Object, options ...client.GetOption) error {
+					if _, is := o.(*resourceapi.DeviceTaintRule); is && key.Name == "fans" && c.fails != nil {
+						return c.fails
+					}
+					return under.Get(ctx, key, o, options...)
+				},
+			}, node, pod, stands)
+			w.clock = later.Add(time.Minute)
+			result := w.once(w.evictor(), requestFor("node-1").NamespacedName)
+			if c.again > 0 {
+				w.want(map[string]int{})
+				if result.RequeueAfter != c.again {
+					t.Errorf("again after %s, want %s", result.RequeueAfter, c.again)
+				}
+				return
+			}
+			w.want(map[string]int{"eviction pod-a": 1})
+			if e := w.event(); !strings.Contains(e, c.also.Key) {
+				t.Errorf("event %q, want one of %s", e, c.also.Key)
+			}
+		})
+	}
+}
+
 // TestEvictionTimes: an eviction comes when it is due, a refused one is tried again, and one that moves nothing is only reported.
 func TestEvictionTimes(t *testing.T) {
 	pods := corev1.Resource("pods")
