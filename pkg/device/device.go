@@ -70,7 +70,8 @@ type GPU struct {
 
 	// Health is what keeps the GPU from working at all as pkg/nvml reports it, and everything as pkg/health does.
 	Health Health
-	// Faults are what the hardware reports of a GPU that answers, the worst first. pkg/health decides what counts.
+	// Faults are what the hardware reports of a GPU that answers, the worst first, and during a pause what its health was. pkg/health decides what
+	// counts.
 	Faults []Health
 	// Recovery is what the driver says that the GPU needs; empty if the driver cannot say.
 	Recovery RecoveryAction

@@ -423,6 +423,18 @@ func TestActions(t *testing.T) {
 	want(t, i, "GPU-0=Fabric/0")
 }
 
+// TestPauseHidesNoFault: what a GPU needs, and whether its holders are evicted, is during a pause what it was before (nvml.Node.Pause).
+func TestPauseHidesNoFault(t *testing.T) {
+	w := xidWorld()
+	w.actions = map[string]device.FaultAction{device.ReasonLost: device.FaultNoExecute}
+	i, _ := newInventory(w)
+	w.inventory.GPUs[0].Health, w.inventory.GPUs[0].Faults = device.Health{Reason: device.ReasonPaused}, []device.Health{{Reason: device.ReasonLost}}
+	want(t, i, "GPU-0=Lost/0")
+	if h := i.Inventory().GPUs[0].Health; !h.Evict || h.Repair() != device.RepairReboot {
+		t.Errorf("%+v needs %q", h, h.Repair())
+	}
+}
+
 // Bounded memory: a GPU that reports many XIDs keeps the worst, and addresses that no GPU has are limited.
 func TestXIDBounds(t *testing.T) {
 	w := xidWorld()

@@ -315,10 +315,16 @@ func (n *Node) scan(ctx context.Context, deep bool) error {
 	return nil
 }
 
-// unreachable marks all GPUs as unhealthy, because the driver is away.
+// unreachable marks all GPUs as unhealthy, because the driver is away. A pause is no fault, and ends none.
 func (n *Node) unreachable(ctx context.Context, cause error) {
+	paused, isPaused := errors.AsType[*PausedError](cause)
 	for _, known := range n.known {
-		known.gpu.Health = gpu.Health{Reason: gpu.ReasonUnreachable, Message: cause.Error()}
+		switch {
+		case !isPaused:
+			known.gpu.Health = gpu.Health{Reason: gpu.ReasonUnreachable, Message: cause.Error()}
+		case known.gpu.Health.Class() == gpu.FaultNone:
+			known.gpu.Health = paused.health() // until the GPU answers again
+		}
 	}
 	n.publish(ctx, n.Inventory().DriverVersion, n.unidentified)
 }

@@ -18,6 +18,10 @@ type PausedError struct{ Reason string }
 
 func (e *PausedError) Error() string { return "the NVIDIA driver is paused: " + e.Reason }
 
+func (e *PausedError) health() gpu.Health {
+	return gpu.Health{Reason: gpu.ReasonPaused, Message: e.Reason}
+}
+
 // Is makes a PausedError an ErrNoDriver.
 func (e *PausedError) Is(target error) bool { return target == ErrNoDriver }
 
@@ -65,10 +69,14 @@ func (n *Node) Resume(ctx context.Context) error {
 }
 
 // withdraw marks a GPU as unhealthy if the node is paused or lacks a required IMEX channel. An error in the container edits would not be enough:
-// pods that get their GPUs without CDI must not get one without the channel either. The caller holds n.mu.
+// pods that get their GPUs without CDI must not get one without the channel either. A pause ends no fault: one that was the GPU's health is among
+// its faults meanwhile. The caller holds n.mu.
 func (n *Node) withdraw(g *gpu.GPU) {
 	if paused := n.paused.Load(); paused != nil {
-		g.Health = gpu.Health{Reason: gpu.ReasonPaused, Message: paused.Reason}
+		if g.Health.Class() != gpu.FaultNone {
+			g.Faults = append([]gpu.Health{g.Health}, g.Faults...) // a copy: earlier inventories share the slice
+		}
+		g.Health = paused.health()
 	} else if n.lacking != nil && g.Health.Healthy() {
 		g.Health = gpu.Health{Reason: gpu.ReasonNotInjectable, Message: n.lacking.Error()}
 	}

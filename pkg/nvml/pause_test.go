@@ -96,6 +96,56 @@ func TestPause(t *testing.T) {
 	})
 }
 
+// TestPauseEndsNoFault: a lost GPU keeps its fault during a pause, and its neighbour gets none, also after a scan.
+func TestPauseEndsNoFault(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n, _ := newPauseNode(t)
+		n.fault(simulated.GPUFaults{Lost: true})
+		if err := n.Scan(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		pause := func() error { return n.Pause(t.Context(), "label=paused") }
+		for i, step := range []func() error{pause, pause, func() error { return ignoring(n.Scan(t.Context()), ErrNoDriver) }, pause} {
+			if err := step(); err != nil {
+				t.Fatal(err)
+			}
+			gpus := n.Inventory().GPUs
+			if faults := gpus[1].Faults; !n.all(gpu.ReasonPaused) || len(gpus[0].Faults) > 0 || len(faults) != 1 || faults[0].Reason != gpu.ReasonLost {
+				t.Errorf("step %d: %+v", i, gpus)
+			}
+		}
+		n.fault(simulated.GPUFaults{})
+		if err := n.Resume(t.Context()); err != nil || !n.all("") || len(n.Inventory().GPUs[1].Faults) > 0 {
+			t.Errorf("resumed: %v, %+v", err, n.Inventory().GPUs)
+		}
+	})
+}
+
+func ignoring(err, ignored error) error {
+	if errors.Is(err, ignored) {
+		return nil
+	}
+	return err
+}
+
+// TestSilentAfterAPause: a GPU that has not answered since the pause is not healthy.
+func TestSilentAfterAPause(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n, _ := newPauseNode(t)
+		if err := n.Pause(t.Context(), "label=paused"); err != nil {
+			t.Fatal(err)
+		}
+		_ = n.Scan(t.Context())
+		n.fault(simulated.GPUFaults{Calls: map[string]simulated.CallFault{"GetMemoryInfo": {Delay: simulated.Duration(time.Hour)}}})
+		if err := n.Resume(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		if gpus := n.Inventory().GPUs; !gpus[0].Health.Healthy() || gpus[1].Health.Healthy() {
+			t.Errorf("inventory %+v", gpus)
+		}
+	})
+}
+
 // A pause waits for the calls that run, and says when they do not end. What they do not use is free of the driver at once.
 func TestPauseDuringCalls(t *testing.T) {
 	for name, begin := range map[string]func(*hangNode){
