@@ -48,8 +48,8 @@ const (
 // maxConditionMessage bounds the message: a node is written often.
 const maxConditionMessage = 1024
 
-// GPUsHealthy returns the condition of a node by the status of its GPUNode, without times. served is false for a node without GPUs. It is a
-// pure function.
+// GPUsHealthy returns the condition of a node by the status of its GPUNode, without times. served is false for a node without GPUs, and
+// while the agent has read none. It is a pure function.
 func GPUsHealthy(status v1alpha1.GPUNodeStatus) (condition corev1.NodeCondition, served bool) {
 	condition = corev1.NodeCondition{
 		Type: ConditionGPUsHealthy, Status: corev1.ConditionTrue, Reason: conditionHealthy, Message: "all GPUs and partitions are healthy",
@@ -64,6 +64,7 @@ func GPUsHealthy(status v1alpha1.GPUNodeStatus) (condition corev1.NodeCondition,
 	reasons := map[string]bool{}
 	for _, d := range status.Devices {
 		reason, _, _ := strings.Cut(d.UnhealthyReason, ":")
+		served = served || reason != device.ReasonNotRead
 		// A partition has the faults of its GPU. One that is being made has no reason of one word.
 		if reason == "" || strings.Contains(reason, " ") || unhealthy[d.Parent] || d.Excluded {
 			continue
@@ -78,7 +79,7 @@ func GPUsHealthy(status v1alpha1.GPUNodeStatus) (condition corev1.NodeCondition,
 	if len(faults) > 0 {
 		condition.Message = conditionMessage(faults)
 	}
-	return condition, len(status.Devices) > 0
+	return condition, served
 }
 
 func conditionMessage(faults []string) string {

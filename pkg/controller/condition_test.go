@@ -13,6 +13,9 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/gpunode"
+	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
 
 func TestGPUsHealthy(t *testing.T) {
@@ -137,4 +140,42 @@ func TestConditions(t *testing.T) {
 	expect(1, corev1.ConditionUnknown, conditionUnknown, "True/Reboot", w.clock)
 	set(func(g *v1alpha1.GPUNode) { g.Status.Waiting = "" })
 	expect(2, corev1.ConditionUnknown, conditionUnknown, "Unknown/NotServed", w.clock.Add(-time.Minute))
+}
+
+// TestConditionsWithoutADriver: an agent that starts without a driver lists the GPUs that are held. It has found no fault, and ends none.
+func TestConditionsWithoutADriver(t *testing.T) {
+	hold := ledger.Hold{Holder: ledger.Holder{Kind: ledger.KindPod, ID: "GPU-5"}, Device: device.Ref{GPU: "GPU-5"}, State: ledger.StateRestored}
+	for name, c := range map[string]struct {
+		repair        v1alpha1.Repair // before
+		before, after string
+		unread        bool
+	}{
+		"no fault":                   {"", "False/NoFault", "Unknown/NotServed", true},
+		"a GPU to be reset":          {v1alpha1.RepairReset, "False/Reset", "Unknown/NotServed", true},
+		"a GPU to be replaced":       {v1alpha1.RepairReplace, "True/Replace", "True/Replace", true},
+		"a driver that finds no GPU": {"", "False/NoFault", "True/Reboot", false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			w := newWorld(t, interceptor.Funcs{}, coreNode("8", "8"), gpuNode(func(s *v1alpha1.GPUNodeStatus) {
+				if c.repair != "" {
+					s.Devices[0].UnhealthyReason, s.Devices[0].Repair = "Fault: x", c.repair
+				}
+			}))
+			r := &conditions{client: w.cached(), now: w.now}
+			expect := func(want string, healthy corev1.ConditionStatus) {
+				t.Helper()
+				w.twice(r, "node-1")
+				node := &corev1.Node{}
+				w.get("", "node-1", node)
+				got := conditionOf(node, ConditionGPURepairNeeded)
+				if text := string(got.Status) + "/" + got.Reason; text != want || conditionOf(node, ConditionGPUsHealthy).Status != healthy {
+					t.Errorf("%+v, want %s and %s", node.Status.Conditions, want, healthy)
+				}
+			}
+			expect(c.before, map[bool]corev1.ConditionStatus{true: corev1.ConditionTrue, false: corev1.ConditionFalse}[c.repair == ""])
+			facts := gpunode.Facts{Mode: "Dual", Waiting: "no NVIDIA driver", Holds: []ledger.Hold{hold}, Unread: c.unread}
+			w.set(func(s *v1alpha1.GPUNodeStatus) { *s = gpunode.Status(facts) })
+			expect(c.after, map[bool]corev1.ConditionStatus{true: corev1.ConditionUnknown, false: corev1.ConditionFalse}[c.unread])
+		})
+	}
 }

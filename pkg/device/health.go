@@ -43,6 +43,7 @@ const (
 	ReasonFabric           = "Fabric"           // its NVLink fabric is not configured: CUDA fails with error 802
 
 	ReasonPaused        = "Paused"        // the agent has let go of the driver, because the node's labels ask for it
+	ReasonNotRead       = "NotRead"       // held, and the agent has read no GPU since it started: the driver is away
 	ReasonNotInjectable = "NotInjectable" // no container can be given the device: its CDI entry, the hook or a required IMEX channel is missing
 	ReasonNotRecordable = "NotRecordable" // the ledger could not record a new holder
 )

@@ -129,7 +129,7 @@ func TestRepair(t *testing.T) {
 	for _, reason := range []string{
 		ReasonLost, ReasonMissing, ReasonNoNode, ReasonNotClean, ReasonUnreachable, ReasonResetRequired, ReasonRebootRequired, ReasonDrainP2P,
 		ReasonRowRemapFailure, ReasonRowRemapPending, ReasonRetiredPages, ReasonUncorrectableECC, ReasonFabric, ReasonPaused, ReasonNotInjectable,
-		ReasonNotRecordable,
+		ReasonNotRecordable, ReasonNotRead,
 	} {
 		if repair := (Health{Reason: reason}).Repair(); !strings.Contains(rows[repair], "`"+reason+"`") {
 			t.Errorf("%s needs %q, and the page says of it: %s", reason, repair, rows[repair])

@@ -66,6 +66,8 @@ type Config struct {
 	Facts Facts
 	// Waiting returns why new pods and claims get no GPU, in one line; empty while they get GPUs. It is called after changes of the others.
 	Waiting func() string
+	// Unread, where set, reports whether no GPU can be read now. It is called after the same changes.
+	Unread func() bool
 
 	Node      Node
 	Ledger    Ledger

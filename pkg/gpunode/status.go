@@ -36,8 +36,10 @@ type Facts struct {
 	// Generation of the spec that the agent acts on.
 	Generation int64
 	Inventory  device.Inventory
-	Holds      []ledger.Hold
-	Conflicts  []ledger.Conflict
+	// Unread is set while no GPU can be read. A GPU that is held and not in the inventory is not lost then.
+	Unread    bool
+	Holds     []ledger.Hold
+	Conflicts []ledger.Conflict
 	// Allocatable are the device IDs that kubelet reports as allocatable, by resource. A resource is missing until kubelet reports it.
 	Allocatable map[string][]string
 	// Maintenance are the GPUs that an administrator has taken out of service.
@@ -142,7 +144,11 @@ func (f Facts) heldUnknown() []device.Device {
 		_, known := f.Inventory.ByUUID(h.Device.GPU)
 		if !known && !slices.ContainsFunc(unknown, func(d device.Device) bool { return d.GPU.UUID == h.Device.GPU }) {
 			gpu := device.GPU{UUID: h.Device.GPU, Health: device.Health{Reason: device.ReasonMissing, Message: "not in the inventory"}}
-			gpu.Health.Evict = f.FaultAction != nil && f.FaultAction(gpu, gpu.Health) == device.FaultNoExecute
+			if f.Unread {
+				gpu.Health = device.Health{Reason: device.ReasonNotRead, Message: "it cannot be read without the driver"}
+			} else {
+				gpu.Health.Evict = f.FaultAction != nil && f.FaultAction(gpu, gpu.Health) == device.FaultNoExecute
+			}
 			unknown = append(unknown, device.Device{GPU: gpu})
 		}
 	}

@@ -424,15 +424,21 @@ func TestStatusOfFaults(t *testing.T) {
 	}
 }
 
-// A GPU that a restarted agent does not find has the taints that the node configuration asks for: its pod waits for its eviction.
+// A GPU that a restarted agent does not find has the taints that the node configuration asks for: its pod waits for its eviction. One that it
+// cannot read without a driver has none, and needs no repair.
 func TestTaintsOfAMissingGPU(t *testing.T) {
 	for action, want := range map[device.FaultAction]int{device.FaultNoSchedule: 0, device.FaultNoExecute: 2} {
-		status := Status(Facts{
+		facts := Facts{
 			Holds:       []ledger.Hold{{Holder: ledger.Holder{Kind: ledger.KindPod, ID: "GPU-lost"}, Device: device.Ref{GPU: "GPU-lost"}, State: ledger.StateHeld}},
 			FaultAction: func(device.GPU, device.Health) device.FaultAction { return action },
-		})
-		if len(status.Devices) != 1 || len(status.Devices[0].Taints) != want {
+		}
+		status := Status(facts)
+		if len(status.Devices) != 1 || len(status.Devices[0].Taints) != want || status.Devices[0].Repair != v1alpha1.RepairReboot {
 			t.Errorf("%s: %+v", action, status.Devices)
+		}
+		facts.Unread = true
+		if d := Status(facts).Devices[0]; len(d.Taints) > 0 || d.Repair != "" || device.ParseHealth(d.UnhealthyReason).Reason != device.ReasonNotRead {
+			t.Errorf("%s, without a driver: %+v", action, d)
 		}
 	}
 }

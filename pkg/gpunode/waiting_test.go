@@ -126,3 +126,20 @@ func TestHoldersWithoutADriver(t *testing.T) {
 		pod, part = part, pod
 	}
 }
+
+// TestDriverThatReturns: the facts of the moment at which a driver returns are those of before or after, and name no held GPU lost.
+func TestDriverThatReturns(t *testing.T) {
+	f := newFixture(t)
+	f.inventory.set(device.Inventory{})
+	o := &Object{config: Config{Ledger: f.ledger, Inventory: f.inventory, Sharing: f.daemons, Waiting: f.waiting, Unread: func() bool { return true }}}
+	if facts := o.facts(); !facts.Unread {
+		t.Error("without a driver GPUs count as read")
+	}
+	o.config.Unread = func() bool {
+		f.inventory.set(device.Inventory{GPUs: []device.GPU{gpu(0, "GPU-0")}})
+		return false
+	}
+	if facts := o.facts(); facts.Unread || len(facts.Inventory.GPUs) == 0 {
+		t.Errorf("the driver has returned: %+v", facts)
+	}
+}

@@ -235,6 +235,8 @@ func (w *writer) expire() time.Time {
 
 func (o *Object) facts() Facts {
 	facts := o.config.Facts
+	// Before the inventory, which is full once there is a driver: held GPUs of an inventory of before would count as lost.
+	facts.Unread = o.config.Unread != nil && o.config.Unread()
 	facts.Inventory, facts.Allocatable = o.config.Inventory.Inventory(), o.view.kubelet()
 	facts.Holds, facts.Conflicts = o.config.Ledger.Holds(), o.config.Ledger.Conflicts()
 	facts.Daemons, facts.UnknownDaemons = o.config.Sharing.Daemons(), o.config.Sharing.UnknownDaemons()

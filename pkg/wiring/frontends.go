@@ -27,7 +27,7 @@ type Serving struct {
 	// then that of Waiting. Both may be nil.
 	NoDriver, Waiting func() error
 	// Unread, where set, reports whether no GPU can be read now. While that is so, a GPU that is held and not in the inventory does not count as
-	// lost, and its pods are not evicted.
+	// lost: its pods are not evicted, and it needs no repair.
 	Unread func() bool
 	// Registerer receives the metrics.
 	Registerer prometheus.Registerer
@@ -85,14 +85,7 @@ func (p *Parts) gpuNodeConfig(s Serving) gpunode.Config {
 			}
 			return strings.ReplaceAll(reason.Error(), "\n", "; ")
 		},
-	}
-	if s.Unread != nil {
-		config.Facts.FaultAction = func(gpu device.GPU, fault device.Health) device.FaultAction {
-			if s.Unread() {
-				return device.FaultNoSchedule
-			}
-			return c.FaultAction(gpu, fault)
-		}
+		Unread: s.Unread,
 	}
 	if c.Mode.Limits() {
 		config.Facts.Limits, config.Facts.OfferedToPods = c.Resources(), c.OfferedToPods
