@@ -85,15 +85,15 @@ func (h Health) MayEndByReset() bool { return h.Reason != ReasonRowRemapFailure 
 
 // Remedy says what an administrator can do about a fault, without a full stop. after follows the advice to reset a GPU with an XID.
 func (h Health) Remedy(after string) string {
+	if h.Repair() == RepairReplace {
+		return "Replace the GPU"
+	}
 	switch h.Class() {
 	case FaultReset:
 		return "Drain the GPU and reset it (nvidia-smi --gpu-reset), or reboot the node" + after
 	case FaultReboot:
 		return "Drain the node and reboot it"
 	case FaultMemory:
-		if !h.MayEndByReset() {
-			return "Replace the GPU"
-		}
 		return "Drain the GPU and reset it. If the fault comes again, replace the GPU"
 	case FaultFabric:
 		return "Start nvidia-fabricmanager (or nvidia-imex) on the node and read its log"

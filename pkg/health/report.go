@@ -151,7 +151,7 @@ func (i *Inventory) remedy(d device.Device, health device.Health) string {
 	}
 	switch health.Class() {
 	case device.FaultReset, device.FaultMemory, device.FaultContained, device.FaultApplication:
-		if i.action(d.GPU, health) == device.FaultResetWhenIdle && health.MayEndByReset() {
+		if i.action(d.GPU, health) == device.FaultResetWhenIdle && health.Repair() != device.RepairReplace {
 			return text + "Tandem resets the GPU once it has no holder"
 		}
 	}

@@ -55,16 +55,24 @@ func (i *Inventory) resetIdle(ctx context.Context, group *errgroup.Group) {
 	}
 }
 
-// wantsReset reports whether a fault of a GPU or of one of its partitions has the action ResetWhenIdle, and may end by a reset.
+// wantsReset reports whether a fault of a GPU or of one of its partitions has the action ResetWhenIdle, and all that count may end by a reset.
 func (i *Inventory) wantsReset(g device.GPU) bool {
 	whole, inPartition := i.xids.of(g)
 	faults := slices.Concat(g.Faults, whole)
 	for _, p := range g.Partitions {
 		faults = append(faults, inPartition(p)...)
 	}
-	return slices.ContainsFunc(faults, func(f device.Health) bool {
-		return f.MayEndByReset() && i.action(g, f) == device.FaultResetWhenIdle
-	})
+	wants := false
+	for _, f := range faults {
+		switch action := i.action(g, f); {
+		case action == device.FaultIgnore:
+		case !f.MayEndByReset():
+			return false
+		case action == device.FaultResetWhenIdle:
+			wants = true
+		}
+	}
+	return wants
 }
 
 // begin returns the earlier attempts, and whether another one may begin. end must follow.

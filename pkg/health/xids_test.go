@@ -557,6 +557,34 @@ func TestResetWhenIdle(t *testing.T) {
 	})
 }
 
+// TestReplaceIsNotReset: a GPU that has to be replaced is not reset, whatever its other faults are and whichever of them is shown. One whose node
+// ignores that fault is.
+func TestReplaceIsNotReset(t *testing.T) {
+	for action, want := range map[device.FaultAction]struct {
+		resets int
+		remedy string
+	}{device.FaultNoSchedule: {0, "Replace the GPU"}, device.FaultIgnore: {mostResets, "resets the GPU once it has no holder"}} {
+		synctest.Test(t, func(t *testing.T) {
+			w := xidWorld()
+			w.actions = map[string]device.FaultAction{device.ReasonXID: device.FaultResetWhenIdle, device.ReasonRowRemapFailure: action}
+			w.inventory.GPUs[0].Faults, w.inventory.GPUs[0].Recovery = []device.Health{{Reason: device.ReasonRowRemapFailure}}, ""
+			_, events, stop := running(t, w, t.TempDir())
+			if action != device.FaultIgnore {
+				<-events.Events // that of the row alone
+			}
+			w.xids <- device.XIDEvent{
+				PCI: slotOf(w.inventory.GPUs[0]), XID: 64, GPUInstance: device.NoInstance, ComputeInstance: device.NoInstance, Sequence: 5, Time: time.Now(),
+			}
+			time.Sleep(24 * time.Hour)
+			synctest.Wait()
+			if event := <-events.Events; !strings.Contains(event, want.remedy) || len(w.resets) != want.resets {
+				t.Errorf("%s: %d resets, event %q", action, len(w.resets), event)
+			}
+			stop()
+		})
+	}
+}
+
 // A GPU that has to be replaced is not reset, and none is while the node is paused. A reset that is refused is tried less and less often.
 func TestResetsThatAreOfNoUse(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
