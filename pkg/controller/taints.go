@@ -174,6 +174,8 @@ func (c *ruleCache) Start(ctx context.Context) error {
 	err := wait.PollUntilContextCancel(ctx, idleInterval, true, func(ctx context.Context) (bool, error) {
 		_, err := c.api.ResourceV1().DeviceTaintRules().List(ctx, metav1.ListOptions{Limit: 1})
 		switch {
+		case err == nil:
+			return true, nil
 		case apierrors.IsNotFound(err):
 			if unserved++; unserved == unservedPolls {
 				c.isKnown.Do(func() { close(c.known) }) // there are none
@@ -185,7 +187,9 @@ func (c *ruleCache) Start(ctx context.Context) error {
 			}
 			refused, unserved = true, 0
 		default:
-			return true, nil
+			// An informer would ask again as well, but would not find out that the kind is not served.
+			klog.FromContext(ctx).Info("Cannot list DeviceTaintRules, trying again", "after", idleInterval, "reason", err.Error())
+			unserved = 0
 		}
 		return false, nil
 	})

@@ -4,6 +4,7 @@ package controller
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"slices"
@@ -290,16 +291,23 @@ func TestNodesOfARule(t *testing.T) {
 }
 
 // TestRuleCache: where the API server does not serve the kind for some minutes there are no rules, and where the controller may not read them
-// it is not known which there are. In both cases one request a minute finds out whether that has changed.
+// it is not known which there are. In both cases one request a minute finds out whether that has changed, also after the API server has failed.
 func TestRuleCache(t *testing.T) {
 	gvr := resourceapi.Resource("devicetaintrules")
 	for name, c := range map[string]struct {
 		err   error
 		known bool
+		once  error // of one request, the first unless at is set
+		at    int32
 	}{
-		"not served": {apierrors.NewNotFound(gvr, ""), true},
-		"forbidden":  {apierrors.NewForbidden(gvr, "", nil), false},
-		"served":     {nil, true},
+		"not served":                   {apierrors.NewNotFound(gvr, ""), true, nil, 0},
+		"forbidden":                    {apierrors.NewForbidden(gvr, "", nil), false, nil, 0},
+		"served":                       {nil, true, nil, 0},
+		"away, and then not served":    {apierrors.NewNotFound(gvr, ""), true, apierrors.NewServiceUnavailable("the API server starts"), 0},
+		"too busy, and then forbidden": {apierrors.NewForbidden(gvr, "", nil), false, apierrors.NewTooManyRequests("later", 1), 0},
+		"away, and then served":        {nil, true, errors.New("connection refused"), 0},
+		"away between two answers":     {apierrors.NewNotFound(gvr, ""), false, errors.New("connection refused"), 5},
+		"away all the time":            {apierrors.NewServiceUnavailable("the API server starts"), false, nil, 0},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -309,7 +317,9 @@ func TestRuleCache(t *testing.T) {
 				var requests atomic.Int32
 				refuses.Store(c.err != nil)
 				api.PrependReactor("list", "devicetaintrules", func(clienttesting.Action) (bool, runtime.Object, error) {
-					requests.Add(1)
+					if requests.Add(1) == max(c.at, 1) && c.once != nil {
+						return true, nil, c.once
+					}
 					return refuses.Load(), nil, c.err
 				})
 				cache := newRuleCache(api)
@@ -323,6 +333,10 @@ func TestRuleCache(t *testing.T) {
 					default:
 						return false
 					}
+				}
+				if c.once != nil {
+					synctest.Wait()
+					time.Sleep(idleInterval)
 				}
 				time.Sleep((unservedPolls - 2) * idleInterval)
 				if got := known(); got != (c.err == nil) {
