@@ -44,7 +44,7 @@ type Source struct {
 	// Chosen is the part of Values that a user set; nil means all. Only these are reported as lost.
 	Chosen map[string]any
 
-	// release is the namespace and name of the Helm release that Values come from.
+	// release is the namespace and name of the Helm release that Values come from, or that names the ConfigMap that they are from.
 	release string
 	// configMap is the name of the ConfigMap that Values are from.
 	configMap string
@@ -53,8 +53,12 @@ type Source struct {
 	changes []string
 	// cdi is set if GPU Operator's device plugin passes devices by CDI.
 	cdi bool
-	// claims is set if GPU Operator runs NVIDIA's DRA driver.
-	claims bool
+	// byVariables is set if GPU Operator's device plugin passes devices by environment variables, because cdi.enabled is false.
+	byVariables bool
+	// claims is set if GPU Operator runs NVIDIA's DRA driver, and withoutPlugin if it runs no device plugin.
+	claims, withoutPlugin bool
+	// partial is set if Values are only what a DaemonSet has in its environment and arguments.
+	partial bool
 }
 
 // Read returns the sources in a file with one or more YAML documents: values of NVIDIA's charts, configuration files of the device
@@ -244,14 +248,9 @@ func (s *Source) settle(spec map[string]any) {
 	if at(s.Values, "gdsEnabled") == true {
 		put(s.Values, "mofedEnabled", true)
 	}
-	if at(spec, "cdi.enabled") == false {
-		put(s.Values, "deviceListStrategy", "envvar")
-		s.changes = append(s.changes, "deviceListStrategy: envvar, because cdi.enabled of the Operator is false. NVIDIA's container runtime must stay the default")
-	}
+	s.byVariables = at(spec, "cdi.enabled") == false
 	if s.claims = at(spec, "gpuCluster.deployCR") == true; s.claims && at(spec, "draDriver.computeDomains.enabled") != false {
 		s.lost = append(s.lost, lostKeys{path: "draDriver.computeDomains", why: "Tandem has no ComputeDomains; NVIDIA's driver can serve them beside it"})
 	}
-	if at(spec, "devicePlugin.enabled") == false {
-		s.lost = append(s.lost, lostKeys{path: "devicePlugin.enabled", why: "Tandem serves nvidia.com/gpu limits all the same; the value config.tandem.mode=ClaimsOnly prevents it"})
-	}
+	s.withoutPlugin = at(spec, "devicePlugin.enabled") == false
 }

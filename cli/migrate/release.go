@@ -75,6 +75,7 @@ func ReadReleases(ctx context.Context, client kubernetes.Interface, namespace st
 				errs = append(errs, err)
 				continue
 			}
+			configMap.release = source.release
 			sources = append(sources, configMap)
 		}
 	}

@@ -65,8 +65,8 @@ func Translate(sources ...Source) (Result, error) {
 		return Result{}, err
 	}
 	result := Result{Values: map[string]any{}}
-	for _, s := range sources {
-		one := translation{table: t, source: s, out: map[string]any{}}
+	for i, s := range sources {
+		one := translation{table: t, source: s, out: map[string]any{}, unused: unusedKeys(s, slices.Concat(sources[:i], sources[i+1:]))}
 		if err := one.run(); err != nil {
 			return Result{}, fmt.Errorf("%s: %w", s.Name, err)
 		}
@@ -84,43 +84,16 @@ func Translate(sources ...Source) (Result, error) {
 	if err := result.settleMap(); err != nil {
 		return Result{}, err
 	}
+	if at(result.Values, "devicePlugin.enabled") == false && at(result.Values, "resources.gpus.enabled") == false {
+		return Result{}, errors.New("devicePlugin.enabled and resources.gpus.enabled are both false, so no GPU would be served: " +
+			"add what serves the GPUs of this cluster, or remove one of the two keys")
+	}
 	result.compareDefaults(t, sources)
 	for _, lines := range []*[]string{&result.Changes, &result.Lost, &result.Unneeded} {
 		slices.Sort(*lines)
 		*lines = slices.Compact(*lines)
 	}
 	return result, nil
-}
-
-// merge adds values to into. Where both have a key, into keeps its value; merge returns those that differ.
-func merge(into, values map[string]any, from Source, above string) (changes []string) {
-	for _, key := range slices.Sorted(maps.Keys(values)) {
-		at, value := above+key, values[key]
-		old, ok := into[key]
-		inside, isMap := value.(map[string]any)
-		oldInside, wasMap := old.(map[string]any)
-		switch {
-		case !ok:
-			into[key] = value
-		case isMap && wasMap && at != "affinity" && at != "nodeSelector":
-			changes = append(changes, merge(oldInside, inside, from, at+".")...)
-		case fmt.Sprint(old) != fmt.Sprint(value): // a variable has numbers as text
-			changes = append(changes, fmt.Sprintf("%s: %s has %s, which is not used: an earlier source sets it to %s", at, from.Name, brief(at, value), brief(at, old)))
-		}
-	}
-	return changes
-}
-
-// brief describes a value in a message. It does not show environment variables, because they may be secret.
-func brief(path string, value any) string {
-	if strings.HasSuffix(strings.ToLower(path), "env") {
-		return "a list of variables"
-	}
-	text, err := json.Marshal(value)
-	if err != nil {
-		return fmt.Sprint(value)
-	}
-	return string(text)
 }
 
 // settleMap removes what contradicts a ConfigMap's configurations, and makes sure that a node without a label has a configuration.
@@ -168,7 +141,9 @@ func (r *Result) settleMap() error {
 // translation of one source.
 type translation struct {
 	table
-	source  Source
+	source Source
+	// unused reports whether a key does not count beside the other sources.
+	unused  func(path string) bool
 	out     map[string]any
 	changes []string
 	lost    []lostKeys
@@ -178,6 +153,15 @@ type translation struct {
 func (t *translation) run() error {
 	t.lost, t.changes = slices.Clone(t.source.lost), slices.Clone(t.source.changes)
 	values := runtime.DeepCopyJSON(t.source.Values)
+	if t.source.byVariables && !t.unused("deviceListStrategy") {
+		put(values, "deviceListStrategy", "envvar")
+		t.change("deviceListStrategy", "envvar, because cdi.enabled of the Operator is false. NVIDIA's container runtime must stay the default")
+	}
+	if t.source.withoutPlugin && !t.unused("devicePlugin.enabled") {
+		t.lost = append(t.lost, lostKeys{
+			path: "devicePlugin.enabled", why: "Tandem serves nvidia.com/gpu limits all the same; the value config.tandem.mode=ClaimsOnly prevents it",
+		})
+	}
 	for _, key := range []string{"affinity", "kubeletPlugin.affinity"} {
 		if affinity := at(values, key); !isUnset(affinity) {
 			put(values, key, withoutExclusion(affinity))
@@ -187,6 +171,7 @@ func (t *translation) run() error {
 	if variables, _ := at(values, variablesPath).([]any); len(variables) > 0 {
 		left, lost, changes := t.applyVariables(values, t.source.Chosen, variables)
 		put(values, variablesPath, left)
+		changes = slices.DeleteFunc(changes, func(line string) bool { key, _, _ := strings.Cut(line, ": "); return t.unused(key) })
 		t.lost, t.changes = append(t.lost, lost...), append(t.changes, changes...)
 	}
 	charts, err := theCharts()
@@ -205,7 +190,12 @@ func (t *translation) run() error {
 		values = decided
 	}
 	var moves []func()
+	var unused []string
 	t.visit(values, func(path string, r row, value any) {
+		if (r.does == kept || r.does == moved) && !isUnset(value) && t.unused(path) {
+			unused = append(unused, path)
+			return
+		}
 		switch r.does {
 		case kept:
 			t.keep(path, r, value)
@@ -222,6 +212,7 @@ func (t *translation) run() error {
 	for _, move := range moves {
 		move()
 	}
+	t.reportUnused(unused)
 	for _, above := range []string{"", "kubeletPlugin."} {
 		if kind := at(values, above+"updateStrategy.type"); at(t.out, "updateStrategy.maxUnavailable") != nil && !isUnset(kind) && kind != "RollingUpdate" {
 			delete(t.out, "updateStrategy")
@@ -485,7 +476,7 @@ func (r *Result) compareDefaults(t table, sources []Source) {
 	}
 	limits, claims := had(DevicePlugin, Operator, Configuration), had(DRADriver) || has(func(s Source) bool { return s.claims })
 	serves := func(path string) bool { return at(r.Values, path) != false }
-	byCDI := has(func(s Source) bool { return s.cdi })
+	byCDI := has(func(s Source) bool { return s.cdi && s.servesLimits() })
 	if limits && serves("devicePlugin.enabled") && !byCDI && !isSet("deviceListStrategy", "flags.plugin.deviceListStrategy") {
 		change("deviceListStrategy", "it is not set. NVIDIA's default is envvar, Tandem's is cdi-cri: the runtime needs CDI, and containers see NVIDIA_VISIBLE_DEVICES=void")
 	}

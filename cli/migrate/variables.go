@@ -177,6 +177,7 @@ func daemonSetSource(name string, set *appsv1.DaemonSet, releases []Source) (Sou
 		s.Kind = Operator
 	}
 	release := s.releaseOf(set, releases)
+	s.partial = s.Kind == Operator || release != nil
 	if settings := mountedConfigs(pod); role == devicePlugin && (settings != nil || release.hasConfigs()) {
 		variables = slices.DeleteFunc(variables, func(one any) bool { return at(one.(map[string]any), "name") == "CONFIG_FILE" })
 		if settings != nil {
