@@ -72,14 +72,16 @@ func TestProgramThatOneSourceTurnsOff(t *testing.T) {
 		},
 		"GPU Operator beside the DRA driver": {
 			"{toolkit: {enabled: true}, devicePlugin: {enabled: false}, daemonsets: {tolerations: [{key: a}]}}",
-			"{kubeletPlugin: {nodeSelector: {claims: here}}}", "{migStrategy: single, nodeSelector: {claims: here, kubernetes.io/os: linux}}", []string{"Tandem serves nvidia.com/gpu limits all the same"}, nil,
+			"{kubeletPlugin: {nodeSelector: {claims: here}}}", "{migStrategy: single, nodeSelector: {claims: here, kubernetes.io/os: linux}}",
+			[]string{"Tandem serves nvidia.com/gpu limits all the same"}, nil,
 		},
 		"ComputeDomains beside the plugin": {
 			plugin, domains, "{migStrategy: mixed, resources: {gpus: {enabled: false}}, logVerbosity: 6}",
 			[]string{"Not used of it: kubeletPlugin.containers.gpus.env, kubeletPlugin.nodeSelector, kubeletPlugin.priorityClassName"}, nil,
 		},
 		"ComputeDomains beside the DRA driver": {
-			"{kubeletPlugin: {priorityClassName: high}}", domains, "{priorityClassName: high, logVerbosity: 6}", []string{"Not used of it: kubeletPlugin.containers"}, nil,
+			"{kubeletPlugin: {priorityClassName: high}}", domains, "{priorityClassName: high, logVerbosity: 6}",
+			[]string{"Not used of it: kubeletPlugin.containers"}, nil,
 		},
 		"GPU Feature Discovery of the plugin's chart beside GPU Operator": {
 			"{toolkit: {enabled: true}, mig: {strategy: none}, gfd: {enabled: false}}", "{migStrategy: none, gfd: {enabled: true}}",

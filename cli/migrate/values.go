@@ -88,6 +88,7 @@ func Translate(sources ...Source) (Result, error) {
 		return Result{}, errors.New("devicePlugin.enabled and resources.gpus.enabled are both false, so no GPU would be served: " +
 			"add what serves the GPUs of this cluster, or remove one of the two keys")
 	}
+	result.settleResources(t.defaults)
 	result.compareDefaults(t, sources)
 	for _, lines := range []*[]string{&result.Changes, &result.Lost, &result.Unneeded} {
 		slices.Sort(*lines)
