@@ -178,7 +178,11 @@ func operatorSource(name string, spec, usual map[string]any) (Source, error) {
 		switch {
 		case isUnset(value) || r.does == moved && r.To == "":
 		case r.To == variablesPath:
-			variables = append(variables, list...)
+			var differ []string
+			variables, differ = addVariables(variables, list)
+			for _, name := range differ {
+				s.changes = append(s.changes, fmt.Sprintf("extraEnv: %s has another value for %s than devicePlugin.env, which is used", key, name))
+			}
 		case r.To == argumentsPath:
 			var words []string
 			for _, one := range list {

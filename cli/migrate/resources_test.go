@@ -48,7 +48,8 @@ func TestRequestsWithinLimits(t *testing.T) {
 			t.Fatal(err)
 		}
 		wantValues(t, Result{Values: map[string]any{"resources": result.Values["resources"]}}, "{resources: "+want.values+"}", nil, nil)
-		if changes := strings.Join(result.Changes, "\n"); !strings.Contains(changes, want.change) || want.change == "" && strings.Contains(changes, "resources.") {
+		changes := strings.Join(result.Changes, "\n")
+		if !strings.Contains(changes, want.change) || want.change == "" && strings.Contains(changes, "resources.") {
 			t.Errorf("%s: changes\n%s", text, changes)
 		}
 		rendered := overlay(defaults, result.Values)

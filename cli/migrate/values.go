@@ -336,12 +336,16 @@ func (t *translation) move(from string, r row, value any) {
 		value = inside
 	}
 	if r.Parent != "" {
-		text := fmt.Sprint(value)
+		text := path.Clean(fmt.Sprint(value)) // NVIDIA's charts accept a slash at the end, Tandem's does not
 		if path.Base(text) != r.Parent {
 			t.fail(from, "%q does not end in /%s, so %s cannot be derived from it: set %s in Tandem's values", text, r.Parent, r.To, r.To)
 			return
 		}
 		value = path.Dir(text)
+	}
+	if r.To == "updateStrategy.maxUnavailable" && slices.Contains([]string{"0", "0%"}, fmt.Sprint(value)) {
+		t.lost = append(t.lost, lostKeys{path: from, why: "an update must stop an agent before it starts the next one, because only one may run on a node"})
+		return
 	}
 	is := at(t.out, r.To)
 	if !isUnset(is) && !reflect.DeepEqual(plain(is), plain(value)) {

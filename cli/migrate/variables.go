@@ -4,6 +4,7 @@ package migrate
 
 import (
 	"fmt"
+	"path"
 	"reflect"
 	"slices"
 	"strconv"
@@ -74,6 +75,24 @@ func (t table) applyVariables(values, chosen map[string]any, variables []any) (l
 		}
 	}
 	return left, lost, changes
+}
+
+// addVariables adds the variables of another program to a list, without those that the list has. differ are the names of those that had another
+// value there and that concern Tandem.
+func addVariables(list, more []any) (all []any, differ []string) {
+	all = slices.Clone(list)
+	for _, one := range more {
+		v, _ := one.(map[string]any)
+		name, _ := v["name"].(string)
+		same := slices.IndexFunc(list, func(other any) bool { v, _ := other.(map[string]any); return v["name"] == name })
+		switch {
+		case same < 0:
+			all = append(all, one)
+		case !reflect.DeepEqual(list[same], one) && !slices.Contains(ownVariables, name):
+			differ = append(differ, name)
+		}
+	}
+	return all, differ
 }
 
 // valueOf returns a variable's text as the key has it.
@@ -205,10 +224,27 @@ func daemonSetSource(name string, set *appsv1.DaemonSet, releases []Source) (Sou
 			s.lost = append(s.lost, lostKeys{path: "envFrom", why: "set its variables as keys of the chart, or in extraEnv"})
 		}
 	}
+	if directory := kubeletDirectory(pod, role); directory != "" && directory != "/var/lib/kubelet" {
+		put(s.Values, "kubeletPlugin.kubeletPluginsDirectoryPath", path.Join(directory, "plugins"))
+	}
 	if len(variables) > 0 {
 		put(s.Values, variablesPath, variables)
 	}
 	return s, nil
+}
+
+// kubeletDirectory returns kubelet's directory on the host, by the one below it that a pod mounts for its sockets; "" if it mounts none.
+func kubeletDirectory(pod *corev1.PodSpec, role role) string {
+	below := "device-plugins"
+	if role == draDriver {
+		below = "plugins_registry"
+	}
+	for _, v := range pod.Volumes {
+		if v.HostPath != nil && path.Base(v.HostPath.Path) == below {
+			return path.Dir(path.Clean(v.HostPath.Path))
+		}
+	}
+	return ""
 }
 
 func (s *Source) loseArguments(path string, words []string) {

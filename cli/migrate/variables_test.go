@@ -169,6 +169,47 @@ func TestVariablesOfDaemonSets(t *testing.T) {
 	}
 }
 
+// NVIDIA's DaemonSets say where kubelet's directory is by what they mount.
+func TestKubeletDirectoryOfDaemonSets(t *testing.T) {
+	for name, test := range map[string]struct{ container, variables, mounts, values string }{
+		"plugin":          {"nvidia-device-plugin-ctr", "", "/var/lib/k0s/kubelet/device-plugins", "{kubeletDir: /var/lib/k0s/kubelet}"},
+		"with a slash":    {"nvidia-device-plugin-ctr", "", "/var/lib/k0s/kubelet/device-plugins/", "{kubeletDir: /var/lib/k0s/kubelet}"},
+		"usual":           {"nvidia-device-plugin-ctr", "", "/var/lib/kubelet/device-plugins", "{}"},
+		"others":          {"nvidia-device-plugin-ctr", "", "/var/lib/k0s/kubelet/pods", "{}"},
+		"DRA driver":      {"gpus", "", "/var/lib/k0s/kubelet/plugins_registry", "{kubeletDir: /var/lib/k0s/kubelet}"},
+		"variable counts": {"gpus", "{name: KUBELET_PLUGINS_DIRECTORY_PATH, value: /a/plugins/}", "/var/lib/kubelet/plugins_registry", "{kubeletDir: /a}"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			wantValues(t, translated(t, "file", `{apiVersion: apps/v1, kind: DaemonSet, metadata: {name: a}, spec: {template: {spec: {
+				containers: [{name: `+test.container+`, args: [gpu-kubelet-plugin], env: [`+test.variables+`]}],
+				volumes: [{name: a, hostPath: {path: /sys}}, {name: b, hostPath: {path: `+test.mounts+`}}]}}}}`), test.values, nil, nil)
+		})
+	}
+}
+
+// The same variable in both of GPU Operator's lists is one variable of Tandem's agent. The device plugin's counts.
+func TestVariableInBothListsOfOperator(t *testing.T) {
+	for name, test := range map[string]struct {
+		plugin, labels, values string
+		differs                bool
+	}{
+		"equal":   {"{name: HTTPS_PROXY, value: s3cret}", "{name: HTTPS_PROXY, value: s3cret}", "extraEnv: [{name: HTTPS_PROXY, value: s3cret}]", false},
+		"others":  {"{name: A, value: b}", "{name: C, value: d}", "extraEnv: [{name: A, value: b}, {name: C, value: d}]", false},
+		"differ":  {"{name: HTTPS_PROXY, value: s3cret}", "{name: HTTPS_PROXY, value: s3cret2}", "extraEnv: [{name: HTTPS_PROXY, value: s3cret}]", true},
+		"setting": {"{name: NVIDIA_DRIVER_ROOT, value: /a}", "{name: NVIDIA_DRIVER_ROOT, value: /b}", "driverRoot: /a", true},
+		"own":     {"{name: NVIDIA_DRIVER_CAPABILITIES, value: a}", "{name: NVIDIA_DRIVER_CAPABILITIES, value: b}", "", false},
+	} {
+		t.Run(name, func(t *testing.T) {
+			result := translated(t, "file", "{toolkit: {}, mig: {strategy: none}, devicePlugin: {env: ["+test.plugin+"]}, gfd: {env: ["+test.labels+"]}}")
+			wantValues(t, result, "{migStrategy: none, "+test.values+"}", nil, nil)
+			said := comments(t, result)
+			if strings.Contains(said, "extraEnv: gfd.env has another value for ") != test.differs || strings.Contains(said, "s3cret") {
+				t.Errorf("report:\n%s", said)
+			}
+		})
+	}
+}
+
 // Flags that are set several times: NVIDIA's programs add up lists (cli.StringSliceFlag), and of others use the last one.
 func TestRepeatedFlags(t *testing.T) {
 	for name, test := range map[string]struct{ args, values string }{
@@ -209,6 +250,21 @@ func TestDependentValues(t *testing.T) {
 			text: "{migStrategy: none, updateStrategy: {type: OnDelete, rollingUpdate: {maxUnavailable: 3}}}", values: "{migStrategy: none}",
 			has: []string{"updateStrategy.type: agents are", "updateStrategy.rollingUpdate.maxUnavailable: it needs updateStrategy.type"},
 		},
+		{
+			text:   "{migStrategy: none, updateStrategy: {type: RollingUpdate, rollingUpdate: {maxSurge: 1, maxUnavailable: 0}}}",
+			values: "{migStrategy: none}",
+			has:    []string{"lost:\n#   updateStrategy.rollingUpdate.maxSurge: ", "#   updateStrategy.rollingUpdate.maxUnavailable: an update"},
+		},
+		{
+			text:   "{kubeletPlugin: {updateStrategy: {rollingUpdate: {maxUnavailable: 0%}}}}",
+			values: "{}", has: []string{"kubeletPlugin.updateStrategy.rollingUpdate.maxUnavailable: an update"},
+		},
+		{
+			text:   `{mig: {}, daemonsets: {rollingUpdate: {maxUnavailable: "0"}}}`,
+			values: "{migStrategy: single}", has: []string{"updateStrategy.rollingUpdate.maxUnavailable: an update"},
+		},
+		{text: "{kubeletPlugin: {kubeletPluginsDirectoryPath: /var/lib/k0s/kubelet/plugins/}}", values: "{kubeletDir: /var/lib/k0s/kubelet}"},
+		{text: "{kubeletPlugin: {kubeletPluginsDirectoryPath: /var/lib//kubelet/plugins/}}", values: "{}"},
 		{
 			text: "{mig: {}, daemonsets: {updateStrategy: OnDelete, rollingUpdate: {maxUnavailable: 3}}}", values: "{migStrategy: single}",
 			has: []string{"updateStrategy.rollingUpdate.maxUnavailable: it needs updateStrategy.type"},
