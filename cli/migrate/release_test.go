@@ -68,7 +68,7 @@ func TestDaemonSetsOfReleases(t *testing.T) {
 		},
 		"of the chart in another release": {
 			secret(set.Namespace, "other", "nvidia-device-plugin", map[string]any{"priorityClassName": "low"}),
-			"{priorityClassName: low, deviceListStrategy: envvar, nodeSelector: {pool: gpu}}", []string{"args (--unknown)", "envFrom"}, nil,
+			"{priorityClassName: low, deviceListStrategy: envvar}", []string{"args (--unknown)", "envFrom", "nodeSelector, tolerations: left out"}, nil,
 		},
 		"of a chart with a dependency": {
 			secret(set.Namespace, "stack", "stack", map[string]any{"nvidia-device-plugin": low}, map[string]any{"name": "postgres"}, dependency),
@@ -84,7 +84,7 @@ func TestDaemonSetsOfReleases(t *testing.T) {
 		},
 		"of another chart of NVIDIA's": {
 			secret(set.Namespace, "stack", "dra-driver-nvidia-gpu", nil),
-			"{deviceListStrategy: envvar, nodeSelector: {pool: gpu}}", []string{"args (--unknown)", "envFrom"}, nil,
+			"{deviceListStrategy: envvar}", []string{"args (--unknown)", "envFrom", "nodeSelector, tolerations: left out"}, nil,
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -109,11 +109,11 @@ func TestDependenciesOfRelease(t *testing.T) {
 			}},
 			"values": map[string]any{
 				"gpu-operator":         map[string]any{"mig": map[string]any{"strategy": "mixed"}},
-				"nvidia-device-plugin": map[string]any{"priorityClassName": "low", "nodeSelector": map[string]any{"pool": "gpu"}},
+				"nvidia-device-plugin": map[string]any{"priorityClassName": "low", "runtimeClassName": "nvidia"},
 			},
 		},
 	}))
-	wantValues(t, result, "{migStrategy: mixed, priorityClassName: high, nodeSelector: {pool: gpu}}", nil, nil)
+	wantValues(t, result, "{migStrategy: mixed, priorityClassName: high, runtimeClassName: nvidia}", nil, nil)
 }
 
 // A file has no releases, so a DaemonSet in it counts as a whole, also one that a release wrote.

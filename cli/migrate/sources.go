@@ -6,8 +6,11 @@ import (
 	"encoding/json"
 	"fmt"
 	"maps"
+	"reflect"
 	"slices"
 	"strings"
+
+	corev1 "k8s.io/api/core/v1"
 )
 
 // pluginIsOff reports whether a source turns its device plugin off: a release that has only GPU Feature Discovery, or GPU Operator beside
@@ -85,6 +88,90 @@ func (t *translation) reportUnused(keys []string) {
 		t.change("resources.gpus.enabled", s.Name+" has false, and another source serves GPUs. Not used of it: "+strings.Join(keys, ", "))
 	case s.pluginIsOff():
 		t.change("devicePlugin.enabled", s.Name+" has false, and another source serves GPUs. Not used of it: "+strings.Join(keys, ", "))
+	}
+}
+
+// places reports whether a source says on which nodes agents run, by its keys or by their absence: without a node selector and an affinity,
+// NVIDIA's software runs on all nodes with GPUs.
+func (s Source) places() bool {
+	return s.Kind != Configuration && !s.partial && (s.servesLimits() || s.servesClaims())
+}
+
+// place makes the placement of the sources one. Keys of one source must not take the agents off the nodes of another. left are the keys that it
+// leaves out for that reason. An error means that no placement is right: settings of one source would reach the nodes of the other.
+func (r *Result) place(all []*translation) (left []string, err error) {
+	var placed []*translation
+	for _, one := range all {
+		if one.source.places() {
+			placed = append(placed, one)
+		}
+	}
+	if len(placed) < 2 {
+		return nil, nil
+	}
+	differ := func(of []*translation, keys ...string) bool {
+		return slices.ContainsFunc(of, func(one *translation) bool {
+			return slices.ContainsFunc(keys, func(key string) bool { return !reflect.DeepEqual(one.placed(key), of[0].placed(key)) })
+		})
+	}
+	restricted := slices.DeleteFunc(slices.Clone(placed), func(one *translation) bool {
+		return one.placed("nodeSelector") == nil && one.placed("affinity") == nil
+	})
+	switch {
+	case differ(restricted, "affinity", "nodeSelector"):
+		var names []string
+		for _, one := range restricted {
+			names = append(names, one.source.Name)
+		}
+		return nil, fmt.Errorf("sources with different nodeSelector or affinity (%s) serve different nodes: translate each alone with -f, "+
+			"and join the results by hand", strings.Join(slices.Compact(slices.Sorted(slices.Values(names))), ", "))
+	case differ(placed, "affinity", "nodeSelector"):
+		left = placement
+		r.Changes = append(r.Changes, "affinity, nodeSelector, tolerations: left out, because not all sources have the same, and NVIDIA's software of one "+
+			"of them runs on all nodes with GPUs. Tandem's agents run on every Linux node, and tolerate every taint")
+		for _, one := range restricted {
+			one.reportEverywhere(all)
+		}
+	case differ(placed, "tolerations"):
+		left = []string{"tolerations"}
+		r.Changes = append(r.Changes, "tolerations: left out, because the sources have different ones. Tandem's agents tolerate every taint")
+	}
+	for i, one := range placed {
+		for _, key := range placement {
+			if i > 0 || slices.Contains(left, key) {
+				delete(one.out, key)
+				one.changes = slices.DeleteFunc(one.changes, func(line string) bool { return line == key+": "+one.rows[key].Note })
+			}
+		}
+	}
+	return left, nil
+}
+
+// placed returns a key of the placement; nil if it does not restrict the nodes more than Tandem's default.
+func (t *translation) placed(key string) any {
+	value := t.out[key]
+	if labels, ok := value.(map[string]any); ok && key == "nodeSelector" {
+		labels = maps.Clone(labels)
+		maps.DeleteFunc(labels, func(label string, value any) bool { return label == corev1.LabelOSStable && value == "linux" })
+		value = labels
+	}
+	if isEmpty(value) {
+		return nil
+	}
+	return plain(value)
+}
+
+// reportEverywhere names the settings that a source had for some nodes only, and that all nodes get now.
+func (t *translation) reportEverywhere(all []*translation) {
+	var keys []string
+	for _, key := range slices.Sorted(maps.Keys(t.out)) {
+		ofAgents := !slices.Contains(placement, key) && !slices.Contains([]string{"controller", "webhook", "imagePullSecrets"}, key)
+		if ofAgents && !slices.ContainsFunc(all, func(other *translation) bool { return other != t && other.source.places() && other.out[key] != nil }) {
+			keys = append(keys, key)
+		}
+	}
+	if len(keys) > 0 {
+		t.change(strings.Join(keys, ", "), "only "+t.source.Name+" has it, for the nodes of its nodeSelector or affinity. It applies to all nodes now")
 	}
 }
 

@@ -67,7 +67,7 @@ func TestProgramThatOneSourceTurnsOff(t *testing.T) {
 			[]string{"deviceListStrategy: it is not set"}, nil,
 		},
 		"GPU Operator with the DRA driver beside the plugin": {
-			claimsToo, plugin, "{migStrategy: mixed, tolerations: [{key: a}]}",
+			claimsToo, "{migStrategy: mixed, tolerations: [{key: a}]}", "{migStrategy: mixed, tolerations: [{key: a}]}",
 			[]string{"deviceClasses.create"}, []string{"Tandem serves nvidia.com/gpu limits"},
 		},
 		"GPU Operator beside the DRA driver": {
@@ -119,5 +119,68 @@ func TestSourcesThatServeNoGPU(t *testing.T) {
 	}
 	if _, err = Translate(sources...); err == nil || !strings.Contains(err.Error(), "devicePlugin.enabled and resources.gpus.enabled are both false") {
 		t.Errorf("error %v", err)
+	}
+}
+
+// Where each source has a placement of its own, the keys of one must not take the agents off the nodes of the other.
+func TestPlacementOfSeveralSources(t *testing.T) {
+	const (
+		plugin      = "{migStrategy: mixed}" // on all nodes with GPUs
+		driver      = "{kubeletPlugin: {nodeSelector: {claims: here}, tolerations: [{key: claims, operator: Exists}]}, logVerbosity: 6}"
+		pool        = "{migStrategy: none, nodeSelector: {pool: gpu}}"
+		poolOfDRA   = "{kubeletPlugin: {nodeSelector: {pool: gpu}}}"
+		slices      = "{migStrategy: none, nodeSelector: {pool: t4}, config: {default: ts, map: {ts: 'version: v1'}}}"
+		unavailable = "left out, because not all sources have the same"
+	)
+	notSet := []string{"affinity: it has NVIDIA's default", "tolerations: it has NVIDIA's default", "tolerations: they replace", "which is not used"}
+	for name, test := range map[string]struct {
+		one, other, values string
+		has, lacks         []string
+	}{
+		"the DRA driver on some nodes": {
+			plugin, driver, "{migStrategy: mixed, logVerbosity: 6}",
+			[]string{"affinity, nodeSelector, tolerations: " + unavailable, "logVerbosity: only file has it"}, notSet,
+		},
+		"GPU Operator, and the DRA driver on some nodes": {
+			"{toolkit: {}, mig: {strategy: mixed}, daemonsets: {tolerations: [{key: a}]}}", driver, "{migStrategy: mixed, logVerbosity: 6}",
+			[]string{unavailable}, notSet,
+		},
+		"the plugin and its configuration on some nodes": {
+			slices, "{kubeletPlugin: {}}", "{migStrategy: none, config: {default: ts, map: {ts: 'version: v1'}}}",
+			[]string{unavailable, "config, migStrategy: only file has it, for the nodes of its nodeSelector or affinity. It applies to all nodes now"}, notSet,
+		},
+		"the same nodes": {
+			pool, poolOfDRA, "{migStrategy: none, nodeSelector: {pool: gpu}}", nil, []string{"left out", "which is not used", "affinity: it has"},
+		},
+		"the same nodes with other tolerations": {
+			"{migStrategy: none, nodeSelector: {pool: gpu}, tolerations: [{key: a}]}", "{migStrategy: none, nodeSelector: {pool: gpu}}",
+			"{migStrategy: none, nodeSelector: {pool: gpu}}", []string{"tolerations: left out, because the sources have different ones"},
+			[]string{"affinity: it has", "tolerations: they replace", "tolerations: it has"},
+		},
+		"Linux only": {
+			"{migStrategy: none, nodeSelector: {kubernetes.io/os: linux}}", "{kubeletPlugin: {}}", "{migStrategy: none}", nil, []string{"left out"},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			for _, text := range []string{test.one + "\n---\n" + test.other, test.other + "\n---\n" + test.one} {
+				result := translated(t, "file", text)
+				if selector, ok := result.Values["nodeSelector"].(map[string]any); ok {
+					delete(selector, "kubernetes.io/os")
+				}
+				wantValues(t, result, test.values, test.has, test.lacks)
+			}
+		})
+	}
+	elsewhere := "{migStrategy: mixed, affinity: {nodeAffinity: {requiredDuringSchedulingIgnoredDuringExecution: {nodeSelectorTerms: " +
+		"[{matchExpressions: [{key: claims, operator: NotIn, values: [here]}]}]}}}}"
+	for _, text := range []string{pool + "\n---\n" + slices, elsewhere + "\n---\n" + driver, plugin + "\n---\n" + pool + "\n---\n" + slices} {
+		sources, err := Read("", "file", []byte(text))
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, err = Translate(sources...)
+		if err == nil || !strings.Contains(err.Error(), "different nodeSelector or affinity (file) serve different nodes: translate each alone") {
+			t.Errorf("%s: error %v", text, err)
+		}
 	}
 }

@@ -65,12 +65,19 @@ func Translate(sources ...Source) (Result, error) {
 		return Result{}, err
 	}
 	result := Result{Values: map[string]any{}}
+	all := make([]*translation, len(sources))
 	for i, s := range sources {
-		one := translation{table: t, source: s, out: map[string]any{}, unused: unusedKeys(s, slices.Concat(sources[:i], sources[i+1:]))}
-		if err := one.run(); err != nil {
+		all[i] = &translation{table: t, source: s, out: map[string]any{}, unused: unusedKeys(s, slices.Concat(sources[:i], sources[i+1:]))}
+		if err := all[i].run(); err != nil {
 			return Result{}, fmt.Errorf("%s: %w", s.Name, err)
 		}
-		result.From = append(result.From, fmt.Sprintf("%s (%s)", s.Name, s.Kind))
+	}
+	unplaced, err := result.place(all)
+	if err != nil {
+		return Result{}, err
+	}
+	for _, one := range all {
+		result.From = append(result.From, fmt.Sprintf("%s (%s)", one.source.Name, one.source.Kind))
 		result.Changes = append(result.Changes, one.changes...)
 		for _, l := range one.lost {
 			if l.unneeded {
@@ -79,7 +86,7 @@ func Translate(sources ...Source) (Result, error) {
 				result.Lost = append(result.Lost, l.String())
 			}
 		}
-		result.Changes = append(result.Changes, merge(result.Values, one.out, s, "")...)
+		result.Changes = append(result.Changes, merge(result.Values, one.out, one.source, "")...)
 	}
 	if err := result.settleMap(); err != nil {
 		return Result{}, err
@@ -89,7 +96,7 @@ func Translate(sources ...Source) (Result, error) {
 			"add what serves the GPUs of this cluster, or remove one of the two keys")
 	}
 	result.settleResources(t.defaults)
-	result.compareDefaults(t, sources)
+	result.compareDefaults(t, sources, unplaced)
 	for _, lines := range []*[]string{&result.Changes, &result.Lost, &result.Unneeded} {
 		slices.Sort(*lines)
 		*lines = slices.Compact(*lines)
@@ -454,8 +461,9 @@ func (t *translation) compare(above string, parsed map[string]any) {
 	}
 }
 
-// compareDefaults reports differences between the defaults of NVIDIA's charts and Tandem's, and what depends on several keys.
-func (r *Result) compareDefaults(t table, sources []Source) {
+// compareDefaults reports differences between the defaults of NVIDIA's charts and Tandem's, and what depends on several keys. unplaced is the
+// result of place.
+func (r *Result) compareDefaults(t table, sources []Source, unplaced []string) {
 	texts, _ := configs(r.Values) // they were valid
 	configured := func(path string) bool {
 		for _, text := range texts {
@@ -525,14 +533,14 @@ func (r *Result) compareDefaults(t table, sources []Source) {
 		}
 	}
 	if had(DevicePlugin, DRADriver, Operator) {
-		r.comparePlacement(change)
+		r.comparePlacement(unplaced, change)
 	}
 }
 
-// comparePlacement reports on which nodes Tandem's agents run but NVIDIA's do not, and what they need there.
-func (r *Result) comparePlacement(change func(path, what string)) {
+// comparePlacement reports on which nodes Tandem's agents run but NVIDIA's do not, and what they need there. It does not report keys in unplaced.
+func (r *Result) comparePlacement(unplaced []string, change func(path, what string)) {
 	placed, _ := json.Marshal([]any{r.Values["nodeSelector"], at(r.Values, "affinity.nodeAffinity")})
-	if string(placed) == "[null,null]" {
+	if string(placed) == "[null,null]" && !slices.Contains(unplaced, "affinity") {
 		change("affinity", "it has NVIDIA's default, or is not set. By default, NVIDIA's software runs only on nodes with labels of Node Feature Discovery or GPU Operator. Tandem's agents run "+
 			"on every Linux node, and do nothing on one without GPUs")
 	}
@@ -544,7 +552,7 @@ func (r *Result) comparePlacement(change func(path, what string)) {
 			change("affinity, nodeSelector", "the agents run only on nodes with labels "+label.prefix+"*. "+label.advice+", or remove the keys: agents may run on every node")
 		}
 	}
-	if r.Values["tolerations"] == nil {
+	if r.Values["tolerations"] == nil && !slices.Contains(unplaced, "tolerations") {
 		change("tolerations", "it has NVIDIA's default, or is not set. By default, NVIDIA's agents tolerate only the taint nvidia.com/gpu and a few others. Tandem's agents tolerate every taint")
 	}
 }
