@@ -48,7 +48,7 @@ type Partition struct {
 	Ref Ref
 	// Parent is the minor of the parent GPU.
 	Parent int
-	// Profile is as in Profile.Name, ProfileID as in Profile.ID.
+	// Profile is as in Profile.Name, or UnknownProfile. ProfileID is as in Profile.ID.
 	Profile   string
 	ProfileID int
 	// GPUInstance and ComputeInstance are its IDs in NVML and in the driver's capability files.
@@ -66,6 +66,12 @@ type Partition struct {
 	// Health does not include the GPU's: see Device.Health.
 	Health Health
 }
+
+// UnknownProfile is Partition.Profile while the GPU does not say what its profiles are, or does not have the partition's.
+const UnknownProfile = "unknown"
+
+// Known reports whether the partition's profile has a name, by which resources and labels are called.
+func (p Partition) Known() bool { return p.Profile != "" && p.Profile != UnknownProfile }
 
 // Possible returns all partitions that the GPU offers, each by itself, by profile ID and placement.
 func (g GPU) Possible() []Partition {

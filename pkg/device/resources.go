@@ -121,7 +121,7 @@ func (r Resources) Offers(gpus []GPU) (offers []Offer, leftOut []LeftOut) {
 func (r Resources) name(d Device, same string) (resource, leftOut string) {
 	single := r.Strategy == MIGStrategySingle
 	switch {
-	case !d.Whole() && d.Partition.Profile == "":
+	case !d.Whole() && !d.Partition.Known():
 		return "", leftOutUnknown
 	case single && d.Partition.Profile == same, !single && d.Whole():
 		return r.GPU, ""
@@ -146,9 +146,9 @@ func commonest(gpus []GPU) string {
 		if !g.MIGEnabled || g.Dynamic && len(parts) == 0 {
 			votes[whole]++
 		}
-		profiles := map[string]bool{"": true}
+		profiles := map[string]bool{}
 		for _, p := range parts {
-			if !profiles[p.Profile] {
+			if p.Known() && !profiles[p.Profile] {
 				profiles[p.Profile] = true
 				votes[p.Profile]++
 			}

@@ -77,6 +77,7 @@ func TestOffers(t *testing.T) {
 		{"mig:1g whole", "gpu=0 gpu=1", "!0-0:same gpu=1", "mig-1g=0-0 gpu=1"},
 		{"mig: mig:1g", "gpu=0 gpu=1", "!0:has gpu=1-0", "!0:has mig-1g=1-0"},
 		{"mig:odd,1g,unmade", "gpu=0", "!0-0:its gpu=0-1", "!0-0:its mig-1g=0-1"},
+		{"mig:unknown mig:unknown mig:1g", "gpu=0 gpu=1 gpu=2", "!0-0:its !1-0:its gpu=2-0", "!0-0:its !1-0:its mig-1g=2-0"},
 		// What claims make of a GPU is nothing to limits.
 		{"dyn dyn: dyn:made", "gpu=0", "gpu=0", "gpu=0"},
 		{"dyn:made dyn:made mig:1g", "gpu=2", "!2-0:same", "mig-1g=2-0"},

@@ -107,7 +107,7 @@ func partitioned(g device.GPU) bool { return g.MIGEnabled && !g.Dynamic }
 // fixed returns the administrator's partitions of a GPU.
 func fixed(g device.GPU) (devices []device.Device) {
 	for _, p := range g.Fixed() {
-		if p.Profile != "" {
+		if p.Known() {
 			devices = append(devices, device.Device{GPU: g, Partition: p})
 		}
 	}

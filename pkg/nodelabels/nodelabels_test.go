@@ -71,6 +71,14 @@ func TestLabels(t *testing.T) {
 			gpus: []device.GPU{partitioned(part("2c.3g.40gb", false))}, strategy: mixed,
 			want: map[string]string{"mig-2c.3g.40gb.slices.gi": "3", "mig-2c.3g.40gb.slices.ci": "2", "gpu.replicas": "0"},
 		},
+		"an unknown profile": {
+			gpus: []device.GPU{partitioned(part(device.UnknownProfile, false), part("1g.10gb", false))}, strategy: mixed,
+			want: map[string]string{"mig-unknown.count": "-", "mig-1g.10gb.count": "1"},
+		},
+		"an unknown profile in single": {
+			gpus: []device.GPU{partitioned(part(device.UnknownProfile, false), part("1g.10gb", false))}, strategy: single,
+			want: map[string]string{"gpu.product": "NVIDIA-H100-80GB-HBM3-MIG-1g.10gb", "gpu.count": "1"},
+		},
 		"two profiles in single": {
 			gpus: []device.GPU{partitioned(part("1g.10gb", false), part("2g.20gb", false))}, strategy: single,
 			want: map[string]string{"gpu.product": "NVIDIA-H100-80GB-HBM3-MIG-INVALID", "gpu.count": "0", "gpu.memory": "0", "gpu.sharing-strategy": ""},

@@ -3,11 +3,14 @@
 package nvml_test
 
 import (
+	"strings"
 	"testing"
 
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
+	"github.com/tandem-gpu/tandem/pkg/nodelabels"
+	"github.com/tandem-gpu/tandem/simulated"
 )
 
 // What discovery finds has the resource names of NVIDIA's device plugin.
@@ -33,6 +36,30 @@ func TestOffersOfStaticPartitions(t *testing.T) {
 		}
 		if diff := cmp.Diff(want, got); diff != "" {
 			t.Errorf("%s (-want +got):\n%s", strategy, diff)
+		}
+	}
+}
+
+// While a GPU does not say which profiles it has, its partitions have no name, and so no resource and no labels.
+func TestPartitionsOfUnknownProfiles(t *testing.T) {
+	for call, answer := range map[string]string{"GetMemoryInfo": "ERROR_NO_PERMISSION", "GetGpuInstancePossiblePlacements": "ERROR_UNKNOWN"} {
+		m := newMachine(t, "a100x8-mig")
+		m.fault(t, simulated.GPUFaults{GPU: "1", Calls: map[string]simulated.CallFault{call: {Return: answer}}})
+		gpus := m.open(t).Inventory().GPUs[1:2]
+		for _, strategy := range []device.MIGStrategy{device.MIGStrategyMixed, device.MIGStrategySingle} {
+			resources := device.Resources{GPU: "nvidia.com/gpu", Strategy: strategy}
+			offers, leftOut := resources.Offers(gpus)
+			if fixed := gpus[0].Fixed(); len(fixed) == 0 || len(leftOut) != len(fixed) {
+				t.Errorf("%s, %s: %d of %d partitions are left out", call, strategy, len(leftOut), len(fixed))
+			}
+			for _, o := range offers {
+				t.Errorf("%s, %s: %s is offered as %s", call, strategy, o.Device.Name(), o.Resource)
+			}
+			for key, value := range nodelabels.Of(device.Inventory{GPUs: gpus}, nodelabels.Options{Resources: resources}) {
+				if strings.Contains(key, "mig-unknown") || strings.Contains(value, "MIG-unknown") {
+					t.Errorf("%s, %s: label %s=%s", call, strategy, key, value)
+				}
+			}
 		}
 	}
 }

@@ -31,7 +31,7 @@ func (r *reader) readPartitions(g gpu.GPU, d gonvml.Device) (partitions []gpu.Pa
 				return p.UUID == before.UUID && p.UUID != "" || p.Ref.Overlaps(before.Ref)
 			}
 			at := func(i gpuInstance) bool { return i.partition.Ref.Placement == before.Ref.Placement }
-			gone := err == nil && before.Profile != unknownProfile && !slices.ContainsFunc(instances, at)
+			gone := err == nil && before.Known() && !slices.ContainsFunc(instances, at)
 			if gone || slices.ContainsFunc(partitions, same) {
 				continue
 			}
@@ -143,7 +143,7 @@ func instanceOf(g gpu.GPU, instance gonvml.GpuInstance) (gpu.Partition, error) {
 // partitionOf is instanceOf. One of an unknown profile is unhealthy, but excludes other partitions all the same.
 func partitionOf(g gpu.GPU, info gonvml.GpuInstanceInfo) gpu.Partition {
 	p := gpu.Partition{
-		Parent: g.Minor, Profile: unknownProfile, ProfileID: int(info.ProfileId), GPUInstance: int(info.Id),
+		Parent: g.Minor, Profile: gpu.UnknownProfile, ProfileID: int(info.ProfileId), GPUInstance: int(info.Id),
 		Ref: gpu.Ref{GPU: g.UUID, Placement: gpu.Placement{Start: int(info.Placement.Start), Size: int(info.Placement.Size)}},
 	}
 	profile, known := profileByID(g, p.ProfileID)
@@ -152,9 +152,6 @@ func partitionOf(g gpu.GPU, info gonvml.GpuInstanceInfo) gpu.Partition {
 	}
 	return p
 }
-
-// unknownProfile is the profile of a partition whose profile the GPU does not offer.
-const unknownProfile = "unknown"
 
 func profileByID(g gpu.GPU, id int) (gpu.Profile, bool) {
 	if i := slices.IndexFunc(g.Profiles, func(p gpu.Profile) bool { return p.ID == id }); i >= 0 {
@@ -165,7 +162,7 @@ func profileByID(g gpu.GPU, id int) (gpu.Profile, bool) {
 
 // access returns the capabilities of the partition, which is unhealthy if a container cannot be given them.
 func (r *reader) access(p gpu.Partition) (caps [2]int, health gpu.Health) {
-	if p.Profile == unknownProfile {
+	if !p.Known() {
 		return caps, gpu.Health{Reason: gpu.ReasonUnreachable, Message: fmt.Sprintf("MIG profile %d is not known", p.ProfileID)}
 	}
 	caps, err := r.caps.of(p)
