@@ -461,6 +461,23 @@ func (t *translation) compare(above string, parsed map[string]any) {
 	}
 }
 
+// usesVariables reports whether devices are passed to containers by a strategy without CDI, on any node. A variable overrides the
+// configurations.
+func (r *Result) usesVariables(texts map[string]string) bool {
+	strategies := []any{r.Values["deviceListStrategy"]}
+	if strategies[0] == nil {
+		for _, text := range texts {
+			if values, err := parse([]byte(text)); err == nil {
+				strategies = append(strategies, at(values, "flags.plugin.deviceListStrategy"))
+			}
+		}
+	}
+	return slices.ContainsFunc(strategies, func(one any) bool {
+		text := fmt.Sprint(one)
+		return strings.Contains(text, "envvar") || strings.Contains(text, "volume-mounts")
+	})
+}
+
 // compareDefaults reports differences between the defaults of NVIDIA's charts and Tandem's, and what depends on several keys. unplaced is the
 // result of place.
 func (r *Result) compareDefaults(t table, sources []Source, unplaced []string) {
@@ -490,6 +507,11 @@ func (r *Result) compareDefaults(t table, sources []Source, unplaced []string) {
 	limits, claims := had(DevicePlugin, Operator, Configuration), had(DRADriver) || has(func(s Source) bool { return s.claims })
 	serves := func(path string) bool { return at(r.Values, path) != false }
 	byCDI := has(func(s Source) bool { return s.cdi && s.servesLimits() })
+	ofOperator := has(func(s Source) bool { return s.Kind == Operator && s.servesLimits() })
+	if ofOperator && r.usesVariables(texts) && !isSet("compatWithCPUManager", "") {
+		put(r.Values, "compatWithCPUManager", true)
+		change("compatWithCPUManager", "true, as in GPU Operator's DaemonSet, whose PASS_DEVICE_SPECS is true by default")
+	}
 	if limits && serves("devicePlugin.enabled") && !byCDI && !isSet("deviceListStrategy", "flags.plugin.deviceListStrategy") {
 		change("deviceListStrategy", "it is not set. NVIDIA's default is envvar, Tandem's is cdi-cri: the runtime needs CDI, and containers see NVIDIA_VISIBLE_DEVICES=void")
 	}

@@ -51,7 +51,8 @@ func TestVariablesAreSettings(t *testing.T) {
 		{
 			text: "{toolkit: {enabled: true}, devicePlugin: {env: [{name: DEVICE_LIST_STRATEGY, value: volume-mounts}]}}",
 			// mig.strategy is a default that nodes with partitions would miss.
-			values: "{deviceListStrategy: volume-mounts, migStrategy: single}", lacks: []string{"deviceListStrategy: it is not set"},
+			values: "{deviceListStrategy: volume-mounts, compatWithCPUManager: true, migStrategy: single}",
+			lacks:  []string{"deviceListStrategy: it is not set"},
 		},
 		{
 			text: "{toolkit: {}, mig: {strategy: mixed}, devicePlugin: {args: ['--device-list-strategy=envvar,cdi-cri', --unknown], env: [{name: MIG_STRATEGY, value: none}, " +
@@ -187,6 +188,32 @@ func TestKubeletDirectoryOfDaemonSets(t *testing.T) {
 	}
 }
 
+// GPU Operator's DaemonSet has PASS_DEVICE_SPECS=true unless a user set it: NVIDIA's other charts have false. With CDI nothing depends on it.
+func TestDeviceSpecsOfOperator(t *testing.T) {
+	config := func(strategy string) string {
+		return "{mig: {strategy: none}, cdi: {enabled: true}, devicePlugin: {config: {create: true, name: a, default: a, data: " +
+			"{a: 'version: v1\n\nflags: {plugin: {deviceListStrategy: [" + strategy + "]}}'}}}}"
+	}
+	const set = "{apiVersion: apps/v1, kind: DaemonSet, metadata: {name: a, ownerReferences: [{apiVersion: a, kind: ClusterPolicy, name: a, uid: a, " +
+		"controller: true}]}, spec: {template: {spec: {containers: [{name: nvidia-device-plugin, env: [{name: PASS_DEVICE_SPECS, value: 'true'}, " +
+		"{name: DEVICE_LIST_STRATEGY, value: volume-mounts}]}]}}}}"
+	for text, want := range map[string]any{
+		"{cdi: {enabled: false}}": true,
+		"{cdi: {enabled: false}, devicePlugin: {env: [{name: PASS_DEVICE_SPECS, value: 'false'}]}}":                                  false,
+		"{cdi: {enabled: false}, devicePlugin: {env: [{name: PASS_DEVICE_SPECS, valueFrom: {configMapKeyRef: {name: a, key: b}}}]}}": nil,
+		"{cdi: {enabled: true}}": nil,
+		"{cdi: {enabled: false}, devicePlugin: {args: [--device-list-strategy=cdi-cri]}}": nil,
+		"{toolkit: {}, devicePlugin: {args: ['--device-list-strategy=cdi-cri,envvar']}}":  true,
+		config("volume-mounts"): true, config("cdi-cri"): nil, set: true,
+		"{migStrategy: none, deviceListStrategy: envvar}":                                                               nil, // the plugin's chart
+		"{cdi: {enabled: false}, devicePlugin: {enabled: false}}\n---\n{migStrategy: none, deviceListStrategy: envvar}": nil,
+	} {
+		if got := translated(t, "file", text).Values["compatWithCPUManager"]; got != want {
+			t.Errorf("%s: compatWithCPUManager %v, want %v", text, got, want)
+		}
+	}
+}
+
 // The same variable in both of GPU Operator's lists is one variable of Tandem's agent. The device plugin's counts.
 func TestVariableInBothListsOfOperator(t *testing.T) {
 	for name, test := range map[string]struct {
@@ -241,7 +268,10 @@ func TestDependentValues(t *testing.T) {
 		},
 		{text: "{mig: {}, devicePlugin: {config: {default: a}}}", values: "{migStrategy: single}", has: []string{"config.default: it needs config.name or config.map"}},
 		{text: "{migStrategy: none, config: {default: a, fallbackStrategies: [empty]}}", values: "{migStrategy: none}", has: []string{"config.default: it needs", "config.fallbackStrategies: it needs"}},
-		{text: "{mig: {strategy: none}, cdi: {enabled: false}}", values: "{migStrategy: none, deviceListStrategy: envvar}", has: []string{"deviceListStrategy: envvar, because"}},
+		{
+			text: "{mig: {strategy: none}, cdi: {enabled: false}}", values: "{migStrategy: none, deviceListStrategy: envvar, compatWithCPUManager: true}",
+			has: []string{"deviceListStrategy: envvar, because", "compatWithCPUManager: true, as in GPU Operator's DaemonSet"},
+		},
 		{
 			text: "{mig: {strategy: none}, gpuCluster: {deployCR: true}}", values: "{migStrategy: none}",
 			has: []string{"draDriver.computeDomains: Tandem has no ComputeDomains", "deviceClasses.create: set it to false while"},
