@@ -328,6 +328,28 @@ func TestStateWithoutClaim(t *testing.T) {
 	}
 }
 
+// After a claim was prepared with other devices, only pods of before keep its hold.
+func TestStateBefore(t *testing.T) {
+	f := newTree(t)
+	f.group(podB, busyGroup)
+	p := known(t, f, pod(podB, "b", names("one"), ranOnce))
+	state := fmt.Sprintf(`{"ClaimInfoStateList":[{"ClaimUID":"claim-uid","PodUIDs":{%q:{}},"DriverState":{"gpu.nvidia.com":{"Devices":[{"PoolName":"n"}]}}}]}`, podB)
+	file, err := json.Marshal(map[string]any{"Data": state, "Checksum": crc32.ChecksumIEEE([]byte(state))})
+	must(t, err)
+	must(t, os.WriteFile(ClaimStatePath(p.kubeletDir), file, 0o600))
+	h := claim(ledger.StateHeld, podA)
+	if got := p.StateBefore(h); got != ledger.Gone {
+		t.Errorf("the pod was prepared later: got %v", got)
+	}
+	if got := p.StateBefore(claim(ledger.StateHeld, podB)); got != ledger.Running {
+		t.Errorf("the pod is recorded: got %v", got)
+	}
+	f.group(podA, busyGroup)
+	if got := p.StateBefore(h); got != ledger.Orphaned {
+		t.Errorf("its pod has a process: got %v", got)
+	}
+}
+
 func TestMirrorPods(t *testing.T) {
 	f := newTree(t)
 	f.group(static, busyGroup)

@@ -150,7 +150,17 @@ func (p *Pods) claimState(h ledger.Hold, uids map[types.UID]bool) ledger.PodStat
 		}
 		return ledger.Terminating
 	}
-	e := p.evidenceOf(h, uids)
+	return p.evidenceOf(h, uids).state()
+}
+
+// evidence is what may keep the hold of a claim that drains.
+type evidence struct {
+	pods map[types.UID]ledger.PodState
+	// prepared is set if kubelet's state has the claim's devices, or could not be read; unknown if not all pods are known.
+	prepared, unknown bool
+}
+
+func (e evidence) state() ledger.PodState {
 	podState := ledger.Gone
 	if e.prepared || e.unknown {
 		podState = ledger.Orphaned
@@ -161,17 +171,17 @@ func (p *Pods) claimState(h ledger.Hold, uids map[types.UID]bool) ledger.PodStat
 	return podState
 }
 
-// evidence is what may keep the hold of a claim that drains.
-type evidence struct {
-	pods map[types.UID]ledger.PodState
-	// prepared is set if kubelet's state has the claim's devices, or could not be read; unknown if not all pods are known.
-	prepared, unknown bool
-}
-
 // evidenceOf looks at the pods with these UIDs, at those that the hold or kubelet's state names, and at those that kubelet may be starting.
 func (p *Pods) evidenceOf(h ledger.Hold, uids map[types.UID]bool) evidence {
 	remembered, added, err := p.AddedPods(h)
-	e := evidence{prepared: remembered || err != nil, pods: map[types.UID]ledger.PodState{}}
+	e := p.evidenceOfPods(h, uids, added)
+	e.prepared = remembered || err != nil
+	return e
+}
+
+// evidenceOfPods is evidenceOf with the pods that kubelet's state names.
+func (p *Pods) evidenceOfPods(h ledger.Hold, uids map[types.UID]bool, added []ledger.Pod) evidence {
+	e := evidence{pods: map[types.UID]ledger.PodState{}}
 	prepared := map[types.UID]bool{}
 	for _, pod := range slices.Concat(h.Pods, added) {
 		prepared[types.UID(pod.UID)], uids[types.UID(pod.UID)] = true, true
@@ -295,16 +305,32 @@ func (p *Pods) StateWithoutClaim(h ledger.Hold) ledger.PodState {
 		return ledger.Running
 	}
 	h.State = ledger.StateDraining
+	return p.claimState(h, p.withoutLater(h))
+}
+
+// StateBefore returns the state of the pods of a claim's hold whose claim was deallocated since, allocated other devices and prepared with
+// these. Kubernetes deallocates a claim that no existing pod uses. So existing pods that name it use the other devices, unless they are
+// recorded with the hold, and so do the pods that kubelet's state names.
+func (p *Pods) StateBefore(h ledger.Hold) ledger.PodState {
+	if !p.Synced() {
+		return ledger.Running
+	}
+	h.State = ledger.StateDraining
+	return p.evidenceOfPods(h, p.withoutLater(h), nil).state()
+}
+
+// withoutLater returns the pods that the hold of a claim names or that name the claim, without existing ones that the hold does not name.
+func (p *Pods) withoutLater(h ledger.Hold) map[types.UID]bool {
 	uids := p.podsOf(h.Namespace, h.Name, h.Pods)
 	p.mu.Lock()
+	defer p.mu.Unlock()
 	for uid := range uids {
 		pod, known := p.pods[uid]
 		if known && !pod.deleted && !slices.ContainsFunc(h.Pods, func(pod ledger.Pod) bool { return pod.UID == string(uid) }) {
 			delete(uids, uid)
 		}
 	}
-	p.mu.Unlock()
-	return p.claimState(h, uids)
+	return uids
 }
 
 // Started implements ledger.PodStates. If the kernel gives no answer, the pod may have started. For a hold without a pod it reads

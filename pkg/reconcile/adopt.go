@@ -17,7 +17,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
-// Adopt adds holds of the pods and claims that another driver served and that no hold names. The agent calls it once the node's pods are
+// Adopt adds holds of the devices that another driver gave to pods and claims and that these do not hold. The agent calls it once the node's pods are
 // listed, before it serves either API: Restore misses pods that kubelet has admitted and not started. Both front-ends call it when a
 // conflicting driver is gone, before they serve again. It is idempotent and safe for concurrent use with Run. After an error the caller
 // gives no device to a new holder, and tries again.
@@ -34,8 +34,8 @@ func (r *Reconciler) Adopt(ctx context.Context) error {
 	defer r.lateMu.Unlock()
 	defer r.lateAdded.Notify()
 	defer r.withholdUnknown(ctx)
-	holds := r.holders()
-	late, err := r.expectNamed(ctx, checkpoint, holds)
+	all := r.Ledger.Holds()
+	late, err := r.expectNamed(ctx, checkpoint, byHolder(all))
 	errs := []error{err}
 	for _, d := range late {
 		r.addLate(ctx, d)
@@ -45,7 +45,7 @@ func (r *Reconciler) Adopt(ctx context.Context) error {
 	asking, cancel := context.WithTimeout(ctx, r.times.restore)
 	defer cancel()
 	for _, claim := range claims {
-		if _, held := holds[ledger.Holder{Kind: ledger.KindClaim, ID: claim.UID}]; held || len(claim.Devices) == 0 {
+		if len(r.lacking(claim, all)) == 0 {
 			continue
 		}
 		r.AddPlaceholders(claim.CDIDevices)

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -238,4 +239,63 @@ func TestAdoptClaimsThatAreBeingPrepared(t *testing.T) {
 	}
 	time.Sleep(g.r.times.prepare)
 	must(t, g.r.AdoptClaims(t.Context()))
+}
+
+// prepareAnew has another driver of our name prepare claim c1, which held GPU-1 for p1, with GPU-2 for p2.
+func (g *rig) prepareAnew() {
+	g.t.Helper()
+	g.addPod(g.pod("p2", "one"))
+	g.group("p2", true)
+	g.prepare("c1", "one", "GPU-1", "p1")
+	g.claim("one", "c1", "gpu-2")
+	g.claimState(kubeletClaim{"c1", "one", []string{"p2"}, []string{"gpu-2"}})
+}
+
+// A claim that Tandem had prepared was unprepared, allocated another GPU and prepared by another driver of our name. Its hold on the first GPU
+// ends once the pods of that time have no process.
+func TestAdoptClaimWithAnotherDevice(t *testing.T) {
+	g := newRig(t, "GPU-1", "GPU-2")
+	g.verifySoon()
+	g.addPod(g.pod("p1", "one"))
+	g.group("p1", true)
+	g.run()
+	g.prepareAnew()
+	g.deletePod("p1")
+	g.awaitDeleted("p1")
+	must(t, g.r.AdoptClaims(t.Context()))
+	both := []string{"GPU-1: claim c1 held [p1]", "GPU-2: claim c1 restored [p2]"}
+	g.stays(both...)
+	g.group("p1", false)
+	g.await(both[1])
+	g.stays(both[1])
+}
+
+// What does not prove that a claim has lost its first GPU ends no hold.
+func TestHoldThatMayNotBeReplaced(t *testing.T) {
+	for name, change := range map[string]func(g *rig){
+		"the API server says it has both":   func(g *rig) { g.claim("one", "c1", "gpu-1", "gpu-2") },
+		"kubelet has a device that is lost": func(g *rig) { g.setGPUs("GPU-1"); g.claim("one", "c1") },
+		"kubelet has begun to prepare it":   func(g *rig) { g.claimState(kubeletClaim{"c1", "one", []string{"p2"}, nil}) },
+		"the GPU has been lost":             func(g *rig) { g.setGPUs("GPU-2") },
+		"kubelet has both": func(g *rig) {
+			g.noGroup("p2") // else kubelet's state adds the pod to the hold
+			g.claimState(kubeletClaim{"c1", "one", []string{"p2"}, []string{"gpu-1", "gpu-2"}})
+		},
+		"its pod exists":                      func(g *rig) { g.addPod(g.pod("p1")) },
+		"its sharing settings are not undone": func(g *rig) { g.r.Settings = newSettings(onGPU("c1", "GPU-1")) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			g := newRig(t, "GPU-1", "GPU-2")
+			g.prepareAnew()
+			change(g)
+			g.watchPods()
+			g.r.times.verify = 0
+			for range 3 {
+				g.verify()
+			}
+			if !slices.ContainsFunc(g.book.Holds(), func(h ledger.Hold) bool { return h.Device.GPU == "GPU-1" }) {
+				t.Errorf("the hold on GPU-1 has ended: %v", g.holds())
+			}
+		})
+	}
 }

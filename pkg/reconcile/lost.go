@@ -69,21 +69,21 @@ func (r *Reconciler) comeLate(ctx context.Context, devices []podstate.PodDevice,
 	return true
 }
 
-// expectUsed takes holds of claims that kubelet's state names and that no hold has, and of devices that only kubelet's pod resources name
-// because kubelet could not write its checkpoint. The caller has read holds before claims: kubelet's state has the devices of a claim
-// until it has the answer to Unprepare. It asks the API server once for each claim: one for admin access, or one that has ended, has no
-// hold. Without an answer it takes none, because kubelet's state does not tell.
+// expectUsed takes holds of the devices that kubelet's state names for a claim and that the claim does not hold, and of devices that only
+// kubelet's pod resources name because kubelet could not write its checkpoint. The caller has read holds before claims: kubelet's state has
+// the devices of a claim until it has the answer to Unprepare. It asks the API server once for each claim: a device for admin access, or of
+// a claim that has ended, has no hold. Without an answer it takes none, because kubelet's state does not tell.
 func (r *Reconciler) expectUsed(ctx context.Context, holds []ledger.Hold, claims []podstate.KubeletClaim) error {
-	holders, settled := byHolder(holds), map[string][]podstate.PoolDevice{}
+	settled := map[string][]podstate.PoolDevice{}
 	var errs []error
 	var late []podstate.KubeletClaim
 	for _, claim := range claims {
-		holder := ledger.Holder{Kind: ledger.KindClaim, ID: claim.UID}
-		if _, held := holders[holder]; held || len(claim.Devices) == 0 {
+		lacking := r.lacking(claim, holds)
+		if len(lacking) == 0 {
 			continue
 		}
-		if slices.Equal(r.settled[claim.UID], claim.Devices) {
-			settled[claim.UID] = claim.Devices
+		if slices.Equal(r.settled[claim.UID], lacking) {
+			settled[claim.UID] = lacking
 			continue
 		}
 		callCtx, cancel := context.WithTimeout(ctx, r.times.call)
@@ -98,8 +98,8 @@ func (r *Reconciler) expectUsed(ctx context.Context, holds []ledger.Hold, claims
 		if missing {
 			late = append(late, claim)
 		}
-		if _, held := r.holders()[holder]; err == nil && !held {
-			settled[claim.UID] = claim.Devices
+		if left := r.lacking(claim, r.Ledger.Holds()); err == nil && len(left) > 0 {
+			settled[claim.UID] = left
 		}
 	}
 	devices, err := r.expectUnexplained(ctx, time.Now(), holds, claims)
@@ -110,6 +110,18 @@ func (r *Reconciler) expectUsed(ctx context.Context, holds []ledger.Hold, claims
 	}
 	r.settled = settled
 	return errors.Join(append(errs, err)...)
+}
+
+// lacking returns the devices that kubelet's state names for a claim, on this node, and that the claim does not hold, or that the inventory
+// lacks.
+func (r *Reconciler) lacking(claim podstate.KubeletClaim, holds []ledger.Hold) []podstate.PoolDevice {
+	found := r.resolve(claim.Devices)
+	return slices.DeleteFunc(r.ofNode(claim.Devices), func(named podstate.PoolDevice) bool {
+		d, known := found[named]
+		return known && slices.ContainsFunc(holds, func(h ledger.Hold) bool {
+			return h.Holder == ledger.Holder{Kind: ledger.KindClaim, ID: claim.UID} && h.Device == d.Ref()
+		})
+	})
 }
 
 // expectUnexplained reads kubelet's pod resources if, for a minute, an admitted pod has requested more devices than there are holds that name

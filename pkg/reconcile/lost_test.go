@@ -4,6 +4,7 @@ package reconcile
 
 import (
 	"context"
+	"errors"
 	"testing"
 	"time"
 
@@ -156,6 +157,32 @@ func TestLostHoldOfAClaim(t *testing.T) {
 	g.verify()
 	if g.calls() == before {
 		t.Error("nothing was asked about other devices")
+	}
+}
+
+// One of two holds of a running claim was released by mistake.
+func TestLostHoldOfOneDeviceOfAClaim(t *testing.T) {
+	t.Parallel()
+	g := newRig(t, "GPU-1", "GPU-2", "GPU-3")
+	g.addPod(g.pod("p1", "one"))
+	g.claim("one", "c1", "gpu-1", "gpu-2", "admin:gpu-3")
+	g.watchPods()
+	_, err := g.book.ReserveClaim(t.Context(), ledger.ClaimRequest{
+		UID: "c1", Namespace: "apps", Name: "one", Pods: []ledger.Pod{{UID: "p1"}}, Devices: []device.Ref{{GPU: "GPU-1"}, {GPU: "GPU-2"}},
+	})
+	must(t, err)
+	g.claimState(kubeletClaim{"c1", "one", []string{"p1"}, []string{"gpu-1", "gpu-2", "gpu-3"}})
+	g.verify() // it asks for whom the third device is
+	must(t, g.book.Release(g.book.Holds()[1]))
+	g.verify()
+	g.want("GPU-1: claim c1 held [p1]", "GPU-2: claim c1 restored [p1]")
+	before := g.calls()
+	for range 3 {
+		claims, err := podstate.ReadClaimState(g.dir, driver)
+		must(t, errors.Join(err, g.r.expectUsed(t.Context(), g.book.Holds(), claims)))
+	}
+	if after := g.calls(); after != before {
+		t.Errorf("%d more requests for a device with admin access", after-before)
 	}
 }
 

@@ -109,7 +109,7 @@ type Reconciler struct {
 	unasked sync.Map
 	// unlisted is since when kubelet has not listed a late device of which no pod is known.
 	unlisted map[podstate.PodDevice]time.Time
-	// settled are the devices of claims without a hold that need none, as the API server has answered. unexplained is since when an admitted
+	// settled are the devices of claims that need no hold, or come late, as the API server has answered. unexplained is since when an admitted
 	// pod has requested more devices than holds name it.
 	settled     map[string][]podstate.PoolDevice
 	unexplained time.Time

@@ -123,12 +123,13 @@ func (r *Reconciler) tryLateClaims(ctx context.Context) error {
 	defer cancel()
 	var errs []error
 	r.late = slices.DeleteFunc(r.late, func(claim podstate.KubeletClaim) bool {
-		if !slices.ContainsFunc(claims, func(c podstate.KubeletClaim) bool { return c.UID == claim.UID }) {
+		i := slices.IndexFunc(claims, func(c podstate.KubeletClaim) bool { return c.UID == claim.UID })
+		if i < 0 {
 			return true
 		}
 		callCtx, cancel := context.WithTimeout(ctx, r.times.call)
 		defer cancel()
-		missing, err := r.restoreClaim(callCtx, claim)
+		missing, err := r.restoreClaim(callCtx, claims[i]) // it may have other devices by now
 		errs = append(errs, err)
 		return err == nil && !missing
 	})

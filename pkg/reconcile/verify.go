@@ -29,6 +29,8 @@ type unconfirmed struct {
 	soon bool
 	// allocated is set once the API server has confirmed the allocation.
 	allocated bool
+	// replaced is set while kubelet's state has the claim with devices of other GPUs.
+	replaced bool
 }
 
 // verifyAll checks unconfirmed holds until ctx is done. It is a separate loop because kubelet and the API server may answer late.
@@ -75,7 +77,7 @@ func (r *Reconciler) verify(ctx context.Context) (time.Duration, error) {
 		if d == nil {
 			d = &unconfirmed{since: now}
 		}
-		d.soon = isEnding(h) || h.Contested
+		d.soon, d.replaced = isEnding(h) || h.Contested, r.replaced(h, claims)
 		current[keyOf(h)] = d
 		if h.Holder.Kind == ledger.KindClaim && err != nil {
 			continue
@@ -130,12 +132,29 @@ func (r *Reconciler) confirmed(h ledger.Hold, d *unconfirmed, claims []podstate.
 		return false
 	case h.Holder.Kind == ledger.KindPod:
 		return slices.ContainsFunc(h.Pods, func(p ledger.Pod) bool { return r.Pods.Known(p.UID) })
-	case h.State == ledger.StateDraining, h.Name == "", h.Contested:
+	case h.State == ledger.StateDraining, h.Name == "", h.Contested, d.replaced:
 		return false
 	case h.State == ledger.StateRestored && !d.allocated:
 		return false // kubelet's state does not tell admin access from holding
 	}
 	return slices.ContainsFunc(claims, func(c podstate.KubeletClaim) bool { return c.UID == h.Holder.ID })
+}
+
+// replaced reports whether kubelet has the claim of a hold prepared with devices of other GPUs: another driver of our name has unprepared the
+// claim and prepared it again. GPUs are compared by name, so that a device that the inventory lacks, or a GPU of the same name, ends no hold.
+func (r *Reconciler) replaced(h ledger.Hold, claims []podstate.KubeletClaim) bool {
+	inventory := r.Inventory.Inventory()
+	gpu, known := inventory.ByUUID(h.Device.GPU)
+	i := slices.IndexFunc(claims, func(c podstate.KubeletClaim) bool { return c.UID == h.Holder.ID })
+	if h.Holder.Kind != ledger.KindClaim || !known || i < 0 {
+		return false
+	}
+	devices := r.ofNode(claims[i].Devices)
+	return len(devices) > 0 && !slices.ContainsFunc(devices, func(d podstate.PoolDevice) bool {
+		name := device.GPUName(d.Device)
+		_, exists := inventory.ByName(name)
+		return name == gpu.Name() || !exists
+	})
 }
 
 func (r *Reconciler) check(ctx context.Context, h ledger.Hold, d *unconfirmed) error {
@@ -158,7 +177,7 @@ func (r *Reconciler) check(ctx context.Context, h ledger.Hold, d *unconfirmed) e
 	return nil
 }
 
-// verifyClaim ends the hold of a claim that is deleted or no longer allocated on this node, once no pod of it has a process.
+// verifyClaim ends the hold of a claim that is deleted or no longer allocated the device, once no pod of it has a process.
 func (r *Reconciler) verifyClaim(ctx context.Context, h ledger.Hold, d *unconfirmed) error {
 	if isEnding(h) && r.Pods.StateWithoutClaim(h) != ledger.Gone {
 		return nil // whatever became of the claim
@@ -190,6 +209,9 @@ func (r *Reconciler) verifyClaim(ctx context.Context, h ledger.Hold, d *unconfir
 			klog.FromContext(ctx).Info("Releasing a device that its claim has for admin access only", "claim", klog.KObj(claim), "device", h.Device.String())
 			return r.release(h)
 		}
+		if d.replaced && h.State != ledger.StateDraining && !h.Unreadable && len(h.Pods) > 0 {
+			return r.endReplaced(ctx, h)
+		}
 		// As after Unprepare, which will not come any more.
 		drained := h
 		drained.State = ledger.StateDraining
@@ -205,6 +227,17 @@ func (r *Reconciler) verifyClaim(ctx context.Context, h ledger.Hold, d *unconfir
 		return r.Ledger.SetState(h, ledger.StateDraining)
 	}
 	return r.end(ctx, h)
+}
+
+// endReplaced ends the hold of a claim that is prepared with other devices by now, once its own pods have no process. Clear cannot end one
+// that has a cleanup while the claim is prepared, so that stays until Unprepare.
+func (r *Reconciler) endReplaced(ctx context.Context, h ledger.Hold) error {
+	if r.Pods.StateBefore(h) != ledger.Gone || r.hasCleanup(h) {
+		return nil
+	}
+	klog.FromContext(ctx).Info("Releasing a device that its claim had before it was prepared with others",
+		"claim", klog.KRef(h.Namespace, h.Name), "claimUID", h.Holder.ID, "device", h.Device.String())
+	return r.release(h)
 }
 
 // hasCleanup reports whether a partition or sharing settings of a hold are to be removed before it ends.
