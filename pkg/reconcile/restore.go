@@ -324,7 +324,7 @@ func (r *Reconciler) devicesOf(ctx context.Context, claim podstate.KubeletClaim,
 	}
 	lives := r.mayLive(ctx, claim)
 	return slices.DeleteFunc(slices.Clone(claim.Devices), func(d podstate.PoolDevice) bool {
-		return slices.Contains(now.admin, d) || !lives && !slices.Contains(now.held, d)
+		return !slices.Contains(now.held, d) && (slices.Contains(now.admin, d) || !lives)
 	}), now.consumed
 }
 

@@ -71,6 +71,10 @@ func TestRestore(t *testing.T) {
 			g.claim("monitor", "c2", "admin:gpu-0", "admin:gpu-1", "admin:gpu-2")
 			g.claimState(kubeletClaim{"c1", "one", []string{"p1"}, []string{"gpu-1", "gpu-2"}}, kubeletClaim{"c2", "monitor", []string{"p2"}, []string{"gpu-0", "gpu-1", "gpu-2"}})
 		}, []string{"GPU-1: claim c1 restored [p1]", "GPU-2: claim c1 restored [p1]"}},
+		{"a claim with a share of a GPU and admin access to all", func(g *rig) {
+			g.claim("one", "c1", "4Gi:gpu-1", "admin:gpu-1", "admin:gpu-2")
+			g.claimState(kubeletClaim{"c1", "one", []string{"p1"}, []string{"gpu-1", "gpu-1", "gpu-2"}})
+		}, []string{"GPU-1: claim c1 restored [p1]"}},
 		{"a claim that kubelet has begun to prepare and was not given", func(g *rig) {
 			g.claim("one", "c1", "gpu-1")
 			g.claimState(kubeletClaim{"c1", "one", []string{"p1"}, nil})
