@@ -63,7 +63,8 @@ type Options struct {
 	Managed func(uuid string) bool
 	// Reset reports whether each handover resets the GPU.
 	Reset func(uuid string) bool
-	// Report is called when a GPU turns out not to be clean, once until it is clean again. Detail says more of the error.
+	// Report is called when a GPU that is healthy otherwise turns out not to be clean, once until it is clean again. Detail says more of the
+	// error.
 	Report func(uuid string, err error)
 }
 
@@ -84,6 +85,8 @@ type Cleaner struct {
 	users map[string]map[user]bool
 	// unclean says why the last attempt failed, by UUID.
 	unclean map[string]error
+	// reported are the GPUs of unclean that Report was called for.
+	reported map[string]bool
 	// cleaning are the GPUs with a handover in Run.
 	cleaning map[string]bool
 	changed  broadcast.Signal
@@ -119,7 +122,7 @@ var (
 func New(o Options) *Cleaner {
 	c := &Cleaner{
 		options: o, retry: retryDelay, patience: driverPatience,
-		users: map[string]map[user]bool{}, unclean: map[string]error{}, cleaning: map[string]bool{},
+		users: map[string]map[user]bool{}, unclean: map[string]error{}, reported: map[string]bool{}, cleaning: map[string]bool{},
 	}
 	for _, uuid := range o.Records.Keys() {
 		if record, _ := o.Records.Get(uuid); record.Unclean {
@@ -248,11 +251,11 @@ func (c *Cleaner) handOver(ctx context.Context, uuid string, starting bool) erro
 	case shared || !former && len(now) > 0 && recorded:
 		// The holders are those of before a restart, or use the GPU beside others: nothing to clean.
 	case (former || recorded) && (len(now) == 0 || starting || !c.options.Reset(uuid)):
+		c.recordUnclean(ctx, uuid) // clean removes the record
 		if err := c.clean(ctx, uuid); err != nil {
 			if len(now) == 0 {
 				c.setUsers(uuid, noHolder)
 			}
-			c.recordUnclean(ctx, uuid)
 			return c.failed(ctx, uuid, err)
 		}
 	case former:
@@ -299,6 +302,7 @@ func (c *Cleaner) adopt(ctx context.Context, uuid string, now map[user]bool) {
 	if c.unclean[uuid] != nil {
 		klog.FromContext(ctx).Info("GPU is clean again", "gpu", uuid)
 		delete(c.unclean, uuid)
+		delete(c.reported, uuid)
 		c.changed.Notify()
 	}
 }
@@ -307,17 +311,20 @@ func (c *Cleaner) failed(ctx context.Context, uuid string, err error) error {
 	if ctx.Err() != nil {
 		return fmt.Errorf("hand over GPU %s: %w", uuid, err)
 	}
-	if g, known := c.options.Inventory.Inventory().ByUUID(uuid); !known || !g.Health.Healthy() {
-		return fmt.Errorf("hand over GPU %s: %w", uuid, err) // it is not offered anyway, and the reason is reported
-	}
+	g, found := c.options.Inventory.Inventory().ByUUID(uuid)
 	c.mu.Lock()
 	known := c.unclean[uuid]
 	c.unclean[uuid] = err
+	// While the GPU is not offered for another reason, that one is reported.
+	report := found && g.Health.Healthy() && !c.reported[uuid]
+	if report {
+		c.reported[uuid] = true
+	}
 	c.mu.Unlock()
 	if known == nil || known.Error() != err.Error() {
 		c.changed.Notify()
 	}
-	if known == nil || errors.Is(known, errBefore) {
+	if report {
 		klog.FromContext(ctx).Info("GPU is not clean", "gpu", uuid, "reason", Detail(err))
 		c.options.Report(uuid, err)
 	}

@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -144,6 +145,8 @@ type fixture struct {
 	asked   int
 	managed bool
 	node    nodePods
+	// damaged is how many records cannot be read.
+	damaged int
 }
 
 // nodePods are the node's pods, which may be unknown.
@@ -165,7 +168,7 @@ func start(t *testing.T, f *fixture, reset bool) *fixture {
 		f = &fixture{driver: newDriver(), book: &book{}, dir: t.TempDir()}
 	}
 	records := NewRecords(f.dir, "boot")
-	if problems, err := records.Load(); err != nil || len(problems) > 0 {
+	if problems, err := records.Load(); err != nil || len(problems) != f.damaged {
 		t.Fatal(problems, err)
 	}
 	f.hardware = &inventory{}
@@ -704,4 +707,95 @@ func TestLostGPUIsTriedAgain(t *testing.T) {
 	if wait := c.wait(); wait != c.retry {
 		t.Errorf("waits for %s", wait)
 	}
+}
+
+// escape leaves a process on a GPU.
+func (f *fixture) escape(uuid string) {
+	f.driver.set(func() { f.driver.processes[uuid] = []int{4242} })
+}
+
+// An agent that finds the record of a used GPU damaged does not take the GPU for clean.
+func TestUnreadableRecordOfAnUncleanGPU(t *testing.T) {
+	f := &fixture{driver: newDriver(), dir: t.TempDir()}
+	f.life(t, "before", nil, func(t *testing.T) {
+		f.book.hold(claim("a", gpu))
+		f.settle()
+		f.escape(gpu)
+		f.book.hold()
+		f.settle()
+	})
+	if err := os.Truncate(f.dir+"/"+gpu, 10); err != nil {
+		t.Fatal(err)
+	}
+	f.damaged = 1
+	f.life(t, "after", []ledger.Hold{claim("next", gpu)}, func(t *testing.T) {
+		if f.unclean(gpu) == "" {
+			t.Error("the GPU is offered")
+		}
+		if err := f.Ensure(t.Context(), gpu); err == nil {
+			t.Error("the next claim is prepared beside a process")
+		}
+		f.driver.set(func() { f.driver.processes[gpu] = nil })
+		f.settle()
+		if reason := f.unclean(gpu); reason != "" {
+			t.Errorf("the GPU stays unclean: %s", reason)
+		}
+	})
+}
+
+// An attempt fails while the GPU is unhealthy for another reason. The GPU is not offered when that reason ends, and reported then.
+func TestUncleanGPUThatGetsHealthy(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := start(t, nil, false)
+		setLost := func(lost bool) {
+			f.hardware.mu.Lock()
+			defer f.hardware.mu.Unlock()
+			f.hardware.lost = lost
+		}
+		f.book.hold(claim("a", otherGPU))
+		f.settle()
+		setLost(true)
+		f.escape(otherGPU)
+		f.book.hold()
+		f.settle()
+		if len(f.reports) > 0 {
+			t.Errorf("reported beside the other reason: %v", f.reports)
+		}
+		setLost(false)
+		if f.unclean(otherGPU) == "" {
+			t.Error("the GPU is offered beside a process")
+		}
+		f.settle()
+		if len(f.reports) != 1 {
+			t.Errorf("reports are %v", f.reports)
+		}
+	})
+}
+
+// The agent dies during a handover to a claim, before an attempt has failed. The next agent does not take the claim for the former holder.
+func TestKilledDuringTheHandover(t *testing.T) {
+	f := &fixture{driver: newDriver(), dir: t.TempDir()}
+	var killed []byte
+	f.life(t, "before", nil, func(t *testing.T) {
+		f.book.hold(claim("a", gpu))
+		f.settle()
+		f.escape(gpu)
+		f.driver.set(func() { f.driver.hung[gpu] = true })
+		f.book.hold(claim("next", gpu))
+		synctest.Wait()
+		var err error
+		if killed, err = os.ReadFile(f.dir + "/" + gpu); err != nil {
+			t.Fatal(err)
+		}
+	})
+	if err := os.WriteFile(f.dir+"/"+gpu, killed, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	f.driver.set(func() { f.driver.hung[gpu] = false })
+	f.life(t, "after", []ledger.Hold{claim("next", gpu)}, func(t *testing.T) {
+		var inUse *InUseError
+		if err := f.Ensure(t.Context(), gpu); !errors.As(err, &inUse) {
+			t.Errorf("the next claim is prepared beside a process: %v", err)
+		}
+	})
 }

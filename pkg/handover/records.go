@@ -13,10 +13,10 @@ import (
 // settings do. All methods are safe for concurrent use.
 type Records struct{ *records.Store[string, before] }
 
-// before is the record of a GPU since its first holder. A GPU whose record is unreadable keeps its settings.
+// before is the record of a GPU since its first holder. A GPU whose record is unreadable keeps its settings, and may not be clean.
 type before struct {
 	Settings device.Settings `json:"settings"`
-	// Unclean means that the last attempt to clean the GPU failed.
+	// Unclean means that the last attempt to clean the GPU failed, or did not end.
 	Unclean bool `json:"unclean,omitempty"`
 }
 
@@ -24,6 +24,6 @@ type before struct {
 func NewRecords(dir, bootID string) *Records {
 	return &Records{records.New(records.Options[string, before]{
 		What: "settings of a GPU", Dir: dir, BootID: bootID, Name: url.PathEscape, Parse: url.PathUnescape,
-		Unreadable: func(string) before { return before{} },
+		Unreadable: func(string) before { return before{Unclean: true} },
 	})}
 }
