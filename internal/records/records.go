@@ -309,7 +309,7 @@ func (s *Store[K, V]) alive() error {
 
 func (s *Store[K, V]) exists(key K) bool {
 	var stat unix.Stat_t
-	return unix.Fstatat(int(s.dir.Fd()), s.options.Name(key), &stat, unix.AT_SYMLINK_NOFOLLOW) == nil
+	return !errors.Is(unix.Fstatat(int(s.dir.Fd()), s.options.Name(key), &stat, unix.AT_SYMLINK_NOFOLLOW), unix.ENOENT)
 }
 
 // page is the unit in which a tmpfs allocates. One write within a page is done or not done when the process ends.
@@ -341,16 +341,21 @@ func (s *Store[K, V]) write(key K, value V) error {
 	return errors.Join(err, unix.Close(fd))
 }
 
-// openFile opens the file of a key, and creates it if it is missing. Anything but a file in its place is removed.
+// openFile opens the file of a key, and creates it if it is missing. Anything but a file in its place is removed. After another error, such as
+// EMFILE, the file may be there.
 func (s *Store[K, V]) openFile(name string) (int, error) {
 	fd, err := s.openat(name, 0)
 	if err == nil {
 		return fd, nil
 	}
-	if !errors.Is(err, unix.ENOENT) {
+	switch {
+	case errors.Is(err, unix.ENOENT):
+	case errors.Is(err, unix.ELOOP), errors.Is(err, unix.EISDIR), errors.Is(err, unix.ENXIO): // a link, a directory, a pipe
 		if err := s.remove(name); err != nil {
 			return -1, err
 		}
+	default:
+		return -1, err
 	}
 	s.options.Step("create")
 	return s.openat(name, unix.O_CREAT)

@@ -188,3 +188,35 @@ func TestFullDisk(t *testing.T) {
 		t.Error("c is forgotten")
 	}
 }
+
+// A process without a free file descriptor removes no record.
+func TestNoFileDescriptor(t *testing.T) {
+	s, _ := open(t, options(filepath.Join(t.TempDir(), "facts"), "one"))
+	check(t, s.Put("a", fact{"first"}))
+	var before unix.Rlimit
+	check(t, unix.Getrlimit(unix.RLIMIT_NOFILE, &before))
+	next, err := unix.Open("/dev/null", unix.O_RDONLY, 0)
+	check(t, err)
+	check(t, unix.Close(next))
+	check(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: uint64(next), Max: before.Max}))
+	putErr, removed := s.Put("a", fact{"second"}), s.Removed()
+	check(t, unix.Setrlimit(unix.RLIMIT_NOFILE, &before))
+	if !errors.Is(putErr, unix.EMFILE) {
+		t.Errorf("Put returned %v", putErr)
+	}
+	if len(removed) > 0 {
+		t.Errorf("removed are %v", removed)
+	}
+	if again, _ := open(t, options(s.options.Dir, "one")); all(again)["a"] != "first" {
+		t.Errorf("on disk are %v", all(again))
+	}
+}
+
+// A record that cannot be looked at is not one that another process has removed.
+func TestRecordThatCannotBeLookedAt(t *testing.T) {
+	s, _ := open(t, options(filepath.Join(t.TempDir(), "facts"), "one"))
+	s.entries[strings.Repeat("a", 300)] = entry[fact]{} // ENAMETOOLONG
+	if removed := s.Removed(); len(removed) > 0 {
+		t.Errorf("removed are %v", removed)
+	}
+}

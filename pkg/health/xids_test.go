@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus/testutil"
+	"golang.org/x/sys/unix"
 	"k8s.io/client-go/tools/record"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -637,4 +638,32 @@ func TestXIDFromAClockAhead(t *testing.T) {
 	i.xids.begin(t.Context())
 	i.xids.take(t.Context(), device.XIDEvent{PCI: "0000:3b:00", XID: 94, GPUInstance: 5, ComputeInstance: noInstance, Sequence: 11, Time: time.Now()})
 	want(t, i, "MIG-5=XID/94")
+}
+
+// A second XID comes while the process has no file descriptor left. The GPU stays unhealthy: its record was not removed.
+func TestXIDWithoutFileDescriptors(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := xidWorld()
+		w.inventory.GPUs[0].Recovery, w.inventory.GPUs[1].Recovery = "", "" // only an administrator ends XIDs
+		i, _, stop := running(t, w, t.TempDir(), logged(5, "0000:1b:00", 95, noInstance, time.Now()))
+		want(t, i, "GPU-0=XID/95")
+		var before unix.Rlimit
+		next, err := unix.Open("/dev/null", unix.O_RDONLY, 0)
+		if err := errors.Join(err, unix.Close(next), unix.Getrlimit(unix.RLIMIT_NOFILE, &before)); err != nil {
+			t.Fatal(err)
+		}
+		if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: uint64(next), Max: before.Max}); err != nil {
+			t.Fatal(err)
+		}
+		i.xids.take(t.Context(), logged(6, "0000:1b:00", 48, noInstance, time.Now()))
+		if err := unix.Setrlimit(unix.RLIMIT_NOFILE, &before); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(2 * interval)
+		synctest.Wait()
+		if unhealthyOnes(i) == "" {
+			t.Error("the GPU is healthy")
+		}
+		stop()
+	})
 }
