@@ -5,7 +5,9 @@ package podstate
 import (
 	"bytes"
 	"cmp"
+	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -14,6 +16,7 @@ import (
 	"sync"
 	"unicode"
 
+	"golang.org/x/sys/unix"
 	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/tandem-gpu/tandem/internal/podstatus"
@@ -51,7 +54,7 @@ func Processes(proc, uid string) ([]Process, error) {
 		if err != nil || podOfProcess(cgroups) != uid {
 			continue
 		}
-		if p, ok := readProcess(proc, pid); ok {
+		if p, err := readProcess(proc, pid); err == nil {
 			found = append(found, p)
 		}
 	}
@@ -65,10 +68,11 @@ func Processes(proc, uid string) ([]Process, error) {
 	return found, nil
 }
 
-// InPods returns those of the processes that are in the cgroup of a pod, living or not. proc is the host's.
+// InPods returns those of the processes that are in the cgroup of a pod, living or not, or whose cgroup cannot be read. proc is the host's.
 func InPods(proc string, pids []int) (found []int) {
 	for _, pid := range pids {
-		if cgroups, err := os.ReadFile(filepath.Join(proc, strconv.Itoa(pid), "cgroup")); err == nil && podOfProcess(cgroups) != "" {
+		cgroups, err := os.ReadFile(filepath.Join(proc, strconv.Itoa(pid), "cgroup"))
+		if err != nil && !ended(err) || podOfProcess(cgroups) != "" {
 			found = append(found, pid)
 		}
 	}
@@ -109,8 +113,11 @@ func (p *Pods) Outsiders(proc, gpu string, pids []int, users Users) (outsiders [
 
 func (p *Pods) outsider(proc, gpu string, pid int, users Users, claims func() ([]KubeletClaim, error)) (o Outsider, outside bool) {
 	cgroups, err := os.ReadFile(filepath.Join(proc, strconv.Itoa(pid), "cgroup"))
-	if err != nil {
-		return Outsider{}, false // it has ended, or proc is that of other processes
+	switch {
+	case ended(err):
+		return Outsider{}, false // or proc is that of other processes
+	case err != nil:
+		return Outsider{Description: fmt.Sprintf("process %d, whose pod is not known: %v", pid, err)}, true
 	}
 	uid := podOfProcess(cgroups)
 	lives, may := uid != "" && p.lives(uid), uid != "" && !p.Synced()
@@ -121,12 +128,17 @@ func (p *Pods) outsider(proc, gpu string, pid int, users Users, claims func() ([
 	if may {
 		return Outsider{}, false
 	}
-	found, ok := readProcess(proc, pid)
+	read, err := readProcess(proc, pid)
+	found := read.String()
 	switch {
-	case !ok:
+	case ended(err):
 		return Outsider{}, false
+	case err != nil:
+		found = fmt.Sprintf("process %d", pid)
+	}
+	switch {
 	case uid == "":
-		return Outsider{Description: found.String()}, true
+		return Outsider{Description: found}, true
 	case !lives:
 		return Outsider{Description: fmt.Sprintf("%s of pod %s, which has ended", found, uid)}, true
 	}
@@ -186,13 +198,19 @@ func (p *Pods) lives(uid string) bool {
 	return known && !pod.deleted && !podstatus.Ended(pod.Pod)
 }
 
-func readProcess(proc string, pid int) (p Process, ok bool) {
+// ended reports whether an error from proc means that the process has ended. After another one, such as EMFILE, it may run.
+func ended(err error) bool { return errors.Is(err, fs.ErrNotExist) || errors.Is(err, unix.ESRCH) }
+
+func readProcess(proc string, pid int) (Process, error) {
 	stat, err := os.ReadFile(filepath.Join(proc, strconv.Itoa(pid), "stat"))
 	if err != nil {
-		return Process{}, false // it has ended
+		return Process{}, fmt.Errorf("read process %d: %w", pid, err)
 	}
 	command, state, ok := parseStat(stat)
-	return Process{pid, command, state}, ok
+	if !ok {
+		return Process{}, fmt.Errorf("read process %d: unexpected contents %q", pid, stat)
+	}
+	return Process{pid, command, state}, nil
 }
 
 // podOfProcess returns the pod of a process from its list of cgroups. The first pod in a path is meant: a pod may name cgroups below

@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
+	"strings"
 	"testing"
 )
 
@@ -39,5 +41,34 @@ func TestProcesses(t *testing.T) {
 	}
 	if _, err := Processes(filepath.Join(proc, "absent"), podA); err == nil {
 		t.Error("no error without proc")
+	}
+}
+
+// A process whose files cannot be read for another reason than its end, such as EMFILE, counts as one that uses the GPU.
+func TestUnreadableProcess(t *testing.T) {
+	proc := t.TempDir()
+	write := func(pid, name, text string) {
+		must(t, os.MkdirAll(filepath.Join(proc, pid), 0o755))
+		if text == "" {
+			must(t, os.Mkdir(filepath.Join(proc, pid, name), 0o755)) // EISDIR
+			return
+		}
+		must(t, os.WriteFile(filepath.Join(proc, pid, name), []byte(text), 0o600))
+	}
+	write("1", "cgroup", "")
+	write("1", "stat", "1 (python3) R 1")
+	write("2", "cgroup", "0::/user.slice\n")
+	write("2", "stat", "")
+	write("3", "cgroup", "0::/user.slice\n") // it ends meanwhile
+	p := &Pods{kubeletDir: t.TempDir()}
+	var described []string
+	for _, o := range p.Outsiders(proc, "GPU-0", []int{1, 2, 3, 4}, Users{}) {
+		described = append(described, o.Description)
+	}
+	if len(described) != 2 || !strings.Contains(described[0], "process 1, whose pod is not known: ") || described[1] != "process 2" {
+		t.Errorf("outsiders are %q", described)
+	}
+	if got := InPods(proc, []int{1, 2, 4}); !slices.Equal(got, []int{1}) {
+		t.Errorf("in pods are %v", got)
 	}
 }
