@@ -47,6 +47,8 @@ type preparation struct {
 type onDemand struct {
 	entry  int
 	device device.Device
+	// err says why it could not be created.
+	err error
 }
 
 // sharedGroup is the devices of a claim that one entry of its parameters is about, or one device of which the claim has a share.
@@ -122,7 +124,7 @@ func (d *Driver) planResult(ctx context.Context, p *preparation, result resource
 		return err
 	}
 	if demanded {
-		p.onDemand = append(p.onDemand, onDemand{entry, found})
+		p.onDemand = append(p.onDemand, onDemand{entry: entry, device: found})
 	} else if err := d.checkThere(ctx, p, result, found); err != nil {
 		return err
 	} else {

@@ -139,6 +139,35 @@ func TestPrepareMakesPartitions(t *testing.T) {
 	}
 }
 
+// The partitions of all claims of a pod are created at the same time. One GPU after the other could take longer than kubelet waits.
+func TestPrepareMakesPartitionsOfManyGPUs(t *testing.T) {
+	t.Parallel()
+	const gpus = 3
+	made := &fakePartitions{known: map[device.Ref]device.Partition{}}
+	var together sync.WaitGroup
+	made.onRecord = func() { together.Done(); together.Wait() }
+	r := newRig(t, dynamicMachine(gpus), func(c *Config) { c.Partitions = made })
+	claims := []*resourceapi.ResourceClaim{newClaim("a", "gpu-0-mig-3g40gb-9-4", "gpu-1-mig-3g40gb-9-4"), newClaim("b", "gpu-2-mig-3g40gb-9-4")}
+	for _, c := range claims {
+		for i, result := range c.Status.Allocation.Devices.Results {
+			gpu := strings.TrimPrefix(device.GPUName(result.Device), "gpu-")
+			c.Status.Allocation.Devices.Results[i].Pool = testNode + "/gpu-0" + gpu
+		}
+	}
+	together.Add(gpus)
+	if err := r.ask(t.Context(), claims...); err != nil {
+		t.Error(err)
+	}
+	if got := len(r.ledger.Holds()); got != gpus {
+		t.Errorf("%d holds, want %d: %s", got, gpus, r.holders())
+	}
+	made.err, made.known = errors.New("the driver says no"), map[device.Ref]device.Partition{}
+	together.Add(gpus)
+	if err := r.ask(t.Context(), claims...); err == nil || strings.Count(err.Error(), "the driver says no") != 1 {
+		t.Errorf("without partitions: %v", err)
+	}
+}
+
 func TestPrepareWholeDynamicGPU(t *testing.T) {
 	t.Parallel()
 	r, made := newDynamicRig(t)

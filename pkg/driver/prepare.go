@@ -54,7 +54,7 @@ func (d *Driver) PrepareResourceClaims(ctx context.Context, claims []*resourceap
 	if ok && len(podsFirst.Slots) > 0 {
 		d.waitForPods(ctx, preparations)
 	}
-	ok = ok && each(ctx, preparations, d.reserve) && each(ctx, preparations, d.handOver) && each(ctx, preparations, d.createPartitions) &&
+	ok = ok && each(ctx, preparations, d.reserve) && each(ctx, preparations, d.handOver) && d.createPartitions(ctx, preparations) &&
 		d.applySharing(ctx, preparations) && d.ensureSpecs(ctx, preparations)
 	for _, p := range preparations {
 		if !ok && !p.keepOnError {
@@ -154,41 +154,70 @@ func (d *Driver) handOver(ctx context.Context, p *preparation) error {
 	return cmp.Or(errs...)
 }
 
-// Step 5: create the partitions, and make dynamic GPUs whole. Only the GPU is locked meanwhile.
-func (d *Driver) createPartitions(ctx context.Context, p *preparation) error {
+// Step 5: create the partitions of all claims, and make dynamic GPUs whole, on all GPUs at the same time. Only the GPU is locked meanwhile. One
+// GPU after the other may take longer than kubelet waits, and its next attempt begins anew: the partitions of this one are destroyed.
+func (d *Driver) createPartitions(ctx context.Context, preparations []*preparation) bool {
+	byGPU := map[string][]func() error{}
+	for _, p := range preparations {
+		for i := range p.onDemand {
+			o := &p.onDemand[i]
+			gpu := o.device.GPU.UUID
+			byGPU[gpu] = append(byGPU[gpu], func() error { o.err = d.createPartition(ctx, p, o); return o.err })
+		}
+	}
+	var all sync.WaitGroup
+	for _, creations := range byGPU {
+		one := func() {
+			for _, create := range creations {
+				if create() != nil {
+					return // before the others of this GPU in showPartitions, too
+				}
+			}
+		}
+		if len(byGPU) == 1 {
+			one() // without the cost of a goroutine
+		} else {
+			all.Go(one)
+		}
+	}
+	all.Wait()
+	return each(ctx, preparations, d.showPartitions)
+}
+
+// createPartition makes o.device exist.
+func (d *Driver) createPartition(ctx context.Context, p *preparation, o *onDemand) error {
+	reserved := func() error { return d.reserved(p) }
+	if o.device.Whole() {
+		return d.Partitions.EnsureWhole(ctx, o.device.GPU.UUID, reserved)
+	}
+	created, err := d.Partitions.Create(ctx, partition.Request{Partition: o.device.Partition, Reserved: reserved, Publish: d.Specs.Add})
+	if err == nil {
+		o.device.Partition = created
+	}
+	return err
+}
+
+// showPartitions has the answer contain what was created for a claim, or returns the first error.
+func (d *Driver) showPartitions(ctx context.Context, p *preparation) error {
 	for _, o := range p.onDemand {
-		err := d.createPartition(ctx, p, o)
-		if unmanaged, ok := errors.AsType[*partition.UnmanagedError](err); ok {
+		if unmanaged, ok := errors.AsType[*partition.UnmanagedError](o.err); ok {
 			// A claim in conflict holds nothing.
 			d.cancel(ctx, p)
 			conflict := ledger.Conflict{Message: unmanaged.Error(), Devices: []device.Ref{o.device.Ref()}}
 			return d.recordConflict(ctx, p, kindPartition, reasonUnmanagedPartition, adviceWait, conflict)
 		}
-		if err != nil {
-			return refuse(reasonPartitionNotMade, "device %s cannot be created, retrying: %v", p.answer[o.entry].DeviceName, err)
+		if o.err != nil {
+			return refuse(reasonPartitionNotMade, "device %s cannot be created, retrying: %v", p.answer[o.entry].DeviceName, o.err)
 		}
-	}
-	return nil
-}
-
-func (d *Driver) createPartition(ctx context.Context, p *preparation, o onDemand) error {
-	reserved := func() error { return d.reserved(p) }
-	if o.device.Whole() {
-		if err := d.Partitions.EnsureWhole(ctx, o.device.GPU.UUID, reserved); err != nil {
-			return err
+		d.show(p, o.entry, o.device)
+		if o.device.Whole() {
+			continue
 		}
-		d.show(p, o.entry, device.Device{GPU: o.device.GPU})
-		return nil
-	}
-	created, err := d.Partitions.Create(ctx, partition.Request{Partition: o.device.Partition, Reserved: reserved, Publish: d.Specs.Add})
-	if err != nil {
-		return err
-	}
-	d.show(p, o.entry, device.Device{GPU: o.device.GPU, Partition: created})
-	for _, g := range p.groups {
-		for i := range g.devices {
-			if g.devices[i].Ref() == created.Ref {
-				g.devices[i].Partition = created
+		for _, g := range p.groups {
+			for i := range g.devices {
+				if g.devices[i].Ref() == o.device.Ref() {
+					g.devices[i].Partition = o.device.Partition
+				}
 			}
 		}
 	}
