@@ -157,6 +157,22 @@ func TestRestoreOfLateGPU(t *testing.T) {
 	g.stays("GPU-0: claim c1 restored [p1]", "GPU-1: claim c1 restored [p1]")
 }
 
+// A claim whose device comes late is prepared anew with another one meanwhile.
+func TestRestoreOfLateClaimWithAnotherDevice(t *testing.T) {
+	g := newRig(t, "GPU-1")
+	g.claim("one", "c1", "gpu-9")
+	g.claimState(kubeletClaim{"c1", "one", []string{"p1"}, []string{"gpu-9"}})
+	must(t, g.r.Restore(t.Context()))
+	g.claim("one", "c1", "gpu-1")
+	g.claimState(kubeletClaim{"c1", "one", []string{"p1"}, []string{"gpu-1"}})
+	left, err := g.r.RestoreLate(t.Context())
+	must(t, err)
+	g.want("GPU-1: claim c1 restored [p1]")
+	if left {
+		t.Error("the claim is late still")
+	}
+}
+
 // fullDisk has no room for the first record.
 type fullDisk struct {
 	*ledger.Ledger
