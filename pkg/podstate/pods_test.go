@@ -333,7 +333,8 @@ func TestStateBefore(t *testing.T) {
 	f := newTree(t)
 	f.group(podB, busyGroup)
 	p := known(t, f, pod(podB, "b", names("one"), ranOnce))
-	state := fmt.Sprintf(`{"ClaimInfoStateList":[{"ClaimUID":"claim-uid","PodUIDs":{%q:{}},"DriverState":{"gpu.nvidia.com":{"Devices":[{"PoolName":"n"}]}}}]}`, podB)
+	state := fmt.Sprintf(`{"ClaimInfoStateList":[{"ClaimUID":"claim-uid","PodUIDs":{%q:{}},
+		"DriverState":{"gpu.nvidia.com":{"Devices":[{"PoolName":"n"}]}}}]}`, podB)
 	file, err := json.Marshal(map[string]any{"Data": state, "Checksum": crc32.ChecksumIEEE([]byte(state))})
 	must(t, err)
 	must(t, os.WriteFile(ClaimStatePath(p.kubeletDir), file, 0o600))
