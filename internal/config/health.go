@@ -4,6 +4,7 @@ package config
 
 import (
 	"cmp"
+	"maps"
 	"slices"
 	"strconv"
 	"strings"
@@ -60,9 +61,9 @@ func (r HealthRule) check(p *problems, at string) {
 	if r == (HealthRule{}) {
 		p.add(at, "has no effect: set contained, fabric, memory, reset, reboot, lost or several of them")
 	}
-	for class, actions := range faultActions {
+	for _, class := range slices.Sorted(maps.Keys(faultActions)) { // the agent reports a file again when its mistakes read differently
 		if action := r.of(class); action != "" {
-			oneOf(p, at+"."+string(class), action, actions...)
+			oneOf(p, at+"."+string(class), action, faultActions[class]...)
 		}
 	}
 }

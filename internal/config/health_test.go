@@ -125,3 +125,19 @@ func TestHealthRules(t *testing.T) {
 		}
 	}
 }
+
+// The agent reports a wrong file once for each text of its mistakes.
+func TestOneFileHasOneTextOfMistakes(t *testing.T) {
+	file := []byte("version: v1\ntandem: {health: {fabric: ResetWhenIdle, reboot: ResetWhenIdle, lost: Ignore}}\n")
+	texts := map[string]int{}
+	for range 100 {
+		_, err := CheckFile(file, UnknownKeysError)
+		if err == nil {
+			t.Fatal("accepted")
+		}
+		texts[err.Error()]++
+	}
+	if len(texts) != 1 {
+		t.Errorf("one file has several texts: %v", texts)
+	}
+}
