@@ -525,6 +525,22 @@ func TestConfigChangesNoPod(t *testing.T) {
 	}
 }
 
+// YAML would make of some arguments an object or a comment.
+func TestExtraArgsAreTakenAsTheyAre(t *testing.T) {
+	t.Parallel()
+	const args = `["--a=x: y","--b=1 #2","-v=5"]`
+	want := []string{"--a=x: y", "--b=1 #2", "-v=5"}
+	set := []string{"extraArgs=" + args, "controller.extraArgs=" + args}
+	for what, c := range map[string]corev1.Container{
+		"agent":      ask[appsv1.DaemonSet](t, "DaemonSet", "", set...).Spec.Template.Spec.Containers[0],
+		"controller": ask[appsv1.Deployment](t, "Deployment", "", set...).Spec.Template.Spec.Containers[0],
+	} {
+		if got := c.Args[max(0, len(c.Args)-len(want)):]; !slices.Equal(got, want) {
+			t.Errorf("%s: the last arguments are %q", what, got)
+		}
+	}
+}
+
 func TestRejects(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
