@@ -648,6 +648,112 @@ func TestSchemaMatchesValues(t *testing.T) {
 	}
 }
 
+// A key without a value in a values file removes the chart's default, and the schema does not see it. Either the chart says so, or what it
+// renders works.
+func TestKeysWithoutAValue(t *testing.T) {
+	t.Parallel()
+	var values map[string]any
+	decodeFile(t, "tandem/values.yaml", &values)
+	without := func(t *testing.T, file string, keys []string) ([]byte, error) {
+		t.Helper()
+		none := map[string]any{}
+		for _, key := range keys {
+			at, path := none, strings.Split(key, "/")
+			for _, name := range path[:len(path)-1] {
+				section, ok := at[name].(map[string]any)
+				if !ok {
+					section = map[string]any{}
+					at[name] = section
+				}
+				at = section
+			}
+			at[path[len(path)-1]] = nil
+		}
+		text, err := json.Marshal(none)
+		if err != nil {
+			t.Fatal(err)
+		}
+		blank := filepath.Join(t.TempDir(), "blank.yaml")
+		if err := os.WriteFile(blank, text, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return run("template", "tandem", "tandem", "--namespace", "tandem-system", "-f", file, "-f", blank)
+	}
+	named := func(out []byte) (keys []string) {
+		_, list, _ := strings.Cut(string(out), "the chart needs one: ")
+		list, _, _ = strings.Cut(list, ". A key")
+		if list == "" {
+			return nil
+		}
+		return strings.Split(strings.ReplaceAll(list, ".", "/"), ", ")
+	}
+	sections, leaves := keysOf("", values)
+	needed := map[string]bool{"image/repository": true} // has its own message
+	for _, keys := range [][]string{topmost(sections), leaves, append(deeper(sections), "driverName")} {
+		out, err := without(t, valuesFile("default"), keys)
+		if err == nil || strings.Contains(string(out), "nil pointer") || len(named(out)) == 0 {
+			t.Fatalf("without %v: %v\n%s", keys, err, out)
+		}
+		for _, key := range named(out) {
+			if !slices.Contains(keys, key) {
+				t.Errorf("%s is named, and has a value", key)
+			}
+			needed[key] = true
+		}
+	}
+	var free []string
+	for _, key := range append(sections, leaves...) {
+		inside := false // of a section that is needed, or in one that is null already
+		for other := range needed {
+			inside = inside || strings.HasPrefix(other, key+"/")
+		}
+		if !needed[key] && !inside {
+			free = append(free, key)
+		}
+	}
+	out, err := without(t, valuesFile("default"), free)
+	if err != nil {
+		t.Fatalf("without %v: %v\n%s", free, err, out)
+	}
+	for _, object := range decode(t, out) {
+		env := map[string]string{"NODE_NAME": "node-1", "NAMESPACE": "tandem-system", "POD_NAME": "tandem-controller-5d8b-x2x4z"}
+		lookup := func(key string) (string, bool) { value, ok := env[key]; return value, ok }
+		var err error
+		switch o := object.(type) {
+		case *appsv1.DaemonSet:
+			_, err = config.Load(o.Spec.Template.Spec.Containers[0].Args, lookup, io.Discard)
+		case *appsv1.Deployment:
+			_, err = config.LoadController(o.Spec.Template.Spec.Containers[0].Args, lookup, io.Discard)
+		}
+		if err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// keysOf are the paths of a values file whose default is not null: sections, and others.
+func keysOf(above string, values map[string]any) (sections, leaves []string) {
+	for name, value := range values {
+		switch v := value.(type) {
+		case nil:
+		case map[string]any:
+			inner, more := keysOf(above+name+"/", v)
+			sections, leaves = append(append(sections, above+name), inner...), append(leaves, more...)
+		default:
+			leaves = append(leaves, above+name)
+		}
+	}
+	return sections, slices.DeleteFunc(leaves, func(key string) bool { return strings.Contains(key, "kubernetes.io/") })
+}
+
+func topmost(keys []string) []string {
+	return slices.DeleteFunc(slices.Clone(keys), func(key string) bool { return strings.Contains(key, "/") })
+}
+
+func deeper(keys []string) []string {
+	return slices.DeleteFunc(slices.Clone(keys), func(key string) bool { return !strings.Contains(key, "/") })
+}
+
 func decodeFile(t *testing.T, path string, into any) {
 	t.Helper()
 	data, err := os.ReadFile(path)

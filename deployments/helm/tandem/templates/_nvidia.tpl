@@ -6,7 +6,7 @@ files/nvidia-keys.yaml lists them. "tandem.nvidia" moves them to this chart's ke
 {{- $v := .Values -}}
 {{- range (include "tandem.nvidia.keys" . | fromYaml).moved -}}
 {{- $value := include "tandem.nvidia.at" (list $v .key) | fromJson | values | first -}}
-{{- if and $value (not (and .real $v.simulated.profile)) -}}
+{{- if and $value (not (and .real (dig "profile" "" (default dict $v.simulated)))) -}}
 {{- with .add -}}
 {{- $value = merge (deepCopy $value) . -}}
 {{- end -}}
@@ -163,4 +163,34 @@ files/nvidia-keys.yaml lists them. "tandem.nvidia" moves them to this chart's ke
 {{- define "tandem.configMap" -}}
 {{- $own := ternary (printf "%s-configs" (include "tandem.fullname" .)) (include "tandem.fullname" .) (eq (include "tandem.config" .) "several") -}}
 {{- .Values.config.name | default $own -}}
+{{- end }}
+
+{{/*
+The keys without a value that the templates, the agent or the controller cannot do without, as a JSON list. A section is before its keys. The schema does
+not see such a key, and must not require it: --reuse-values leaves out the keys that are new.
+*/}}
+{{- define "tandem.missing" -}}
+{{- $v := .Values -}}
+{{- $absent := list -}}
+{{- $missing := list -}}
+{{- range list
+  "admissionPolicy" "admissionPolicy.create" "cdiDeviceNames" "cdiDir" "cdiHook" "cgroupRoot" "claimParameters" "controller"
+  "controller.podDisruptionBudget" "controller.serviceAccount" "controller.serviceAccount.create" "crds" "crds.create" "criticalPodsQuota"
+  "devRoot" "deviceClasses" "deviceClasses.countInQuota" "driverName" "driverRoot" "flowControl" "image" "kubeletDir" "logVerbosity"
+  "metrics" "metrics.podMonitor" "metrics.port" "metrics.service" "metrics.service.create" "metrics.serviceMonitor" "mps"
+  "mps.serviceAccount" "mps.serviceAccount.create" "networkPolicy" "nvml" "podPolicy" "podPolicy.action" "rbac" "rbac.create"
+  "resourceName" "runDir" "serviceAccount" "serviceAccount.create" "simulated" "simulated.profile" "simulated.root" "webhook"
+  "webhook.port" -}}
+{{- $at := $v -}}
+{{- range splitList "." . -}}
+{{- $at = kindIs "map" $at | ternary (index (kindIs "map" $at | ternary $at dict) .) nil -}}
+{{- end -}}
+{{- if kindIs "invalid" $at -}}
+{{- if not (has (splitList "." . | initial | join ".") $absent) -}}
+{{- $missing = append $missing . -}}
+{{- end -}}
+{{- $absent = append $absent . -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $missing -}}
 {{- end }}
