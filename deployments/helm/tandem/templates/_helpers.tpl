@@ -42,8 +42,8 @@
 
 {{/* Flags of both agent and controller. */}}
 {{- define "tandem.instanceLabels" -}}
-app.kubernetes.io/name: {{ include "tandem.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ include "tandem.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{/* Whether the agents label their nodes. */}}
