@@ -4,6 +4,7 @@ package helm_test
 
 import (
 	"bytes"
+	"encoding/json"
 	"fmt"
 	"os"
 	"slices"
@@ -46,6 +47,57 @@ func ask[T any](t *testing.T, kind, suffix string, set ...string) *T {
 		}
 	}
 	return nil
+}
+
+// Server-side apply refuses two variables of one name. extraEnv wins, or is refused.
+func TestNoVariableTwice(t *testing.T) {
+	t.Parallel()
+	type container struct{ name, extra, refused string }
+	for _, file := range []string{"default", "runtimeclass"} {
+		for _, c := range []container{{"DaemonSet", "extraEnv", "in extraEnv"}, {"Deployment", "controller.extraEnv", "in controller.extraEnv"}} {
+			env := daemonSet(t, file).Spec.Template.Spec.Containers[0].Env
+			if c.name == "Deployment" {
+				env = find[*appsv1.Deployment](t, file).Spec.Template.Spec.Containers[0].Env
+			}
+			var own []corev1.EnvVar
+			for _, e := range env {
+				if e.Name != "GOMEMLIMIT" && e.Name != "NVIDIA_VISIBLE_DEVICES" {
+					own = append(own, corev1.EnvVar{Name: e.Name, Value: "x"})
+				}
+			}
+			text, err := json.Marshal(own)
+			if err != nil {
+				t.Fatal(err)
+			}
+			out, err := run("template", "tandem", "tandem", "-f", valuesFile(file), "--set-json", c.extra+"="+string(text))
+			if err == nil {
+				t.Errorf("%s, %s: accepted", file, c.extra)
+			}
+			for _, e := range own {
+				if !strings.Contains(string(out), e.Name+" "+c.refused) {
+					t.Errorf("%s: %s %s is not named: %s", file, e.Name, c.refused, out)
+				}
+			}
+		}
+		const visible = `=[{"name":"NVIDIA_VISIBLE_DEVICES","value":"none"}]`
+		for _, key := range []string{"extraEnv", "kubeletPlugin.containers.gpus.env"} {
+			for _, object := range decode(t, renderWith(t, "-f", valuesFile(file), "--set-json", key+visible)) {
+				set, ok := object.(*appsv1.DaemonSet)
+				if !ok {
+					continue
+				}
+				var values []string
+				for _, e := range set.Spec.Template.Spec.Containers[0].Env {
+					if e.Name == "NVIDIA_VISIBLE_DEVICES" {
+						values = append(values, e.Value)
+					}
+				}
+				if !slices.Equal(values, []string{"none"}) {
+					t.Errorf("%s, %s: NVIDIA_VISIBLE_DEVICES is %v", file, key, values)
+				}
+			}
+		}
+	}
 }
 
 // Go collects garbage before the kernel ends the process. The limit follows the container's, and extraEnv wins.
