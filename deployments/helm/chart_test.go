@@ -544,7 +544,8 @@ func TestExtraArgsAreTakenAsTheyAre(t *testing.T) {
 // Helm allows names that YAML takes for numbers.
 func TestNamesThatAreNumbers(t *testing.T) {
 	t.Parallel()
-	out, err := run("template", "2026", "tandem", "--namespace", "2026", "-f", valuesFile("everything"), "--set", "fullnameOverride=gpus,nameOverride=0x1",
+	out, err := run("template", "2026", "tandem", "--namespace", "2026", "-f", valuesFile("everything"),
+		"--set", "fullnameOverride=gpus,nameOverride=0x1",
 		"--set-string", "metrics.dashboard.namespace=7", "--set",
 		"networkPolicy.create=true,networkPolicy.webhookFrom[0].podSelector.matchLabels.a=b,networkPolicy.metricsFrom[0].podSelector.matchLabels.a=b")
 	if err != nil {
@@ -557,7 +558,8 @@ func TestNamesThatAreNumbers(t *testing.T) {
 		}
 	}
 	// A release without Services may have a name that no Service could have.
-	if out, err := run("template", "tandem", "tandem", "--is-upgrade", "-f", valuesFile("default"), "--set", "fullnameOverride=7gpus,webhook.enabled=false"); err != nil {
+	out, err = run("template", "tandem", "tandem", "--is-upgrade", "-f", valuesFile("default"), "--set", "fullnameOverride=7gpus,webhook.enabled=false")
+	if err != nil {
 		t.Errorf("an upgrade without Services: %v\n%s", err, out)
 	}
 }
@@ -604,11 +606,12 @@ func TestRejects(t *testing.T) {
 		"daemons with rights":   {[]string{"--set", "mps.serviceAccount.name=tandem"}, "need a service account each"},
 		"long name":             {[]string{"--set", "fullnameOverride=" + strings.Repeat("x", 50)}, "at most 49 characters are allowed"},
 		"long name of a metric": {[]string{"--set", "metrics.service.create=true,fullnameOverride=" + strings.Repeat("x", 45)}, "at most 44 characters are allowed"},
-		"long name, upgrade":    {[]string{"--is-upgrade", "--set", "metrics.service.create=true,fullnameOverride=" + strings.Repeat("x", 45)}, "at most 44 characters are allowed"},
-		"name with a dot":       {[]string{"--set", "fullnameOverride=gpu.prod"}, "the name gpu.prod of the release's objects is not allowed"},
-		"name with a digit":     {[]string{"--set", "fullnameOverride=7gpus"}, "the name 7gpus of the release's objects is not allowed"},
-		"name in capitals":      {[]string{"--is-upgrade", "--set", "fullnameOverride=GPU_prod"}, "the name GPU_prod of the release's objects is not allowed"},
-		"agent's account":       {[]string{"--set", "serviceAccount.create=false"}, "serviceAccount.name is not set"},
+		"long name, upgrade": {[]string{"--is-upgrade", "--set",
+			"metrics.service.create=true,fullnameOverride=" + strings.Repeat("x", 45)}, "at most 44 characters are allowed"},
+		"name with a dot":   {[]string{"--set", "fullnameOverride=gpu.prod"}, "the name gpu.prod of the release's objects is not allowed"},
+		"name with a digit": {[]string{"--set", "fullnameOverride=7gpus"}, "the name 7gpus of the release's objects is not allowed"},
+		"name in capitals":  {[]string{"--is-upgrade", "--set", "fullnameOverride=GPU_prod"}, "the name GPU_prod of the release's objects"},
+		"agent's account":   {[]string{"--set", "serviceAccount.create=false"}, "serviceAccount.name is not set"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			out, err := run(append([]string{"template", "tandem", "tandem", "-f", valuesFile("default")}, c.args...)...)
