@@ -158,17 +158,21 @@ func (d *Driver) handOver(ctx context.Context, p *preparation) error {
 // GPU after the other may take longer than kubelet waits, and its next attempt begins anew: the partitions of this one are destroyed.
 func (d *Driver) createPartitions(ctx context.Context, preparations []*preparation) bool {
 	byGPU := map[string][]func() error{}
+	var gpus []string // in the order of the claims, so that a simulation is the same each time
 	for _, p := range preparations {
 		for i := range p.onDemand {
 			o := &p.onDemand[i]
 			gpu := o.device.GPU.UUID
+			if byGPU[gpu] == nil {
+				gpus = append(gpus, gpu)
+			}
 			byGPU[gpu] = append(byGPU[gpu], func() error { o.err = d.createPartition(ctx, p, o); return o.err })
 		}
 	}
 	var all sync.WaitGroup
-	for _, creations := range byGPU {
+	for _, gpu := range gpus {
 		one := func() {
-			for _, create := range creations {
+			for _, create := range byGPU[gpu] {
 				if create() != nil {
 					return // before the others of this GPU in showPartitions, too
 				}
