@@ -72,7 +72,7 @@ func List() []Mutation {
 			What: "an unreadable claim state of kubelet counts as one without the claim",
 			Harm: "a GPU is given away while kubelet may start a pod with it",
 			Changes: []Change{Edit("pkg/podstate", "Pods", "evidenceOf",
-				"evidence{prepared: remembered || err != nil,", "evidence{prepared: remembered || err != nil && false,")},
+				"e.prepared = remembered || err != nil", "e.prepared = remembered || err != nil && false")},
 		},
 		{
 			Name: "same-uuid", Tier: Test, Package: "./pkg/cdi", By: "TestRemadeWithOtherNodes",
