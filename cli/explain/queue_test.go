@@ -17,6 +17,8 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/capacity"
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 // TestQueue: the list says what a pod requests and why it waits, from the pod and the GPUNodes alone.
@@ -203,6 +205,27 @@ func TestQueueOfClaims(t *testing.T) {
 	pod.Namespace = "b"
 	if reason := q.Reason(pod); reason != "ResourceClaim own does not exist" {
 		t.Errorf("in another namespace: %q", reason)
+	}
+}
+
+// TestQueueOfShares: what is left of shared GPUs is counted for a claim that requests a share by the usual selector.
+func TestQueueOfShares(t *testing.T) {
+	_, n, _ := reported("n1", false)
+	n.Status.Devices[0].Sharing = &v1alpha1.DeviceSharing{Claims: v1alpha1.ClaimSharing(device.ByMemory), Memory: 8 << 30}
+	share := exactly(1, ofShared)
+	share[0].Exactly.Capacity = &resourceapi.CapacityRequirements{Requests: map[resourceapi.QualifiedName]resource.Quantity{capacity.Memory: resource.MustParse("16Gi")}}
+	name := types.NamespacedName{Namespace: "ns", Name: "c"}
+	q := NewQueue([]v1alpha1.GPUNode{n})
+	q.Know(Requested{
+		Driver: testDriver, Classes: []resourceapi.DeviceClass{gpuClass()},
+		Claims: map[types.NamespacedName]*resourceapi.ResourceClaim{name: {Spec: resourceapi.ResourceClaimSpec{Devices: resourceapi.DeviceClaim{Requests: share}}}},
+	})
+	pod := newPod("p", func(p *corev1.Pod) {
+		p.Spec.ResourceClaims = []corev1.PodResourceClaim{{Name: "gpu", ResourceClaimName: new("c")}}
+		p.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Message: "0/1 nodes are available: 1 cannot allocate all claims."}}
+	})
+	if got, want := q.Reason(pod), "no node has 16384 MiB left on 1 GPU: n1 has 8192 MiB at most"; got != want {
+		t.Errorf("%q, want %q", got, want)
 	}
 }
 

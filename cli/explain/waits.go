@@ -123,12 +123,15 @@ func (f Facts) counted(needs []need) string {
 		return whyNone(nodes, request{Devices: n.count, Limits: n.resource})
 	case n.resource != "":
 		return whyNone(nodes, request{Devices: n.count, Resource: n.resource})
-	case n.all || len(n.selectors) > 1 || !whole:
+	case n.all || !whole || len(n.selectors)-len(n.own) > 1 || slices.ContainsFunc(n.own, func(own string) bool { return own != ofShared }):
 		return "" // it is not known which devices the selectors select
 	default:
 		return whyNone(nodes, request{Devices: n.count, Memory: n.capacity[capacity.Memory], Shares: n.capacity[capacity.Shares]})
 	}
 }
+
+// ofShared is the selector of GPUs that claims share.
+const ofShared = "device.allowMultipleAllocations"
 
 // offersGPUs reports whether an extended resource is that of the GPUs of a node, or the usual one.
 func (f Facts) offersGPUs(resource string) bool {
