@@ -147,10 +147,10 @@ func TestRestoreOfLateGPU(t *testing.T) {
 	state := []kubeletClaim{{"c1", "one", []string{"p1"}, []string{"gpu-0", "gpu-1"}}, {"c2", "two", nil, []string{"gpu-2"}}}
 	g.claimState(state...)
 	must(t, g.r.Restore(t.Context()))
+	// kubelet has unprepared the other one meanwhile. A pass that has read its state of before may still take a hold, which ends later.
+	g.claimState(state[0])
 	g.run()
 	g.await("GPU-0: claim c1 restored [p1]")
-	// kubelet has unprepared the other one meanwhile.
-	g.claimState(state[0])
 	g.setGPUs("GPU-0", "GPU-1")
 	g.await("GPU-0: claim c1 restored [p1]", "GPU-1: claim c1 restored [p1]")
 	g.setGPUs("GPU-0", "GPU-1", "GPU-2")
