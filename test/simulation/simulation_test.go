@@ -711,6 +711,7 @@ func TestSelfTest(t *testing.T) {
 		// passes are words of faults that come of it as well. Another world must have the one that is meant.
 		passes []string
 	}{
+		// The holds of claims name another GPU then (unknownPods), which is handed over and divided in place of the real one.
 		"the check of one API against the other":   {faults{noCrossCheck: true}, []string{"has two owners"}, []string{"not handed over", "but there are []"}},
 		"the restoring of holds at start":          {faults{noRestore: true}, []string{"has two owners", "uses the whole GPU"}, []string{"not handed over"}},
 		"the state of a pod that has ended":        {faults{noPodStates: true}, []string{"has two owners"}, nil},
