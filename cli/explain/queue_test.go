@@ -31,16 +31,6 @@ func TestQueue(t *testing.T) {
 	away := v1alpha1.GPUNode{}
 	away.Name, away.Status.Waiting = "n2", "no driver"
 	away.Status.Counts = v1alpha1.DeviceCounts{Total: 8, Free: 8}
-	limits := func(name string, n int64) func(*corev1.Pod) {
-		return func(p *corev1.Pod) {
-			p.Spec.Containers[0].Resources.Limits = corev1.ResourceList{corev1.ResourceName(name): *resource.NewQuantity(n, resource.DecimalSI)}
-		}
-	}
-	says := func(message string) func(*corev1.Pod) {
-		return func(p *corev1.Pod) {
-			p.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Message: message}}
-		}
-	}
 	claim := func(p *corev1.Pod) { p.Spec.ResourceClaims = []corev1.PodResourceClaim{{Name: "gpu"}} }
 	on := func(p *corev1.Pod) {
 		p.Spec.NodeName = "n1"
@@ -52,21 +42,21 @@ func TestQueue(t *testing.T) {
 		pod              *corev1.Pod
 		requests, reason string
 	}{
-		"no GPU":        {newPod("p", limits("cpu", 1)), "", none},
-		"another's":     {newPod("p", limits("other.com/nic", 1)), "", none},
-		"none of it":    {newPod("p", limits("example.com/gpu", 0)), "", none},
-		"whole GPUs":    {newPod("p", limits("example.com/gpu", 1), says("scheduler")), "1 example.com/gpu", "all 2 GPUs of n1 are held: 2 by pods; no GPU for new pods on n2"},
-		"the usual":     {newPod("p", limits("nvidia.com/gpu", 1)), "1 nvidia.com/gpu", "no node that gives GPUs to new pods has 1 nvidia.com/gpu; n2: no GPU for new pods and claims: no driver"},
-		"a partition":   {newPod("p", limits("example.com/part", 1), says("scheduler")), "1 example.com/part", "scheduler"},
-		"a usual part":  {newPod("p", limits("nvidia.com/mig-1g.10gb", 1)), "1 nvidia.com/mig-1g.10gb", "no node that gives GPUs to new pods has 1 nvidia.com/mig-1g.10gb; n2: no GPU for new pods and claims: no driver"},
-		"a class":       {newPod("p", limits("deviceclass.resource.kubernetes.io/gpu.nvidia.com", 3)), "3 deviceclass.resource.kubernetes.io/gpu.nvidia.com", none},
-		"another class": {newPod("p", limits("deviceclass.resource.kubernetes.io/nic", 3)), "", none},
-		"no such class": {newPod("p", limits("deviceclass.resource.kubernetes.io/gpu", 3)), "3 deviceclass.resource.kubernetes.io/gpu", none},
+		"no GPU":        {newPod("p", byLimits("cpu", 1)), "", none},
+		"another's":     {newPod("p", byLimits("other.com/nic", 1)), "", none},
+		"none of it":    {newPod("p", byLimits("example.com/gpu", 0)), "", none},
+		"whole GPUs":    {newPod("p", byLimits("example.com/gpu", 1), says("scheduler")), "1 example.com/gpu", "all 2 GPUs of n1 are held: 2 by pods; no GPU for new pods on n2"},
+		"the usual":     {newPod("p", byLimits("nvidia.com/gpu", 1)), "1 nvidia.com/gpu", "no node that gives GPUs to new pods has 1 nvidia.com/gpu; n2: no GPU for new pods and claims: no driver"},
+		"a partition":   {newPod("p", byLimits("example.com/part", 1), says("scheduler")), "1 example.com/part", "scheduler"},
+		"a usual part":  {newPod("p", byLimits("nvidia.com/mig-1g.10gb", 1)), "1 nvidia.com/mig-1g.10gb", "no node that gives GPUs to new pods has 1 nvidia.com/mig-1g.10gb; n2: no GPU for new pods and claims: no driver"},
+		"a class":       {newPod("p", byLimits("deviceclass.resource.kubernetes.io/gpu.nvidia.com", 3)), "3 deviceclass.resource.kubernetes.io/gpu.nvidia.com", none},
+		"another class": {newPod("p", byLimits("deviceclass.resource.kubernetes.io/nic", 3)), "", none},
+		"no such class": {newPod("p", byLimits("deviceclass.resource.kubernetes.io/gpu", 3)), "3 deviceclass.resource.kubernetes.io/gpu", none},
 		"a claim":       {newPod("p", claim, says("two\nlines")), "claim gpu", "two lines"},
-		"both":          {newPod("p", claim, limits("example.com/gpu", 1), says("scheduler")), "1 example.com/gpu, claim gpu", "scheduler"},
+		"both":          {newPod("p", claim, byLimits("example.com/gpu", 1), says("scheduler")), "1 example.com/gpu, claim gpu", "scheduler"},
 		"a long reason": {newPod("p", claim, says(strings.Repeat("x", 300))), "claim gpu", strings.Repeat("x", 240) + "..."},
-		"gated":         {newPod("p", limits("example.com/gpu", 1), gate), "1 example.com/gpu", "waits until its scheduling gates are removed: queue"},
-		"placed":        {newPod("p", limits("example.com/gpu", 1), on), "1 example.com/gpu", "starts on n1: container c is waiting: ImagePullBackOff"},
+		"gated":         {newPod("p", byLimits("example.com/gpu", 1), gate), "1 example.com/gpu", "waits until its scheduling gates are removed: queue"},
+		"placed":        {newPod("p", byLimits("example.com/gpu", 1), on), "1 example.com/gpu", "starts on n1: container c is waiting: ImagePullBackOff"},
 	} {
 		q := NewQueue([]v1alpha1.GPUNode{full, away})
 		q.Know(Requested{Driver: testDriver, Classes: []resourceapi.DeviceClass{gpuClass(), class("nic", `device.driver == "net.example.com"`)}})
@@ -182,7 +172,7 @@ func TestQueueOfClaims(t *testing.T) {
 			}
 			p.Spec.ResourceClaims = []corev1.PodResourceClaim{ref}
 			if c.says != "" {
-				p.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Message: c.says}}
+				says(c.says)(p)
 			}
 		})
 		for range 2 { // the second time from memory
@@ -220,9 +210,8 @@ func TestQueueOfShares(t *testing.T) {
 		Driver: testDriver, Classes: []resourceapi.DeviceClass{gpuClass()},
 		Claims: map[types.NamespacedName]*resourceapi.ResourceClaim{name: {Spec: resourceapi.ResourceClaimSpec{Devices: resourceapi.DeviceClaim{Requests: share}}}},
 	})
-	pod := newPod("p", func(p *corev1.Pod) {
+	pod := newPod("p", says("0/1 nodes are available: 1 cannot allocate all claims."), func(p *corev1.Pod) {
 		p.Spec.ResourceClaims = []corev1.PodResourceClaim{{Name: "gpu", ResourceClaimName: new("c")}}
-		p.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Message: "0/1 nodes are available: 1 cannot allocate all claims."}}
 	})
 	if got, want := q.Reason(pod), "no node has 16384 MiB left on 1 GPU: n1 has 8192 MiB at most"; got != want {
 		t.Errorf("%q, want %q", got, want)
@@ -246,8 +235,7 @@ func TestQueueOfMappedResources(t *testing.T) {
 	for _, classes := range [][]resourceapi.DeviceClass{{mapped, usual}, nil} {
 		q.Know(Requested{Driver: testDriver, Classes: classes})
 		for _, name := range []string{testResource, "example.com/whole", "deviceclass.resource.kubernetes.io/gpu.nvidia.com"} {
-			pod := newPod("p", byLimits(name, 1))
-			pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Message: "Insufficient memory"}}
+			pod := newPod("p", byLimits(name, 1), says("Insufficient memory"))
 			listed := classes != nil || name != "example.com/whole"
 			if got := q.Reason(pod); got != "Insufficient memory" || len(q.Requests(pod)) > 0 != listed {
 				t.Errorf("%s with %d classes: %q, requests %q", name, len(classes), got, q.Requests(pod))

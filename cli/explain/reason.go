@@ -102,7 +102,7 @@ const (
 
 // offers returns what the published devices have of what a selector asks for.
 func (f Facts) offers(expression string) offer {
-	o := offer{keys: map[string]bool{}, values: map[string]map[string]bool{}, shared: strings.Contains(expression, "device.allowMultipleAllocations")}
+	o := offer{keys: map[string]bool{}, values: map[string]map[string]bool{}, shared: strings.Contains(expression, ofShared)}
 	for _, found := range keyInSelector.FindAllStringSubmatch(expression, -1) {
 		if o.values[found[1]] == nil && len(o.asked) < mostAsked {
 			o.asked, o.values[found[1]] = append(o.asked, found[1]), map[string]bool{}

@@ -18,9 +18,7 @@ import (
 func TestFirstLine(t *testing.T) {
 	limits := func(name string) func(*Facts) {
 		return func(f *Facts) {
-			f.Pod = newPod("a", func(p *corev1.Pod) {
-				p.Spec.Containers[0].Resources.Limits = corev1.ResourceList{corev1.ResourceName(name): resource.MustParse("1")}
-			})
+			f.Pod = newPod("a", byLimits(name, 1))
 		}
 	}
 	part := func(resource string) func(*Facts) {
@@ -78,16 +76,13 @@ func TestFirstLine(t *testing.T) {
 			f.Nodes[0].Status.Allocatable["memory"] = resource.MustParse("8Gi")
 		}, "cannot run on node-0, which has 1 nvidia.com/gpu: it has only 8Gi of memory, and the pod requests 9Gi"},
 		"memory that others have": {func(f *Facts) {
-			f.Pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse,
-				Message: "0/9 nodes are available: 1 Insufficient memory, 2 cannot allocate all claims, 3 node(s) had untolerated taint(s), 4 Insufficient nvidia.com/gpu. preemption: none"}}
+			says("0/9 nodes are available: 1 Insufficient memory, 2 cannot allocate all claims, 3 node(s) had untolerated taint(s), 4 Insufficient nvidia.com/gpu. preemption: none")(f.Pod)
 		}, "waits, although node-0 has free GPUs for it: the scheduler says 0/9 nodes are available: 1 Insufficient memory, 2 cannot allocate all claims, 3 node(s) had"},
 		"processors of all": {func(f *Facts) {
-			f.Pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse,
-				Message: "0/9 nodes are available: 1 node(s) had untolerated taint(s), 4 Insufficient memory, 9 Insufficient cpu. preemption: none"}}
+			says("0/9 nodes are available: 1 node(s) had untolerated taint(s), 4 Insufficient memory, 9 Insufficient cpu. preemption: none")(f.Pod)
 		}, "waits: the scheduler says 4 Insufficient memory, 9 Insufficient cpu; node-0 has free GPUs for it"},
 		"a volume of another node": {func(f *Facts) {
-			f.Pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse,
-				Message: "0/1 nodes are available: 1 node(s) had volume node affinity conflict. preemption: none"}}
+			says("0/1 nodes are available: 1 node(s) had volume node affinity conflict. preemption: none")(f.Pod)
 		}, "waits: the scheduler says 1 node(s) had volume node affinity conflict; node-0 has free GPUs for it"},
 	} {
 		t.Run(name, func(t *testing.T) {

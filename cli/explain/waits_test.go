@@ -36,8 +36,11 @@ func withLimits(f *Facts) {
 	}
 }
 
-func says(f *Facts, message string) {
-	f.Pod.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Message: message}}
+// says sets what the scheduler says of a pod.
+func says(message string) func(*corev1.Pod) {
+	return func(p *corev1.Pod) {
+		p.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Message: message}}
+	}
 }
 
 // TestExcludedNodes: a node that may not run the pod is said to have devices only if it has them now, and a fault of the node is no wish of its
@@ -147,7 +150,7 @@ func TestNoRoom(t *testing.T) {
 		"kubelet does not offer it yet": {[]string{"-"}, func(f *Facts) {
 			withLimits(f)
 			f.Nodes[0].Status.Allocatable = nil
-			says(f, "0/1 nodes are available: 1 Insufficient nvidia.com/gpu.")
+			says("0/1 nodes are available: 1 Insufficient nvidia.com/gpu.")(f.Pod)
 		}, CauseFull, "waits: no node has 1 nvidia.com/gpu free"},
 		"a claim that is elsewhere, without the right to read nodes": {[]string{"x", "-", "-"}, func(f *Facts) {
 			f.NotRead, f.Nodes = []NotRead{{Kind: KindNodes}}, nil

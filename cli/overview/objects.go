@@ -5,7 +5,6 @@ package overview
 import (
 	"cmp"
 	"context"
-	"maps"
 	"slices"
 	"strings"
 	"sync"
@@ -97,9 +96,12 @@ func (o *Objects) Of(ctx context.Context, pods []*corev1.Pod) explain.Requested 
 
 // mayHaveClass reports whether a pod has claims, or extended resources that a class may serve.
 func mayHaveClass(pod *corev1.Pod) bool {
-	limits := resourcehelper.PodLimits(pod, resourcehelper.PodResourcesOptions{})
-	extended := slices.ContainsFunc(slices.Collect(maps.Keys(limits)), func(name corev1.ResourceName) bool { return strings.Contains(string(name), "/") })
-	return len(pod.Spec.ResourceClaims) > 0 || extended
+	for name := range resourcehelper.PodLimits(pod, resourcehelper.PodResourcesOptions{}) {
+		if strings.Contains(string(name), "/") {
+			return true
+		}
+	}
+	return len(pod.Spec.ResourceClaims) > 0
 }
 
 // refreshed reads the classes again when they expire, and forgets the rest. After an error, other than that the viewer may not read them,

@@ -143,10 +143,13 @@ func (r *Reconciler) confirmed(h ledger.Hold, d *unconfirmed, claims []podstate.
 // replaced reports whether kubelet has the claim of a hold prepared with devices of other GPUs: another driver of our name has unprepared the
 // claim and prepared it again. GPUs are compared by name, so that a device that the inventory lacks, or a GPU of the same name, ends no hold.
 func (r *Reconciler) replaced(h ledger.Hold, claims []podstate.KubeletClaim) bool {
+	if h.Holder.Kind != ledger.KindClaim {
+		return false
+	}
 	inventory := r.Inventory.Inventory()
 	gpu, known := inventory.ByUUID(h.Device.GPU)
 	i := slices.IndexFunc(claims, func(c podstate.KubeletClaim) bool { return c.UID == h.Holder.ID })
-	if h.Holder.Kind != ledger.KindClaim || !known || i < 0 {
+	if !known || i < 0 {
 		return false
 	}
 	devices := r.ofNode(claims[i].Devices)

@@ -12,6 +12,7 @@ import (
 	"strconv"
 	"time"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/simulated"
 	"github.com/tandem-gpu/tandem/simulated/smi"
 	"github.com/tandem-gpu/tandem/test/oracle"
@@ -50,7 +51,7 @@ func (a *administrator) operate(ctx context.Context, op Op) (skipped string, err
 	}
 	err = a.broken.set(op.GPU, &fault)
 	if err == nil {
-		rest(ctx, op.Pause)
+		broadcast.Sleep(ctx, op.Pause)
 		err = a.broken.set(op.GPU, nil)
 	}
 	return "", err
@@ -145,7 +146,7 @@ func (a *administrator) destroy(i oracle.Instance) error {
 
 // tidy restores what the administrator changed to the state after a boot. It waits until no container uses any of it.
 func (a *administrator) tidy(ctx context.Context) error {
-	for deadline := time.Now().Add(settlePatience); ; rest(ctx, lookAgain) {
+	for deadline := time.Now().Add(settlePatience); ; broadcast.Sleep(ctx, lookAgain) {
 		used, err := a.used(ctx)
 		if ctx.Err() != nil {
 			return ctx.Err()
@@ -190,7 +191,7 @@ func (a *administrator) tidy(ctx context.Context) error {
 // remake waits for a place that may still be taken.
 func (a *administrator) remake(ctx context.Context, f oracle.Instance) error {
 	name := profiles[slices.IndexFunc(profiles, func(p profile) bool { return p.id == f.Profile })].name
-	for deadline := time.Now().Add(settlePatience); ; rest(ctx, lookAgain) {
+	for deadline := time.Now().Add(settlePatience); ; broadcast.Sleep(ctx, lookAgain) {
 		skipped, err := a.make(f.GPU, fmt.Sprintf("%s:%d", name, f.Start))
 		if err != nil || skipped == "" || ctx.Err() != nil || time.Now().After(deadline) {
 			return err

@@ -13,6 +13,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/test/faults"
 	"github.com/tandem-gpu/tandem/test/oracle"
 )
@@ -139,7 +140,7 @@ func (r *run) breakTwo(ctx context.Context, u user, hung, lost Workload) (undo f
 // awaitWithdrawn waits until claims are not offered the GPU. If they are for too long, the GPU counts as stuck.
 func (r *run) awaitWithdrawn(ctx context.Context, gpu int, why string) error {
 	name := fmt.Sprintf("%s/gpu-%d", r.auditor.node.Name(), gpu)
-	for late := time.Now().Add(racePatience); ; rest(ctx, retryPause) {
+	for late := time.Now().Add(racePatience); ; broadcast.Sleep(ctx, retryPause) {
 		offered, err := r.auditor.claimsOffer(ctx)
 		switch {
 		case ctx.Err() != nil:
@@ -163,7 +164,7 @@ func (r *run) retry(ctx context.Context, u user, w Workload) error {
 	for _, v := range r.watch.present() {
 		first[v.uid] = v.namespace == u.namespace && v.workload == w.Name
 	}
-	for deadline := time.Now().Add(racePatience); time.Now().Before(deadline) && ctx.Err() == nil; rest(ctx, retryEvery) {
+	for deadline := time.Now().Add(racePatience); time.Now().Before(deadline) && ctx.Err() == nil; broadcast.Sleep(ctx, retryEvery) {
 		left := slices.DeleteFunc(r.watch.present(), func(v victim) bool { return !first[v.uid] })
 		if len(left) == 0 {
 			return nil
@@ -187,7 +188,7 @@ const retryEvery = 3 * time.Second
 
 // awaitCount reports whether all pods of a workload are soon as is says.
 func (r *run) awaitCount(ctx context.Context, u user, w Workload, is func(*podHistory) bool) bool {
-	for late := time.Now().Add(racePatience); time.Now().Before(late) && ctx.Err() == nil; rest(ctx, retryPause) {
+	for late := time.Now().Add(racePatience); time.Now().Before(late) && ctx.Err() == nil; broadcast.Sleep(ctx, retryPause) {
 		if r.watch.count(u.namespace, w.Name, is) >= w.Replicas {
 			return true
 		}

@@ -19,6 +19,7 @@ import (
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/image"
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/test/faults"
 )
 
@@ -135,7 +136,7 @@ func (s *injector) injectComponent(ctx context.Context, c *cluster.Component, op
 		if err := c.Kill(ctx); err != nil {
 			return done{}, err
 		}
-		rest(ctx, op.Pause)
+		broadcast.Sleep(ctx, op.Pause)
 		return done{kills: 1}, restart(ctx, c.Start)
 	case Away:
 		// The agent starts before the API server is back.
@@ -145,7 +146,7 @@ func (s *injector) injectComponent(ctx context.Context, c *cluster.Component, op
 			return done{}, err
 		}
 		_, err := s.catch(ctx, "KILL", agentProgram)
-		rest(ctx, op.Pause)
+		broadcast.Sleep(ctx, op.Pause)
 		return done{kills: 2}, errors.Join(err, restart(ctx, c.Start))
 	case Restart:
 		return done{}, restart(ctx, c.Restart)
@@ -157,7 +158,7 @@ func (s *injector) injectComponent(ctx context.Context, c *cluster.Component, op
 		if err != nil {
 			return done{}, err
 		}
-		rest(ctx, op.Pause)
+		broadcast.Sleep(ctx, op.Pause)
 		return done{}, c.Thaw()
 	}
 	return done{}, fmt.Errorf("no way to %s %s", op.Kind, c.Name())
@@ -165,7 +166,7 @@ func (s *injector) injectComponent(ctx context.Context, c *cluster.Component, op
 
 // restart does what a service manager would: a kubelet that starts before containerd serves ends, and is started again.
 func restart(ctx context.Context, start func(context.Context) error) (err error) {
-	for deadline := time.Now().Add(opPatience); time.Now().Before(deadline); rest(ctx, retryPause) {
+	for deadline := time.Now().Add(opPatience); time.Now().Before(deadline); broadcast.Sleep(ctx, retryPause) {
 		if err = start(ctx); err == nil {
 			return nil
 		}
@@ -192,7 +193,7 @@ func (s *injector) injectPod(ctx context.Context, op Op) (done, error) {
 		if err != nil {
 			return done{}, err
 		}
-		rest(ctx, op.Pause)
+		broadcast.Sleep(ctx, op.Pause)
 		return done{}, thaw()
 	}
 	return done{}, fmt.Errorf("no way to %s the %s", op.Kind, op.Component)
@@ -218,7 +219,7 @@ const returnPatience = 10 * time.Second
 
 // catch is signal for a program that may be starting again.
 func (s *injector) catch(ctx context.Context, signal, program string) (struck bool, err error) {
-	for deadline := time.Now().Add(returnPatience); time.Now().Before(deadline); rest(ctx, retryPause) {
+	for deadline := time.Now().Add(returnPatience); time.Now().Before(deadline); broadcast.Sleep(ctx, retryPause) {
 		if struck, err = s.signal(ctx, signal, program); struck || err != nil {
 			return struck, err
 		}
@@ -251,7 +252,7 @@ func (s *injector) reboot(ctx context.Context, op Op) (done, error) {
 	if err := s.node.Halt(ctx); err != nil {
 		return done{}, err
 	}
-	rest(ctx, op.Pause)
+	broadcast.Sleep(ctx, op.Pause)
 	if err := s.node.Boot(ctx); err != nil {
 		// What did not come up is started again.
 		return done{kills: 1}, restart(ctx, s.cluster.Start)
@@ -329,12 +330,4 @@ func hasController(ctx context.Context, client kubernetes.Interface) (bool, erro
 		return false, fmt.Errorf("look for the controller: %w", err)
 	}
 	return len(list.Items) > 0, nil
-}
-
-// rest waits, or until ctx is done.
-func rest(ctx context.Context, d time.Duration) {
-	select {
-	case <-ctx.Done():
-	case <-time.After(d):
-	}
 }

@@ -10,6 +10,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/test/oracle"
 )
 
@@ -61,7 +62,7 @@ func (h *hardware) run(ctx context.Context) error {
 		if err := h.look(ctx); err != nil {
 			return err
 		}
-		rest(ctx, lookAtGPUs)
+		broadcast.Sleep(ctx, lookAtGPUs)
 	}
 	return nil
 }

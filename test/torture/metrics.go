@@ -19,6 +19,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 )
 
 // ours selects the pods of agent and controller.
@@ -61,7 +62,7 @@ func newScraper(client kubernetes.Interface, c *cluster.Cluster, t *statistics) 
 func (s *scraper) run(ctx context.Context) error {
 	for ctx.Err() == nil {
 		s.scrape(ctx)
-		rest(ctx, scrapeEvery)
+		broadcast.Sleep(ctx, scrapeEvery)
 	}
 	return nil
 }

@@ -23,6 +23,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/simulated"
 	"github.com/tandem-gpu/tandem/test/faults"
 	"github.com/tandem-gpu/tandem/test/oracle"
@@ -96,7 +97,7 @@ func (s *injector) loseGPU(ctx context.Context, op Op) (done, error) {
 	if err := s.broken.lose(op.GPU); err != nil {
 		return done{}, err
 	}
-	rest(ctx, op.Pause)
+	broadcast.Sleep(ctx, op.Pause)
 	return done{}, s.broken.find(op.GPU)
 }
 
@@ -114,7 +115,7 @@ func (s *injector) hangPod(ctx context.Context, op Op) (done, error) {
 	if err != nil {
 		return done{}, err
 	}
-	rest(ctx, op.Pause)
+	broadcast.Sleep(ctx, op.Pause)
 	return done{}, hung.End(ctx)
 }
 
@@ -176,7 +177,7 @@ func (s *injector) fillDisk(ctx context.Context, op Op) (done, error) {
 	if err != nil {
 		return done{}, err
 	}
-	rest(ctx, op.Pause)
+	broadcast.Sleep(ctx, op.Pause)
 	return done{}, filler.Stop(ctx)
 }
 
@@ -194,7 +195,7 @@ func (s *injector) readOnly(ctx context.Context, op Op) (did done, err error) {
 	}
 	if err == nil {
 		s.unusable(true)
-		rest(ctx, op.Pause)
+		broadcast.Sleep(ctx, op.Pause)
 		s.unusable(false)
 	}
 	return done{}, errors.Join(err, s.writable(ctx, op.Component))
@@ -266,7 +267,7 @@ func (s *injector) foreignPlugin(ctx context.Context, op Op) (did done, err erro
 	slices.Sort(free)
 	plugin.Offer(free...)
 	plugin.Give(free...)
-	rest(ctx, op.Pause)
+	broadcast.Sleep(ctx, op.Pause)
 	plugin.Give()
 	s.trace.note("the foreign plugin of %05d was noticed: %t; it offered %v and gave away %v", op.Index, noticed, free, plugin.Allocated())
 	if err := server.Stop(); err != nil || op.Answer == foreignIDs[0] {
@@ -274,7 +275,7 @@ func (s *injector) foreignPlugin(ctx context.Context, op Op) (did done, err erro
 	}
 	if s.awaitReturn(ctx) {
 		s.trace.note("GPUs are offered beside pods on unknown ones")
-		rest(ctx, placePause)
+		broadcast.Sleep(ctx, placePause)
 	}
 	return done{}, s.endForeign(ctx, op.Answer)
 }
@@ -307,7 +308,7 @@ func endedInAllocate(log []byte) bool {
 
 // awaitReturn reports whether Tandem offers anything before patience ends.
 func (s *injector) awaitReturn(ctx context.Context) bool {
-	for deadline := time.Now().Add(comebackPatience); time.Now().Before(deadline) && ctx.Err() == nil; rest(ctx, retryPause) {
+	for deadline := time.Now().Add(comebackPatience); time.Now().Before(deadline) && ctx.Err() == nil; broadcast.Sleep(ctx, retryPause) {
 		if offers, err := s.offersAny(ctx); err == nil && offers {
 			return true
 		}
@@ -316,7 +317,7 @@ func (s *injector) awaitReturn(ctx context.Context) bool {
 }
 
 func (s *injector) register(ctx context.Context, server *faults.Server) (err error) {
-	for deadline := time.Now().Add(registerPatience); time.Now().Before(deadline) && ctx.Err() == nil; rest(ctx, retryPause) {
+	for deadline := time.Now().Add(registerPatience); time.Now().Before(deadline) && ctx.Err() == nil; broadcast.Sleep(ctx, retryPause) {
 		once, cancel := context.WithTimeout(ctx, registerPatience/2)
 		err = server.Register(once, install.ResourceName)
 		cancel()
@@ -330,7 +331,7 @@ func (s *injector) register(ctx context.Context, server *faults.Server) (err err
 // awaitNotice returns once Tandem offers nothing by either API, or patience ends.
 func (s *injector) awaitNotice(ctx context.Context) (noticed bool) {
 	var since time.Time
-	for deadline := time.Now().Add(noticePatience); time.Now().Before(deadline) && ctx.Err() == nil; rest(ctx, retryPause) {
+	for deadline := time.Now().Add(noticePatience); time.Now().Before(deadline) && ctx.Err() == nil; broadcast.Sleep(ctx, retryPause) {
 		if offers, err := s.offersAny(ctx); err != nil || offers {
 			since = time.Time{}
 		} else if since.IsZero() {

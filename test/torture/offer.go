@@ -15,6 +15,8 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 )
 
 // offer is what the node has to give when nothing is given out.
@@ -28,7 +30,7 @@ type offer struct {
 // awaitOffer answers what is offered once limits are offered what there is and nothing changes any more.
 func (r *run) awaitOffer(ctx context.Context) (offer, error) {
 	var before offer
-	for deadline := time.Now().Add(settlePatience); ; rest(ctx, 2*time.Second) {
+	for deadline := time.Now().Add(settlePatience); ; broadcast.Sleep(ctx, 2*time.Second) {
 		lines, _, err := r.auditor.offeredToPods(ctx)
 		var now offer
 		if err == nil {

@@ -14,6 +14,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
+
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 )
 
 const (
@@ -42,10 +44,8 @@ func persist(ctx context.Context, what string, call func(context.Context) error)
 		case apierrors.IsInvalid(err) || apierrors.IsBadRequest(err) || time.Now().After(deadline):
 			return fmt.Errorf("%s: %w", what, err)
 		}
-		select {
-		case <-ctx.Done():
+		if !broadcast.Sleep(ctx, retryPause) {
 			return ctx.Err()
-		case <-time.After(retryPause):
 		}
 	}
 }

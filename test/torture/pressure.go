@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
+
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 )
 
 // pressure plays a round's operations, several in flight at once. Each takes a place, in the order of the plan, and waits
@@ -73,7 +75,7 @@ func (r *run) play(ctx context.Context, u user, op Op) error {
 	}
 	r.trace.note("end   %05d after %s", op.Index, time.Since(started).Round(time.Millisecond))
 	r.statistics.add(func(c *Counters) { c.Ops++ })
-	rest(ctx, op.Dwell)
+	broadcast.Sleep(ctx, op.Dwell)
 	return nil
 }
 
@@ -85,7 +87,7 @@ const burstPatience = 30 * time.Second
 func (r *run) awaitContention(ctx context.Context, u user, burst Op) {
 	contended := func(l *podHistory) bool { return l.contended }
 	over := func() bool { return ctx.Err() != nil || r.UntilFault && r.statistics.now().faults() > 0 }
-	for deadline := time.Now().Add(burstPatience); time.Now().Before(deadline); rest(ctx, lookAgain) {
+	for deadline := time.Now().Add(burstPatience); time.Now().Before(deadline); broadcast.Sleep(ctx, lookAgain) {
 		if over() {
 			return
 		}

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 )
 
 // attend starts kube-scheduler again if it has ended, as kubelet does with a static pod. No fault ends it, so what ended it is a finding:
@@ -28,7 +29,7 @@ func (r *run) attend(ctx context.Context) {
 func (r *run) progress(ctx context.Context) error {
 	before := r.State.Counters.Ops
 	for {
-		rest(ctx, heartbeat)
+		broadcast.Sleep(ctx, heartbeat)
 		if ctx.Err() != nil {
 			return nil
 		}

@@ -10,6 +10,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/test/oracle"
 )
 
@@ -44,7 +45,7 @@ func (r *run) race(ctx context.Context, u user) error {
 		return err
 	}
 	before := r.statistics.now()
-	rest(ctx, Op{Kind: Freeze}.recovery())
+	broadcast.Sleep(ctx, Op{Kind: Freeze}.recovery())
 	r.heals.room(true)
 	defer r.heals.room(false)
 	if err := u.createLate(ctx); err != nil {
@@ -73,7 +74,7 @@ func (r *run) lineUp(ctx context.Context, u user, claims, limits Workload) error
 		if err == nil {
 			err = u.create(ctx, side.w)
 		}
-		for late := time.Now().Add(racePatience); err == nil && time.Now().Before(late); rest(ctx, retryPause) {
+		for late := time.Now().Add(racePatience); err == nil && time.Now().Before(late); broadcast.Sleep(ctx, retryPause) {
 			if r.watch.count(u.namespace, side.w.Name, side.placed) == side.w.Replicas || ctx.Err() != nil {
 				break
 			}

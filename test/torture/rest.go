@@ -14,6 +14,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/test/oracle"
 )
 
@@ -98,7 +99,7 @@ func (r *run) awaitRest(ctx context.Context, u user) (problems map[string]string
 		if time.Now().After(deadline.Add(opPatience)) {
 			return nil, err
 		}
-		rest(ctx, lookAgain)
+		broadcast.Sleep(ctx, lookAgain)
 		if ctx.Err() != nil {
 			return nil, ctx.Err()
 		}
@@ -125,7 +126,7 @@ func (r *run) disagreements(ctx context.Context, u user) (map[string]string, err
 				return problems, nil
 			}
 		}
-		rest(ctx, lookAgain)
+		broadcast.Sleep(ctx, lookAgain)
 		if ctx.Err() != nil {
 			return nil, err
 		}
@@ -182,7 +183,7 @@ func (r *run) awaitFree(ctx context.Context) (lines []string, missing int, err e
 		if time.Now().After(deadline.Add(opPatience)) {
 			return nil, 0, err
 		}
-		rest(ctx, lookAgain)
+		broadcast.Sleep(ctx, lookAgain)
 		if ctx.Err() != nil {
 			return nil, 0, ctx.Err()
 		}

@@ -15,6 +15,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/hack/install"
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/test/oracle"
 )
 
@@ -53,7 +54,7 @@ func (s *injector) taintGPU(ctx context.Context, op Op) (done, error) {
 	if err != nil || !served {
 		return done{skipped: "the API server does not serve DeviceTaintRules"}, err
 	}
-	rest(ctx, op.Pause)
+	broadcast.Sleep(ctx, op.Pause)
 	err = persist(ctx, "delete DeviceTaintRule", func(ctx context.Context) error {
 		return rules.Delete(ctx, rule.Name, metav1.DeleteOptions{})
 	})
@@ -148,7 +149,7 @@ func (s *injector) maintainGPU(ctx context.Context, op Op) (done, error) {
 	if err := s.maintain(ctx, isIt, uuid); err != nil {
 		return done{}, err
 	}
-	rest(ctx, op.Pause)
+	broadcast.Sleep(ctx, op.Pause)
 	return done{}, s.maintain(ctx, isIt)
 }
 
@@ -197,6 +198,6 @@ func (s *injector) deleteNode(ctx context.Context, op Op) (done, error) {
 	err := persist(ctx, "delete Node", func(ctx context.Context) error {
 		return s.client.CoreV1().Nodes().Delete(ctx, s.node.Name(), metav1.DeleteOptions{})
 	})
-	rest(ctx, op.Pause)
+	broadcast.Sleep(ctx, op.Pause)
 	return done{kills: 1}, errors.Join(err, restart(ctx, kubelet.Start))
 }

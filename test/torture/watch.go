@@ -19,6 +19,7 @@ import (
 	"k8s.io/client-go/tools/cache"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/test/oracle"
 )
 
@@ -152,7 +153,7 @@ func (w *watch) lookAround(ctx context.Context) error {
 		w.keep(glimpse)
 		w.lookAtHolds(started)
 		w.suspect(glimpse.Suspicions())
-		rest(ctx, min(max(fastest, dutyCycle*time.Since(started)), slowest))
+		broadcast.Sleep(ctx, min(max(fastest, dutyCycle*time.Since(started)), slowest))
 	}
 	return nil
 }
@@ -224,7 +225,7 @@ func (w *watch) refresh(ctx context.Context) (err error) {
 		if err == nil || ctx.Err() != nil {
 			return nil
 		}
-		rest(ctx, confirmPause)
+		broadcast.Sleep(ctx, confirmPause)
 	}
 	return err
 }
