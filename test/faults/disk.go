@@ -49,9 +49,10 @@ func Fill(ctx context.Context, node *cluster.Node, dir string) (*Filler, error) 
 	return f, nil
 }
 
-// Take fills at once what has become free. It is for a moment that must not find any room.
-func (f *Filler) Take(ctx context.Context) error {
-	_, err := run(ctx, f.node, "sh", "-c", "cat /dev/zero >> "+filepath.Join(f.dir, fillFile)+" 2> /dev/null; true")
+// Take removes files, given by a pattern of the shell, and at once fills what becomes free. The owner of the files may find the room
+// between the two, and write them again: the caller repeats Take until it has seen what the loss causes.
+func (f *Filler) Take(ctx context.Context, files string) error {
+	_, err := run(ctx, f.node, "sh", "-c", "rm -f "+files+"; cat /dev/zero >> "+filepath.Join(f.dir, fillFile)+" 2> /dev/null; true")
 	return err
 }
 
