@@ -72,8 +72,8 @@ unit: ## unit tests with the race detector
 	hack/unit.sh
 
 .PHONY: contract
-contract: ## agent and controller as programs, with a real API server and a fake kubelet
-	hack/unit.sh ./test/contract
+contract: ## agent and controller as programs, with a real API server and a fake kubelet (RUN=regexp, CLUSTERS=2)
+	$(call run,hack/cmd/stories) -of ./test/contract -race $(if $(RUN),-run '$(RUN)') $(if $(CLUSTERS),-clusters $(CLUSTERS))
 
 .PHONY: intruder
 intruder: ## attacks on an API server with the chart's roles and policies, and what the product expects of an API server
@@ -81,7 +81,7 @@ intruder: ## attacks on an API server with the chart's roles and policies, and w
 
 .PHONY: e2e
 e2e: ## users' stories, on several real clusters at once (KUBERNETES=v1.36.3, RUN=regexp, CLUSTERS=2, SHARD=1/3)
-	$(call run,hack/cmd/e2e) $(if $(RUN),-run '$(RUN)') $(if $(CLUSTERS),-clusters $(CLUSTERS)) $(if $(SHARD),-shard $(SHARD))
+	$(call run,hack/cmd/stories) $(if $(RUN),-run '$(RUN)') $(if $(CLUSTERS),-clusters $(CLUSTERS)) $(if $(SHARD),-shard $(SHARD))
 
 # These stories run on runc, which most users have.
 e2e-v%:
@@ -130,7 +130,7 @@ export DROPIN_RESULTS := $(CURDIR)/bin/dropin
 .PHONY: dropin
 dropin: dropin-begin ## configurations, labels, published manifests and quota, by NVIDIA's programs and by Tandem (CONFIGURATIONS=60000 SEED=7)
 	go test -count=1 -timeout 25m -v ./test/dropin -configurations $(or $(CONFIGURATIONS),5000) -seed $(or $(SEED),0)
-	$(call run,hack/cmd/e2e) -run '^(TestPublished.*|TestQuota|TestValuesOfNVIDIAsCharts)$$'
+	$(call run,hack/cmd/stories) -run '^(TestPublished.*|TestQuota|TestValuesOfNVIDIAsCharts)$$'
 	@hack/dropin.sh
 
 .PHONY: dropin-begin dropin-end

@@ -71,7 +71,7 @@ func TestOneVersionOfEachPackage(t *testing.T) {
 		}
 	}
 	compared := 0
-	for path, version := range versions(tandem, "./cmd/...", "./cli/kubectl-gpu", "./test/cmd/demo", "./hack/cmd/e2e") {
+	for path, version := range versions(tandem, "./cmd/...", "./cli/kubectl-gpu", "./test/cmd/demo", "./hack/cmd/stories") {
 		theirs := cluster[path]
 		if theirs != "" && theirs != version {
 			t.Errorf("%s has version %s in a cluster's programs and %s in Tandem: update it in go.mod", path, theirs, version)

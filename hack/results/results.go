@@ -17,10 +17,10 @@ import (
 	"strings"
 )
 
-// Variable names the file for events of one part of make test. hack/unit.sh and hack/cmd/e2e write it.
+// Variable names the file for events of one part of make test. hack/unit.sh and hack/cmd/stories write it.
 const Variable = "TEST_RESULTS"
 
-// Want is the action of an event that no test reports: hack/cmd/e2e announces a story that it is to play.
+// Want is the action of an event that no test reports: hack/cmd/stories announces a story that it is to play.
 const Want = "want"
 
 // Event is one line of the format, which `go doc test2json` describes.

@@ -34,9 +34,6 @@ const (
 
 	soon, patient = stories.Soon, stories.Patient
 	gpusANode     = stories.GPUsANode
-
-	// logsVariable names the directory for what a failed run has to tell.
-	logsVariable = "CONTRACT_LOGS"
 )
 
 var (
@@ -71,6 +68,9 @@ func run(m *testing.M) (code int, err error) {
 	defer stop()
 	// The go command that reads our output may have been ended first; the cluster is to be removed all the same.
 	signal.Ignore(syscall.SIGPIPE)
+	if err := stories.EndWithParent(stop); err != nil {
+		return 1, err
+	}
 	theContext = ctx
 	// Paths of sockets below it may have 107 bytes.
 	dir, err := cluster.OwnedDir(ctx, "tdm", os.Stdout)
@@ -98,7 +98,7 @@ func run(m *testing.M) (code int, err error) {
 	if err := start(ctx, dir); err != nil {
 		return 1, errors.Join(err, collectLogs())
 	}
-	if code = m.Run(); code == 0 {
+	if code, err = thePlace.Play(ctx, m); code == 0 {
 		err = thePlace.End(ctx)
 	}
 	if code != 0 || err != nil {
@@ -205,7 +205,7 @@ func startKubelet(ctx context.Context, node *cluster.Node, dir string) error {
 
 // collectLogs leaves what a failed run has to tell where its reader finds it.
 func collectLogs() error {
-	dir := cmp.Or(os.Getenv(logsVariable), filepath.Join(os.TempDir(), "tandem-contract-logs"))
+	dir := cmp.Or(os.Getenv(stories.LogsVariable), filepath.Join(os.TempDir(), "tandem-contract-logs"))
 	if err := os.RemoveAll(dir); err != nil {
 		return err
 	}

@@ -15,12 +15,10 @@ import (
 	"testing"
 	"time"
 
-	"golang.org/x/sys/unix"
 	"k8s.io/client-go/kubernetes"
 
 	"github.com/tandem-gpu/tandem/hack/cluster"
 	"github.com/tandem-gpu/tandem/hack/install"
-	"github.com/tandem-gpu/tandem/hack/queue"
 	"github.com/tandem-gpu/tandem/simulated"
 	"github.com/tandem-gpu/tandem/test/stories"
 )
@@ -48,12 +46,6 @@ const tempPrefix = "tandem-e2e-"
 
 // runtimeVariable names the container runtime of the clusters: cluster.Crun, the default, or cluster.Runc.
 const runtimeVariable = "CONTAINER_RUNTIME"
-
-// logsVariable names the directory for what a failed run has to tell.
-const logsVariable = "E2E_LOGS"
-
-// queueVariable names the file of a queue of stories, which several runs share (hack/cmd/e2e).
-const queueVariable = "E2E_QUEUE"
 
 var (
 	theCluster *cluster.Cluster
@@ -85,7 +77,7 @@ func run(m *testing.M) (code int, err error) {
 	defer stop()
 	// The go command that reads our output may have been ended first; the cluster is to be removed all the same.
 	signal.Ignore(syscall.SIGPIPE)
-	if err := endWithParent(stop); err != nil {
+	if err := stories.EndWithParent(stop); err != nil {
 		return 1, err
 	}
 	theContext = ctx
@@ -117,67 +109,13 @@ func run(m *testing.M) (code int, err error) {
 	if err := start(ctx); err != nil {
 		return 1, errors.Join(err, collectLogs())
 	}
-	if code, err = play(ctx, m); code == 0 {
+	if code, err = thePlace.Play(ctx, m, ofTheSameGroup, ofAnotherGroup); code == 0 {
 		err = thePlace.End(ctx)
 	}
 	if code != 0 || err != nil {
 		return code, errors.Join(err, collectLogs())
 	}
 	return code, err
-}
-
-// endWithParent calls end when the program that has started the run ends, even if it was killed: its clusters would run on.
-func endWithParent(end func()) error {
-	parent, err := unix.PidfdOpen(os.Getppid(), 0)
-	if err != nil {
-		return fmt.Errorf("find the program that has started the run: %w", err)
-	}
-	go func() {
-		ended := []unix.PollFd{{Fd: int32(parent), Events: unix.POLLIN}}
-		for {
-			if _, err := unix.Poll(ended, -1); !errors.Is(err, unix.EINTR) {
-				end()
-				return
-			}
-		}
-	}()
-	return nil
-}
-
-// play runs the stories that flags name, or those that it can take from the queue. An interrupted run takes no more.
-func play(ctx context.Context, m *testing.M) (code int, err error) {
-	path, queued := os.LookupEnv(queueVariable)
-	if !queued {
-		return m.Run(), nil
-	}
-	for ctx.Err() == nil {
-		name, ok, err := queue.At(path).Take(ctx, ofTheSameGroup, ofAnotherGroup)
-		if err != nil {
-			return 1, err
-		}
-		if !ok {
-			return code, nil
-		}
-		if err := flag.Set("test.run", "^"+name+"$"); err != nil {
-			return 1, err
-		}
-		if m.Run() == 0 {
-			continue
-		}
-		code = 1
-		// A broken cluster would take the other clusters' stories and fail them.
-		if err := ready(ctx); err != nil {
-			return code, fmt.Errorf("play no more stories after %s: %w", name, err)
-		}
-	}
-	return 1, fmt.Errorf("play stories: %w", context.Cause(ctx))
-}
-
-// ready returns when Tandem is ready on the cluster.
-func ready(ctx context.Context) error {
-	ctx, cancel := context.WithTimeout(ctx, patient)
-	defer cancel()
-	return install.Ready(ctx, theCluster)
 }
 
 func clusterConfig(dir string) (cluster.Config, error) {
@@ -234,7 +172,7 @@ func start(ctx context.Context) error {
 
 // collectLogs leaves what a failed run has to tell where its reader finds it.
 func collectLogs() error {
-	dir := cmp.Or(os.Getenv(logsVariable), filepath.Join(os.TempDir(), "tandem-e2e-logs"))
+	dir := cmp.Or(os.Getenv(stories.LogsVariable), filepath.Join(os.TempDir(), "tandem-e2e-logs"))
 	if err := os.RemoveAll(dir); err != nil {
 		return err
 	}

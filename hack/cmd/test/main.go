@@ -31,8 +31,8 @@ import (
 const (
 	// resultsDir is where the parts leave results, one file each.
 	resultsDir = "bin/results"
-	// storiesDir has the stories, which the part storiesPart plays, and others whose names begin with it and a dash.
-	storiesDir, storiesPart = "test/e2e", "e2e"
+	// testsDir has the stories, in directories that are called as the parts that play them.
+	testsDir = "test"
 	// keptLines is how many of a part's last lines are repeated if it fails and its results do not say why.
 	keptLines = 30
 	// endPatience is how long an interrupted part may take to remove its clusters.
@@ -161,7 +161,7 @@ type session struct {
 }
 
 // everywhere are the parts of each shard.
-var everywhere = []string{"deps", "programs", storiesPart}
+var everywhere = []string{"deps", "programs", "e2e"}
 
 // reduce removes the parts that belong to the first shard from the others, and returns the parts that only the first has.
 func (s *session) reduce() (firstOnly []string) {
@@ -198,8 +198,12 @@ func (p *part) results() (*results.Results, error) { return results.Read(p.file(
 
 func (p *part) file() string { return filepath.Join(resultsDir, p.name+".json") }
 
-func (p *part) hasStories() bool {
-	return p.name == storiesPart || strings.HasPrefix(p.name, storiesPart+"-")
+// stories are the names of the part's stories, as the sources have them: e2e-v1.36.3 plays those of e2e.
+func (p *part) stories() []string {
+	if of, _, _ := strings.Cut(p.name, "-"); of == "e2e" || of == "contract" {
+		return storiesIn(filepath.Join(testsDir, of))
+	}
+	return nil
 }
 
 // Write keeps the last lines.
@@ -241,8 +245,11 @@ func (s *session) summarize() bool {
 	fmt.Fprintln(s.out)
 	for _, p := range s.parts {
 		r, err := p.results()
-		if err != nil && p.hasStories() {
-			names := s.shard.Of(storiesIn(storiesDir))
+		if err != nil {
+			names := p.stories()
+			if slices.Contains(everywhere, p.name) {
+				names = s.shard.Of(names)
+			}
 			for _, name := range names {
 				r.Add(results.Event{Action: results.Want, Test: name})
 			}
@@ -298,7 +305,7 @@ func (p *part) tell(out io.Writer, r *results.Results, notPlayed []string) bool 
 
 var declaration = regexp.MustCompile(`(?m)^func (Test\w+)\(\w+ \*testing\.T\)`)
 
-// storiesIn are the names of the stories in the sources, for a run in which hack/cmd/e2e could not list them.
+// storiesIn are the names of the stories in the sources, for a run in which hack/cmd/stories could not list them.
 func storiesIn(dir string) (names []string) {
 	files, err := filepath.Glob(filepath.Join(dir, "*_test.go"))
 	if err != nil {

@@ -20,7 +20,7 @@ func checkout(t *testing.T, parts map[string]string) {
 		makefile.WriteString(".PHONY: " + name + "\n" + name + ":\n\t@" + command + "\n")
 	}
 	stories := "package e2e\n\nfunc TestMain(m *testing.M) {}\n\nfunc TestA(t *testing.T) {}\n\nfunc TestB(t *testing.T) {}\n\nfunc TestC(t *testing.T) {}\n"
-	for name, text := range map[string]string{"Makefile": makefile.String(), filepath.Join(storiesDir, "a_test.go"): stories} {
+	for name, text := range map[string]string{"Makefile": makefile.String(), filepath.Join(testsDir, "e2e", "a_test.go"): stories} {
 		path := filepath.Join(dir, name)
 		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
 			t.Fatal(err)

@@ -13,9 +13,10 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
-	"runtime"
 	"slices"
+	"strconv"
 	"strings"
+	"time"
 
 	"github.com/tandem-gpu/tandem/hack/binaries"
 )
@@ -88,23 +89,60 @@ const (
 	memoryEach = 2 << 20
 	// instancesOfAll are inotify instances for mostClusters: each has some 40, of kubelets, containerds, API server and agents.
 	instancesOfAll, mostClusters = 1024, 8
+	// A machine whose CPUs were idle for this share of the window carries one cluster more.
+	idleWindow, idleEnough = 45 * time.Second, 0.4
 )
 
-// carried is how many clusters the machine carries. One cluster keeps about one CPU busy.
+// carried is how many clusters the memory of the machine carries.
 func carried() int {
 	meminfo, err := os.ReadFile("/proc/meminfo")
 	if err != nil {
 		return 1
 	}
-	return carriedBy(runtime.NumCPU(), string(meminfo))
+	return carriedBy(string(meminfo))
 }
 
-func carriedBy(cpus int, meminfo string) int {
+func carriedBy(meminfo string) int {
 	for line := range strings.Lines(meminfo) {
 		var available int
 		if _, err := fmt.Sscanf(line, "MemAvailable: %d kB", &available); err == nil {
-			return max(1, min(cpus, available/memoryEach, mostClusters))
+			return max(1, min(available/memoryEach, mostClusters))
 		}
 	}
 	return 1
+}
+
+// cpuTimes are the ticks that the CPUs have been idle, and all their ticks.
+type cpuTimes struct{ idle, all float64 }
+
+// readTimes returns those since the machine started; zeros where /proc/stat cannot be read, which adds no cluster.
+func readTimes() cpuTimes {
+	stat, err := os.ReadFile("/proc/stat")
+	if err != nil {
+		return cpuTimes{}
+	}
+	return timesIn(string(stat))
+}
+
+// timesIn takes the first line of /proc/stat (proc_stat(5)): user, nice, system, idle, iowait, irq, softirq, steal.
+func timesIn(stat string) (t cpuTimes) {
+	line, _, _ := strings.Cut(stat, "\n")
+	for i, field := range strings.Fields(strings.TrimPrefix(line, "cpu ")) {
+		ticks, err := strconv.ParseFloat(field, 64)
+		if err != nil || i > 7 {
+			return t
+		}
+		if t.all += ticks; i == 3 {
+			t.idle = ticks
+		}
+	}
+	return t
+}
+
+// idleSince is the share of the time after earlier in which the CPUs were idle.
+func (t cpuTimes) idleSince(earlier cpuTimes) float64 {
+	if t.all <= earlier.all {
+		return 0
+	}
+	return (t.idle - earlier.idle) / (t.all - earlier.all)
 }

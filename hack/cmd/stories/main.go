@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Command e2e plays the users' stories of test/e2e on several clusters at once: they wait more than they compute. Each cluster
+// Command stories plays the stories of test/e2e or test/contract on several clusters at once: they wait more than they compute. Each cluster
 // takes one story after the other from one queue; its lines begin with its letter. It fails unless all stories were played.
 package main
 
@@ -14,7 +14,9 @@ import (
 	"os/exec"
 	"os/signal"
 	"path/filepath"
+	"runtime"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
@@ -24,11 +26,17 @@ import (
 	"github.com/tandem-gpu/tandem/hack/results"
 )
 
-const (
-	stories = "./test/e2e"
-	// program plays the stories, converter makes events of what it prints.
-	program, converter = "bin/hack/e2e.test", "bin/hack/test2json"
-)
+// converter makes events of what the stories' program prints.
+const converter = "bin/hack/test2json"
+
+// script is a package of stories, by its directory: ./test/e2e.
+type script string
+
+// name is what the stories are called in what is printed, and in the names of files.
+func (s script) name() string { return filepath.Base(string(s)) }
+
+// program plays the stories.
+func (s script) program() string { return "bin/hack/" + s.name() + ".test" }
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
@@ -36,16 +44,18 @@ func main() {
 	stop()
 	if err != nil {
 		if !errors.Is(err, flag.ErrHelp) {
-			fmt.Fprintln(os.Stderr, "e2e:", err)
+			fmt.Fprintln(os.Stderr, "stories:", err)
 		}
 		os.Exit(1)
 	}
 }
 
 func run(ctx context.Context, args []string) (err error) {
-	flags := flag.NewFlagSet("e2e", flag.ContinueOnError)
+	flags := flag.NewFlagSet("stories", flag.ContinueOnError)
+	of := flags.String("of", "./test/e2e", "`directory` of the stories")
+	race := flags.Bool("race", false, "compile the stories with the race detector")
 	only := flags.String("run", "", "stories to play (`regexp`; one of a sub-story, with a slash, is played on one cluster)")
-	clusters := flags.Int("clusters", 0, "clusters at once; 0 for as many as the machine carries")
+	clusters := flags.Int("clusters", 0, "clusters at once; 0 for one for each CPU, and more while the CPUs are idle")
 	timeout := flags.Duration("timeout", 4*time.Hour, "most time for all")
 	var part results.Shard
 	flags.Var(&part, "shard", "`I/N`: the I-th part of N of the stories")
@@ -57,17 +67,18 @@ func run(ctx context.Context, args []string) (err error) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, *timeout)
 	defer cancel()
-	if err := compile(ctx); err != nil {
+	stories := script(*of)
+	if err := stories.compile(ctx, *race); err != nil {
 		return err
 	}
-	names, err := list(ctx, *only)
+	names, err := stories.list(ctx, *only)
 	if err != nil {
 		return err
 	}
 	if names = part.Of(names); len(names) == 0 {
 		return fmt.Errorf("no story is in part %s", &part)
 	}
-	s, err := newStage(names)
+	s, err := newStage(stories, names)
 	if err != nil {
 		return err
 	}
@@ -75,7 +86,7 @@ func run(ctx context.Context, args []string) (err error) {
 	if os.Geteuid() != 0 {
 		err = errors.New("clusters of one's own need root")
 	} else {
-		err = s.playAll(ctx, names, *only, cmp.Or(*clusters, carried()))
+		err = s.playAll(ctx, names, *only, *clusters)
 	}
 	err = errors.Join(err, s.summarize(time.Since(start)))
 	return errors.Join(err, s.close())
@@ -93,22 +104,27 @@ func (s *stage) playAll(ctx context.Context, names []string, only string, cluste
 		defer cancel()
 		err = errors.Join(err, r.End(endCtx))
 	}()
-	if _, kept := os.LookupEnv(keepVariable); kept || strings.Contains(only, "/") {
-		clusters = 1
+	first, most := clusters, clusters
+	if clusters == 0 {
+		most = carried()
+		first = min(runtime.NumCPU(), most)
 	}
-	clusters = min(clusters, len(names))
-	if clusters > 1 {
+	if _, kept := os.LookupEnv(keepVariable); kept || strings.Contains(only, "/") {
+		first, most = 1, 1
+	}
+	first, most = min(first, len(names)), min(most, len(names))
+	if most > 1 {
 		if err := r.Raise(instancesOfAll); err != nil {
-			fmt.Println("e2e: one cluster at once, which takes longer: several have more inotify instances than they may:", err)
-			clusters = 1
+			s.printf("one cluster at once, which takes longer: several have more inotify instances than they may: %v", err)
+			first, most = 1, 1
 		}
 	}
 	took, err := readDurations()
 	if err != nil {
 		return err
 	}
-	fmt.Printf("e2e: %d stories on %d clusters\n", len(names), clusters)
-	err = s.play(ctx, r, order(names, took), only, clusters)
+	s.printf("%d stories on %d clusters or more, at most %d", len(names), first, most)
+	err = s.play(ctx, r, order(names, took), only, first, most)
 	return errors.Join(err, took.add(s.took))
 }
 
@@ -118,12 +134,12 @@ func (s *stage) summarize(took time.Duration) error {
 	r := &s.results
 	played, skipped, notPlayed := r.Stories()
 	for _, skip := range r.Skipped {
-		fmt.Printf("e2e: skipped: %s: %s\n", skip.Name, skip.Text)
+		s.printf("skipped: %s: %s", skip.Name, skip.Text)
 	}
 	for _, failure := range r.Failed {
-		fmt.Printf("e2e: failed: %s\n%s\n", failure.Name, failure.Text)
+		s.printf("failed: %s\n%s", failure.Name, failure.Text)
 	}
-	fmt.Printf("e2e: %d stories, %d played, %d failed, %d skipped, %d not played in %s\n",
+	s.printf("%d stories, %d played, %d failed, %d skipped, %d not played in %s",
 		len(r.Wanted), played, r.FailedStories(), skipped, len(notPlayed), took.Round(time.Second))
 	var errs []error
 	if len(notPlayed) > 0 {
@@ -136,13 +152,16 @@ func (s *stage) summarize(took time.Duration) error {
 }
 
 // compile makes the programs.
-func compile(ctx context.Context) (err error) {
-	tmp, err := os.MkdirTemp("", "tandem-e2e-build-")
+func (s script) compile(ctx context.Context, race bool) (err error) {
+	tmp, err := os.MkdirTemp("", "tandem-"+s.name()+"-build-")
 	if err != nil {
 		return fmt.Errorf("make directory for the compiler: %w", err)
 	}
 	defer func() { err = errors.Join(err, os.RemoveAll(tmp)) }()
-	for _, args := range [][]string{{"test", "-c", "-o", program, stories}, {"build", "-o", converter, "cmd/test2json"}} {
+	for _, args := range [][]string{
+		{"test", "-c", "-race=" + strconv.FormatBool(race), "-o", s.program(), string(s)},
+		{"build", "-o", converter, "cmd/test2json"},
+	} {
 		cmd := gotool.Command(ctx, tmp, nil, args...)
 		cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
 		if err := cmd.Run(); err != nil {
@@ -153,14 +172,14 @@ func compile(ctx context.Context) (err error) {
 }
 
 // list are the stories whose names match, in the order of the source.
-func list(ctx context.Context, only string) ([]string, error) {
-	binary, err := filepath.Abs(program)
+func (s script) list(ctx context.Context, only string) ([]string, error) {
+	binary, err := filepath.Abs(s.program())
 	if err != nil {
 		return nil, err
 	}
 	top, _, _ := strings.Cut(only, "/")
 	cmd := exec.CommandContext(ctx, binary, "-test.list="+cmp.Or(top, "."))
-	cmd.Dir = stories
+	cmd.Dir = string(s)
 	out, err := cmd.CombinedOutput()
 	if err != nil {
 		return nil, fmt.Errorf("list the stories: %w: %s", err, out)

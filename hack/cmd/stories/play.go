@@ -26,8 +26,8 @@ import (
 const (
 	// The stories read these variables: the directory of a cluster that is kept, the one for logs of a failure, and the file of the queue.
 	keepVariable  = "E2E_CLUSTER"
-	logsVariable  = "E2E_LOGS"
-	queueVariable = "E2E_QUEUE"
+	logsVariable  = "STORIES_LOGS"
+	queueVariable = "STORIES_QUEUE"
 	// endPatience is how long a program may take to remove its cluster when it is interrupted.
 	endPatience = 10 * time.Minute
 	// keptLines is how many of a program's last lines are repeated if it fails without a failed story.
@@ -36,6 +36,7 @@ const (
 
 // stage is where the stories are played. Its methods may be called at the same time by several clusters.
 type stage struct {
+	stories script
 	mu      sync.Mutex
 	results results.Results
 	// took is how long stories took that passed, in seconds.
@@ -45,8 +46,8 @@ type stage struct {
 }
 
 // newStage announces the stories that are to be played.
-func newStage(names []string) (*stage, error) {
-	s := &stage{took: durations{}}
+func newStage(stories script, names []string) (*stage, error) {
+	s := &stage{stories: stories, took: durations{}}
 	if path := os.Getenv(results.Variable); path != "" {
 		file, err := os.Create(path)
 		if err != nil {
@@ -56,7 +57,7 @@ func newStage(names []string) (*stage, error) {
 	}
 	var errs []error
 	for _, name := range names {
-		errs = append(errs, s.add(results.Event{Action: results.Want, Package: stories, Test: name}))
+		errs = append(errs, s.add(results.Event{Action: results.Want, Package: string(stories), Test: name}))
 	}
 	return s, errors.Join(errs...)
 }
@@ -87,9 +88,9 @@ func (s *stage) add(e results.Event) error {
 	return nil
 }
 
-// play returns when all clusters have ended. ctx limits their time: the limit of package testing would end a program before it has removed
-// its cluster.
-func (s *stage) play(ctx context.Context, r *leftovers.Run, names []string, only string, clusters int) error {
+// play begins with some clusters, and adds one as often as the machine was idle, up to most. It returns when all have ended. ctx limits their
+// time: the limit of package testing would end a program before it has removed its cluster.
+func (s *stage) play(ctx context.Context, r *leftovers.Run, names []string, only string, first, most int) error {
 	flags := []string{"-test.v=test2json", "-test.count=1", "-test.timeout=0", "-test.run=" + cmp.Or(only, ".")}
 	env := append(os.Environ(), r.Env())
 	if !strings.Contains(only, "/") {
@@ -99,16 +100,37 @@ func (s *stage) play(ctx context.Context, r *leftovers.Run, names []string, only
 		}
 		env = append(env, queueVariable+"="+path)
 	}
-	errs := make([]error, clusters)
-	var all sync.WaitGroup
-	for i := range clusters {
-		label := string(rune('a' + i))
-		cmd := exec.CommandContext(ctx, filepath.Join("..", "..", program), flags...)
-		cmd.Dir = stories
-		cmd.Env = append(env[:len(env):len(env)], logsVariable+"="+filepath.Join(os.TempDir(), "tandem-e2e-logs-"+label))
-		all.Go(func() { errs[i] = s.playOn(label, cmd) })
+	ended := make(chan error)
+	begun, running := 0, 0
+	begin := func() {
+		label := string(rune('a' + begun))
+		begun, running = begun+1, running+1
+		cmd := exec.CommandContext(ctx, filepath.Join("..", "..", s.stories.program()), flags...)
+		cmd.Dir = string(s.stories)
+		cmd.Env = append(env[:len(env):len(env)], logsVariable+"="+filepath.Join(os.TempDir(), "tandem-"+s.stories.name()+"-logs-"+label))
+		go func() { ended <- s.playOn(label, cmd) }()
 	}
-	all.Wait()
+	for range first {
+		begin()
+	}
+	windows := time.NewTicker(idleWindow)
+	defer windows.Stop()
+	var errs []error
+	for before := readTimes(); running > 0; {
+		select {
+		case err := <-ended:
+			errs = append(errs, err)
+			running--
+		case <-windows.C:
+			now := readTimes()
+			// A cluster that has ended has found the queue empty, or is broken.
+			if idle := now.idleSince(before); begun == running && begun < most && idle > idleEnough {
+				s.printf("one cluster more: the CPUs were idle for %.0f %% of the last %v", 100*idle, idleWindow)
+				begin()
+			}
+			before = now
+		}
+	}
 	return errors.Join(errs...)
 }
 
@@ -126,7 +148,7 @@ func (s *stage) playOn(label string, cmd *exec.Cmd) error {
 	defer runtime.UnlockOSThread()
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGTERM}
 	// Not interrupted with the program: it ends with its input. In a process group of its own, a terminal does not interrupt it.
-	convert := exec.Command(converter, "-t", "-p", stories)
+	convert := exec.Command(converter, "-t", "-p", string(s.stories))
 	convert.Stdin, convert.Stderr, convert.SysProcAttr = read, os.Stderr, &syscall.SysProcAttr{Setpgid: true}
 	events, err := convert.StdoutPipe()
 	if err != nil {
@@ -169,6 +191,11 @@ func (s *stage) playOn(label string, cmd *exec.Cmd) error {
 		fmt.Printf("%s: %v. Its last lines were:\n%s", label, err, strings.Join(last, ""))
 	}
 	return fmt.Errorf("%s: %w", label, err)
+}
+
+// printf prints a line of the run's own.
+func (s *stage) printf(format string, args ...any) {
+	fmt.Printf("%s: %s\n", s.stories.name(), fmt.Sprintf(format, args...))
 }
 
 // see prints what a program says, and adds what it says of a test.

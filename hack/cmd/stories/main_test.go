@@ -13,11 +13,13 @@ import (
 	"github.com/tandem-gpu/tandem/hack/results"
 )
 
+const stories script = "./test/e2e"
+
 // checkout is a directory with a program in the place of the stories. It is run once for each cluster, with the queue.
 func checkout(t *testing.T, convert, script string) (resultsFile string) {
 	t.Helper()
 	dir := t.TempDir()
-	for _, sub := range []string{stories, filepath.Dir(program), "tmp"} {
+	for _, sub := range []string{string(stories), filepath.Dir(stories.program()), "tmp"} {
 		if err := os.MkdirAll(filepath.Join(dir, sub), 0o755); err != nil {
 			t.Fatal(err)
 		}
@@ -30,7 +32,7 @@ func checkout(t *testing.T, convert, script string) (resultsFile string) {
 run() { printf '\x16=== RUN   %s\n' "$1"; }
 end() { printf '\x16--- %s: %s (1.50s)\n\x16PASS\n' "$1" "$2"; }
 `
-	if err := os.WriteFile(filepath.Join(dir, program), []byte("#!/bin/bash"+functions+script), 0o755); err != nil {
+	if err := os.WriteFile(filepath.Join(dir, stories.program()), []byte("#!/bin/bash"+functions+script), 0o755); err != nil {
 		t.Fatal(err)
 	}
 	t.Chdir(dir)
@@ -51,7 +53,7 @@ func TestRunsThatFail(t *testing.T) {
 		name, script, err         string
 		played, skipped, unplayed int
 	}{
-		{"all", `for n in $(cat "$E2E_QUEUE"); do run $n; end PASS $n; done`, "", 5, 0, 0},
+		{"all", `for n in $(cat "$STORIES_QUEUE"); do run $n; end PASS $n; done`, "", 5, 0, 0},
 		{"two of five", `for n in TestA TestC; do run $n; end PASS $n; done`, "not played: TestB TestD TestE", 2, 0, 3},
 		{"none", `:`, "not played: TestA TestB TestC TestD TestE", 0, 0, 5},
 		{"killed", `for n in TestA TestB TestC TestD TestE; do run $n; [ $n = TestE ] && kill -KILL $$; end PASS $n; done`, "signal: killed", 4, 0, 1},
@@ -65,7 +67,7 @@ func TestRunsThatFail(t *testing.T) {
 		t.Run(c.name, func(t *testing.T) {
 			file := checkout(t, convert, c.script)
 			names := []string{"TestA", "TestB", "TestC", "TestD", "TestE"}
-			s, err := newStage(names)
+			s, err := newStage(stories, names)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -145,19 +147,25 @@ func TestDurations(t *testing.T) {
 }
 
 func TestCarried(t *testing.T) {
-	for _, c := range []struct {
-		cpus    int
-		meminfo string
-		want    int
-	}{
-		{2, "MemTotal:       16000000 kB\nMemAvailable:   12000000 kB\n", 2},
-		{4, "MemAvailable:   5000000 kB\n", 2},
-		{2, "MemAvailable:   500000 kB\n", 1},
-		{64, "MemAvailable:   500000000 kB\n", 8},
-		{2, "", 1},
+	for meminfo, want := range map[string]int{
+		"MemTotal:       16000000 kB\nMemAvailable:   12000000 kB\n": 5,
+		"MemAvailable:   500000 kB\n":                                1,
+		"MemAvailable:   500000000 kB\n":                             8,
+		"":                                                           1,
 	} {
-		if got := carriedBy(c.cpus, c.meminfo); got != c.want {
-			t.Errorf("%d CPUs with %q carry %d clusters, want %d", c.cpus, c.meminfo, got, c.want)
+		if got := carriedBy(meminfo); got != want {
+			t.Errorf("%q carries %d clusters, want %d", meminfo, got, want)
 		}
+	}
+}
+
+func TestIdle(t *testing.T) {
+	earlier := timesIn("cpu  100 0 50 800 40 0 10 0 0 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n")
+	later := timesIn("cpu  140 0 70 820 60 0 10 0 900 0\n") // a guest's time is part of the user's
+	if idle := later.idleSince(earlier); idle != 0.2 {
+		t.Errorf("idle for %v of the time, want 0.2", idle)
+	}
+	if idle := timesIn("").idleSince(earlier); idle != 0 {
+		t.Errorf("idle for %v of no time", idle)
 	}
 }
