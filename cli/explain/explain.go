@@ -32,18 +32,17 @@ func MayRun(pod *corev1.Pod) func(*corev1.Node) bool {
 		if match, err := affinity.Match(node); err != nil || !match {
 			return false
 		}
-		_, untolerated := schedulinghelper.FindMatchingUntoleratedTaint(
-			klog.Background(), node.Spec.Taints, pod.Spec.Tolerations, repels, false)
-		return !untolerated
+		_, repelled := untolerated(pod, node)
+		return !repelled
 	}
 }
 
-func repels(taint *corev1.Taint) bool {
-	return taint.Effect == corev1.TaintEffectNoSchedule || taint.Effect == corev1.TaintEffectNoExecute
-}
-
-func tolerates(pod *corev1.Pod, taint *corev1.Taint) bool {
-	return schedulinghelper.TolerationsTolerateTaint(klog.Background(), pod.Spec.Tolerations, taint, false)
+// untolerated returns the first taint of a node that keeps the pod off it.
+func untolerated(pod *corev1.Pod, node *corev1.Node) (corev1.Taint, bool) {
+	repels := func(t *corev1.Taint) bool {
+		return t.Effect == corev1.TaintEffectNoSchedule || t.Effect == corev1.TaintEffectNoExecute
+	}
+	return schedulinghelper.FindMatchingUntoleratedTaint(klog.Background(), node.Spec.Taints, pod.Spec.Tolerations, repels, false)
 }
 
 // WhyUnserved returns why a node gives no GPU to new pods and claims, or may give none, and since when, in one line; empty if it gives some.
@@ -350,10 +349,7 @@ func taintsOf(status v1alpha1.GPUNodeStatus) (texts []string) {
 			texts = append(texts, OneLine(t.String()))
 		}
 	}
-	if texts = uniq(texts); len(texts) > mostTaints {
-		texts = append(texts[:mostTaints], fmt.Sprintf("%d more", len(texts)-mostTaints))
-	}
-	return texts
+	return FirstOf(uniq(texts), mostTaints, "%d more")
 }
 
 // mostTaints bounds the taints of a node that an answer names.
@@ -375,25 +371,23 @@ func holders(counts v1alpha1.DeviceCounts, taints []string) string {
 }
 
 func list[T any](nodes []T, describe func(T) string) string {
-	var parts []string
-	for _, node := range nodes[:min(namedNodes, len(nodes))] {
-		parts = append(parts, describe(node))
+	parts := make([]string, len(nodes))
+	for i, node := range nodes[:min(namedNodes, len(nodes))] {
+		parts[i] = describe(node)
 	}
-	if more := len(nodes) - namedNodes; more > 0 {
-		parts = append(parts, fmt.Sprintf("and %d more", more))
+	return strings.Join(FirstOf(parts, namedNodes, "and %d more"), ", ")
+}
+
+// FirstOf returns the first texts, and in place of the others how many they are. It is pure. Views call it for what they show.
+func FirstOf(texts []string, most int, others string) []string {
+	if more := len(texts) - most; more > 0 {
+		return append(texts[:most:most], fmt.Sprintf(others, more))
 	}
-	return strings.Join(parts, ", ")
+	return texts
 }
 
 // ofWholeGPUs reports whether the selectors of a class name the driver and devices of type gpu. A class that may select partitions does not count:
 // API objects do not say how many more partitions a GPU has room for.
 func ofWholeGPUs(class resourceapi.DeviceClass, driver string) bool {
 	return names(class, driver) && names(class, "gpu") && !names(class, "mig")
-}
-
-// names reports whether a CEL selector of a class contains a quoted string.
-func names(class resourceapi.DeviceClass, text string) bool {
-	return slices.ContainsFunc(class.Spec.Selectors, func(s resourceapi.DeviceSelector) bool {
-		return s.CEL != nil && (strings.Contains(s.CEL.Expression, `"`+text+`"`) || strings.Contains(s.CEL.Expression, `'`+text+`'`))
-	})
 }

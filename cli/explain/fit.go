@@ -100,7 +100,14 @@ func newStock(m *matcher, n v1alpha1.GPUNode, published []resourceapi.ResourceSl
 			}
 		}
 	}
-	s.subtractAllocated(n.Spec.Claims)
+	// The scheduler subtracts every allocated device that a slice has.
+	for _, claim := range n.Spec.Claims {
+		for _, c := range s.devices {
+			if c.allocatedTo(claim) {
+				s.consume(c)
+			}
+		}
+	}
 	split := map[string]bool{}
 	for _, d := range n.Status.Devices {
 		split[d.Parent] = true
@@ -116,17 +123,6 @@ func newStock(m *matcher, n v1alpha1.GPUNode, published []resourceapi.ResourceSl
 // forClaims reports whether a node in this mode gives a device to claims, now or once it has no holder.
 func forClaims(mode string, d v1alpha1.DeviceStatus) bool {
 	return mode != string(config.ModeDevicePluginOnly) && (mode != string(config.ModeSplit) || d.ExtendedResource == "")
-}
-
-// subtractAllocated subtracts what the scheduler counts from the counters: every allocated device that a slice has.
-func (s *stock) subtractAllocated(claims []v1alpha1.AllocatedClaim) {
-	for _, claim := range claims {
-		for _, c := range s.devices {
-			if c.allocatedTo(claim) {
-				s.consume(c)
-			}
-		}
-	}
 }
 
 // use records that the pod takes a whole device.
@@ -305,10 +301,8 @@ func (s *stock) take(ctx context.Context, n need, most int64) (got int64, not []
 	if n.all {
 		most = math.MaxInt64
 	}
-	if n.resource != "" {
-		if n.class == "" || s.serves(n.resource) {
-			return s.takeUnits(n, most)
-		}
+	if s.ofKubelet(n) {
+		return s.takeUnits(n, most)
 	}
 	for _, c := range s.devices {
 		if got >= most {
@@ -407,7 +401,8 @@ func (s *stock) tainted(c candidate, n need) (why blocked, out bool) {
 				return blocked{c.published.Name, availability.Tainted, v1alpha1.DeviceTaint{Rule: t.Rule, Taint: t.Taint}.String()}, true
 			}
 		}
-		why, out = blocked{c.published.Name, availability.Unhealthy, "taint " + taintText(taint.Key, taint.Value, string(taint.Effect))}, true
+		text := v1alpha1.Taint{Key: taint.Key, Value: taint.Value, Effect: v1alpha1.TaintEffect(taint.Effect)}.String()
+		why, out = blocked{c.published.Name, availability.Unhealthy, "taint " + text}, true
 	}
 	return why, out
 }
@@ -438,13 +433,6 @@ func describeLeft(d v1alpha1.DeviceStatus, left device.Share) string {
 		return fmt.Sprintf("%d of %s left", left.Count, equalShares(d.Sharing.Shares))
 	}
 	return fmt.Sprintf("%s of %s left", Mebibytes(int64(left.Bytes)), Mebibytes(d.Sharing.Memory))
-}
-
-func taintText(key, value, effect string) string {
-	if value != "" {
-		key += "=" + value
-	}
-	return key + ":" + effect
 }
 
 func tolerated(taint resourceapi.DeviceTaint, tolerations []resourceapi.DeviceToleration) bool {

@@ -25,12 +25,9 @@ func Holder(h v1alpha1.DeviceHolder) string {
 	for _, p := range h.Pods {
 		pods = append(pods, podName(p))
 	}
-	if more := len(pods) - mostPods; more > 0 {
-		pods = append(pods[:mostPods], fmt.Sprintf("%d more", more))
-	}
 	switch {
 	case len(pods) > 0:
-		return strings.Join(pods, ", ") + " (" + via(h) + ")"
+		return strings.Join(FirstOf(pods, mostPods, "%d more"), ", ") + " (" + via(h) + ")"
 	case h.Kind == v1alpha1.HolderPod:
 		return "? (limits)"
 	default:
@@ -106,16 +103,15 @@ func (f Facts) blockers(s *stock, short shortage, node string) (holders, frees [
 	held := 0
 	for _, b := range short.blocked {
 		name := availability.NameOf(b.device)
-		if b.reason == availability.Unhealthy {
+		switch b.reason {
+		case availability.Unhealthy:
 			frees = append(frees, fmt.Sprintf("%s of %s, once it is healthy again: %s", b.device, node, OneLine(b.detail)))
 			continue
-		}
-		if b.reason == availability.Maintenance {
+		case availability.Maintenance:
 			frees = append(frees, fmt.Sprintf("%s of %s, once its maintenance has ended (kubectl gpu undrain %s/%s): %s", b.device, node, node,
 				name.GPU, cmp.Or(OneLine(b.detail), "no reason given")))
 			continue
-		}
-		if b.reason == availability.Tainted {
+		case availability.Tainted:
 			// Once for all devices: a rule may select every partition that is possible.
 			frees = append(frees, fmt.Sprintf("devices of %s with the taint %s, once it has ended, or with a claim that tolerates it", node, OneLine(b.detail)))
 			continue
@@ -125,11 +121,7 @@ func (f Facts) blockers(s *stock, short shortage, node string) (holders, frees [
 			lines[0] += ", " + b.detail
 		}
 		if len(lines) == 0 {
-			if allocated := f.allocatedTo(s, name); allocated != "" {
-				lines = []string{b.device + "  " + allocated}
-			} else {
-				lines = []string{b.device + "  " + cmp.Or(b.detail, string(b.reason))}
-			}
+			lines = []string{b.device + "  " + cmp.Or(f.allocatedTo(s, name), b.detail, string(b.reason))}
 		}
 		held++
 		holders = append(holders, lines...)
@@ -145,11 +137,7 @@ func (f Facts) blockers(s *stock, short shortage, node string) (holders, frees [
 	default:
 		frees = append([]string{fmt.Sprintf("%d of the devices above of %s, once their holders have ended", lack, node)}, frees...)
 	}
-	holders = uniq(holders)
-	if more := len(holders) - mostHolders; more > 0 {
-		holders = append(holders[:mostHolders], fmt.Sprintf("and %d more", more))
-	}
-	return holders, frees
+	return FirstOf(uniq(holders), mostHolders, "and %d more"), frees
 }
 
 // holdersOf returns a line for each device with holders that overlaps the named one. Partitions that do not exist yet overlap their GPU.
@@ -160,22 +148,14 @@ func (f Facts) holdersOf(s *stock, name availability.Name) (lines []string) {
 		if len(d.Holders) == 0 || !of.Overlaps(name) && (exists || of.GPU != name.GPU) {
 			continue
 		}
-		var texts []string
-		for i, h := range d.Holders {
-			if i == mostPods {
-				texts = append(texts, fmt.Sprintf("%d more", len(d.Holders)-i))
-				break
-			}
-			text := f.named(h)
-			if share := Share(h); share != "" {
-				text += " " + share
-			}
+		texts := make([]string, len(d.Holders))
+		for i, h := range d.Holders[:min(mostPods, len(d.Holders))] {
+			texts[i] = strings.TrimSpace(f.named(h) + " " + Share(h))
 			if h.State == v1alpha1.HoldDraining {
-				text += ", ending"
+				texts[i] += ", ending"
 			}
-			texts = append(texts, text)
 		}
-		lines = append(lines, d.Name+"  "+strings.Join(texts, "; "))
+		lines = append(lines, d.Name+"  "+strings.Join(FirstOf(texts, mostPods, "%d more"), "; "))
 	}
 	return lines
 }
@@ -187,10 +167,11 @@ func (f Facts) allocatedTo(s *stock, name availability.Name) string {
 			continue
 		}
 		for _, claim := range s.claims {
-			if string(claim.UID) == use.Holder.ID {
-				if f.MayName != nil && f.MayName(claim.Namespace) {
-					return fmt.Sprintf("allocated to claim %s/%s, which is not prepared yet", claim.Namespace, claim.Name)
-				}
+			switch {
+			case string(claim.UID) != use.Holder.ID:
+			case f.MayName != nil && f.MayName(claim.Namespace):
+				return fmt.Sprintf("allocated to claim %s/%s, which is not prepared yet", claim.Namespace, claim.Name)
+			default:
 				return "allocated to a claim of another namespace, which is not prepared yet"
 			}
 		}

@@ -200,11 +200,7 @@ func (f Facts) needs(of claimOf) (needs []need) {
 		for _, sub := range r.FirstAvailable {
 			alternatives = append(alternatives, f.need(of, r.Name+"/"+sub.Name, sub))
 		}
-		ofOurs := func(n need) bool {
-			class, known := f.class(n.class)
-			return !known || f.ours(class)
-		}
-		if !slices.ContainsFunc(alternatives, ofOurs) {
+		if !slices.ContainsFunc(alternatives, func(n need) bool { return f.mayBeOurs(n.class) }) {
 			continue
 		}
 		first := alternatives[0]
@@ -263,10 +259,22 @@ func (f Facts) class(name string) (resourceapi.DeviceClass, bool) {
 	return f.Classes[i], true
 }
 
+// mayBeOurs reports whether a class is for Tandem's devices, or not known.
+func (f Facts) mayBeOurs(name string) bool {
+	class, known := f.class(name)
+	return !known || f.ours(class)
+}
+
 // ours reports whether a class is for Tandem's devices. A class without a selector that names a driver is for all.
 func (f Facts) ours(class resourceapi.DeviceClass) bool {
-	namesDriver := slices.ContainsFunc(class.Spec.Selectors, func(s resourceapi.DeviceSelector) bool {
-		return s.CEL != nil && strings.Contains(s.CEL.Expression, "device.driver")
-	})
-	return !namesDriver || names(class, f.Driver)
+	return !mentions(class, "device.driver") || names(class, f.Driver)
+}
+
+// names reports whether a CEL selector of a class contains a quoted string.
+func names(class resourceapi.DeviceClass, text string) bool {
+	return mentions(class, `"`+text+`"`) || mentions(class, `'`+text+`'`)
+}
+
+func mentions(class resourceapi.DeviceClass, text string) bool {
+	return slices.ContainsFunc(celOf(class.Spec.Selectors), func(expression string) bool { return strings.Contains(expression, text) })
 }

@@ -12,7 +12,9 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	schedulinghelper "k8s.io/component-helpers/scheduling/corev1"
 	"k8s.io/component-helpers/scheduling/corev1/nodeaffinity"
+	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 )
@@ -32,20 +34,10 @@ const (
 
 // Words returns the fit for users.
 func (f Fit) Words() string {
-	switch f {
-	case FitRoom:
-		return "has room"
-	case FitFull:
-		return "is full"
-	case FitUnknown:
-		return "not evaluated"
-	case FitAgent:
-		return "serves no GPU"
-	case FitFails:
-		return "makes the scheduler give up"
-	default:
-		return "cannot run it"
-	}
+	return map[Fit]string{
+		FitRoom: "has room", FitFull: "is full", FitUnknown: "not evaluated", FitAgent: "serves no GPU", FitNever: "cannot run it",
+		FitFails: "makes the scheduler give up",
+	}[f]
 }
 
 // NodeAnswer is why one node, or several for the same reason, does not run the pod.
@@ -222,22 +214,20 @@ const ofNodeController = "node.kubernetes.io/"
 func whyNot(pod *corev1.Pod, affinity nodeaffinity.RequiredNodeAffinity, node *corev1.Node, claims []claimOf) (reason, unless string) {
 	if node.Spec.Unschedulable {
 		cordon := &corev1.Taint{Key: corev1.TaintNodeUnschedulable, Effect: corev1.TaintEffectNoSchedule}
-		if !tolerates(pod, cordon) {
+		if !schedulinghelper.TolerationsTolerateTaint(klog.Background(), pod.Spec.Tolerations, cordon, false) {
 			return "it is cordoned", "once it is uncordoned"
 		}
 	}
 	if match, err := affinity.Match(node); err != nil || !match {
 		return "the pod's node selector or node affinity excludes it", "with a node selector and a node affinity that allow it"
 	}
-	for _, taint := range node.Spec.Taints {
-		if repels(&taint) && !tolerates(pod, &taint) {
-			text := taintText(taint.Key, taint.Value, string(taint.Effect))
-			switch {
-			case taint.Key == corev1.TaintNodeNotReady, taint.Key == corev1.TaintNodeUnreachable:
-				return "it is not ready", "once it is ready"
-			case strings.HasPrefix(taint.Key, ofNodeController):
-				return "it has the taint " + text, "once it no longer has the taint " + text
-			}
+	if taint, repelled := untolerated(pod, node); repelled {
+		switch text := taint.ToString(); {
+		case taint.Key == corev1.TaintNodeNotReady, taint.Key == corev1.TaintNodeUnreachable:
+			return "it is not ready", "once it is ready"
+		case strings.HasPrefix(taint.Key, ofNodeController):
+			return "it has the taint " + text, "once it no longer has the taint " + text
+		default:
 			return "the pod does not tolerate its taint " + text, "with a toleration of its taint " + text
 		}
 	}
@@ -302,10 +292,7 @@ func (f Facts) show(a *Answer, answers []NodeAnswer) {
 			a.Nodes[i].Names = append(a.Nodes[i].Names, n.Names...)
 		}
 	}
-	a.Frees = uniq(a.Frees)
-	if more := len(a.Frees) - mostFrees; more > 0 {
-		a.Frees = append(a.Frees[:mostFrees], fmt.Sprintf("and %d more", more))
-	}
+	a.Frees = FirstOf(uniq(a.Frees), mostFrees, "and %d more")
 }
 
 // describe adds the holders on a node to its answer, and what would free devices to the pod's.

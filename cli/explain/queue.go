@@ -74,10 +74,7 @@ func (q *Queue) Requests(pod *corev1.Pod) (texts []string) {
 	for _, ref := range pod.Spec.ResourceClaims[min(MostClaims, len(pod.Spec.ResourceClaims)):] {
 		texts = append(texts, "claim "+ref.Name)
 	}
-	if more := len(texts) - mostQueued; more > 0 {
-		texts = append(texts[:mostQueued], fmt.Sprintf("and %d more", more))
-	}
-	return texts
+	return FirstOf(texts, mostQueued, "and %d more")
 }
 
 func (q *Queue) limits(pod *corev1.Pod) (found []request) {
@@ -99,8 +96,7 @@ func (q *Queue) limits(pod *corev1.Pod) (found []request) {
 func (q *Queue) mapped(resource corev1.ResourceName) bool {
 	f := Facts{Driver: q.objects.Driver, Classes: q.objects.Classes}
 	name := mapsTo(resource, f.Classes)
-	class, known := f.class(name)
-	return name != "" && (!known || f.ours(class))
+	return name != "" && f.mayBeOurs(name)
 }
 
 // byKubelet reports whether only kubelet serves an extended resource on the nodes that give GPUs to new pods. What claims serve is not counted.
@@ -128,11 +124,7 @@ const (
 // Reason returns why a pod waits, in one line without a full stop. It names no holder.
 func (q *Queue) Reason(pod *corev1.Pod) string {
 	if pod.Spec.NodeName != "" {
-		text := "starts on " + pod.Spec.NodeName
-		if waiting := waitingContainer(pod); waiting != "" {
-			text += ": " + waiting
-		}
-		return Bounded(text, mostReason)
+		return Bounded(starts(pod), mostReason)
 	}
 	if len(pod.Spec.SchedulingGates) > 0 {
 		return Bounded(gated(pod), mostReason)

@@ -6,6 +6,7 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+	"iter"
 	"maps"
 	"regexp"
 	"slices"
@@ -67,7 +68,7 @@ func (f Facts) fails(a *Answer, n NodeAnswer) {
 	}
 	message := n.failure.message
 	if key, missing := strings.CutPrefix(message, "no such key: "); missing {
-		message += f.offers(n.failure.expression).hint(key)
+		message += didYouMean(key, maps.Keys(f.offers(n.failure.expression).keys))
 	}
 	a.Cause = CauseSelector
 	a.Summary = fmt.Sprintf("waits: a selector of %s fails on %s of %s, so the scheduler tries no other node: %s: %s",
@@ -158,9 +159,6 @@ func attributeText(of resourceapi.DeviceAttribute) string {
 	}
 }
 
-// hint returns a question for a word that is nearly a key of a device, and otherwise nothing.
-func (o offer) hint(key string) string { return didYouMean(key, maps.Keys(o.keys)) }
-
 // String returns what the nodes offer of what the selector asks for, and near misses, such as "; the nodes offer architecture Hopper".
 func (o offer) String() string {
 	var texts []string
@@ -169,7 +167,7 @@ func (o offer) String() string {
 		values := slices.Sorted(maps.Keys(o.values[key]))
 		if len(values) == 0 {
 			texts = append(texts, "no "+key)
-			hint += o.hint(key)
+			hint += didYouMean(key, maps.Keys(o.keys))
 			continue
 		}
 		texts = append(texts, key+" "+list(values, func(value string) string { return Bounded(OneLine(value), mostExpression) }))
@@ -189,15 +187,15 @@ func (o offer) String() string {
 }
 
 // didYouMean returns " (did you mean x?)" for the candidate that is nearest to a word, if one is near.
-func didYouMean[T ~string](word T, candidates func(func(T) bool)) string {
+func didYouMean(word string, candidates iter.Seq[string]) string {
 	best, least := "", 0
 	for candidate := range candidates {
 		if max(len(word)-len(candidate), len(candidate)-len(word)) > max(1, len(word)/4) {
 			continue
 		}
-		if d := distance(strings.ToLower(string(word)), strings.ToLower(string(candidate))); candidate != word && d <= max(1, len(word)/4) &&
-			(best == "" || d < least || d == least && string(candidate) < best) {
-			best, least = string(candidate), d
+		if d := distance(strings.ToLower(word), strings.ToLower(candidate)); candidate != word && d <= max(1, len(word)/4) &&
+			(best == "" || d < least || d == least && candidate < best) {
+			best, least = candidate, d
 		}
 	}
 	if best == "" {

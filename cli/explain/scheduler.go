@@ -56,7 +56,10 @@ func (f Facts) toAllocate(claims []claimOf) (found []*resourceapi.ResourceClaim)
 			ObjectMeta: metav1.ObjectMeta{Namespace: f.Pod.Namespace, Name: of.name, UID: types.UID(fmt.Sprint("claim ", i))}, Spec: *of.spec.DeepCopy(),
 		}
 		devices := &claim.Spec.Devices
-		devices.Requests = slices.DeleteFunc(devices.Requests, func(r resourceapi.DeviceRequest) bool { return !f.mayBeOurs(r) })
+		devices.Requests = slices.DeleteFunc(devices.Requests, func(r resourceapi.DeviceRequest) bool {
+			return !(r.Exactly != nil && f.mayBeOurs(r.Exactly.DeviceClassName)) &&
+				!slices.ContainsFunc(r.FirstAvailable, func(s resourceapi.DeviceSubRequest) bool { return f.mayBeOurs(s.DeviceClassName) })
+		})
 		if len(devices.Requests) == 0 {
 			continue
 		}
@@ -66,16 +69,6 @@ func (f Facts) toAllocate(claims []claimOf) (found []*resourceapi.ResourceClaim)
 		found = append(found, claim)
 	}
 	return found
-}
-
-// mayBeOurs reports whether an alternative of a request is of a class for Tandem's devices, or of one that is not known.
-func (f Facts) mayBeOurs(r resourceapi.DeviceRequest) bool {
-	ours := func(name string) bool {
-		class, known := f.class(name)
-		return !known || f.ours(class)
-	}
-	return r.Exactly != nil && ours(r.Exactly.DeviceClassName) ||
-		slices.ContainsFunc(r.FirstAvailable, func(s resourceapi.DeviceSubRequest) bool { return ours(s.DeviceClassName) })
 }
 
 // defaults sets what the API server sets.
@@ -101,7 +94,7 @@ func defaults(r *resourceapi.DeviceRequest) {
 func (s *stock) forLimits(needs []need) *resourceapi.ResourceClaim {
 	claim := &resourceapi.ResourceClaim{ObjectMeta: metav1.ObjectMeta{Name: "limits", UID: "limits"}}
 	for i, n := range needs {
-		if n.resource != "" && n.class != "" && !s.serves(n.resource) {
+		if n.resource != "" && !s.ofKubelet(n) {
 			claim.Spec.Devices.Requests = append(claim.Spec.Devices.Requests, resourceapi.DeviceRequest{
 				Name: fmt.Sprint("request-", i), Exactly: &resourceapi.ExactDeviceRequest{
 					DeviceClassName: n.class, AllocationMode: resourceapi.DeviceAllocationModeExactCount, Count: n.count,
@@ -115,9 +108,10 @@ func (s *stock) forLimits(needs []need) *resourceapi.ResourceClaim {
 	return claim
 }
 
-// serves reports whether kubelet serves an extended resource with devices of the node.
-func (s *stock) serves(resource string) bool {
-	return slices.ContainsFunc(s.status.Devices, func(d v1alpha1.DeviceStatus) bool { return d.ExtendedResource == resource })
+// ofKubelet reports whether kubelet serves what a pod requests by limits, with devices of the node.
+func (s *stock) ofKubelet(n need) bool {
+	serves := func(d v1alpha1.DeviceStatus) bool { return d.ExtendedResource == n.resource }
+	return n.resource != "" && (n.class == "" || slices.ContainsFunc(s.status.Devices, serves))
 }
 
 // allocate asks the scheduler's allocator whether the node has devices for claims: now, or as if none had a holder or a fault. An error ends
@@ -125,8 +119,7 @@ func (s *stock) serves(resource string) bool {
 func (s *stock) allocate(ctx context.Context, claims []*resourceapi.ResourceClaim, idle bool) (fits bool, err error) {
 	published, state := s.published, s.state
 	if idle {
-		published = s.idle
-		state = func() structured.AllocatedState { return noAllocations() }
+		published, state = s.idle, noAllocations
 	}
 	allocator, err := structured.NewAllocator(ctx, allocatorFeatures, state(), s.match.classes, published(), s.match.cache)
 	if err != nil {
@@ -261,9 +254,8 @@ func (n *NodeAnswer) fails(ctx context.Context, s *stock, needs []need, err erro
 func (n *NodeAnswer) fit(ctx context.Context, s *stock, claims []*resourceapi.ResourceClaim, needs []need) {
 	short, ever := s.shortages(ctx, needs)
 	s.matched = nil
-	ofKubelet := func(n need) bool { return n.resource != "" && (n.class == "" || s.serves(n.resource)) }
-	byKubelet := slices.ContainsFunc(needs, ofKubelet)
-	limitsShort := slices.ContainsFunc(short, func(of shortage) bool { return ofKubelet(of.need) })
+	byKubelet := slices.ContainsFunc(needs, s.ofKubelet)
+	limitsShort := slices.ContainsFunc(short, func(of shortage) bool { return s.ofKubelet(of.need) })
 	if of := s.forLimits(needs); of != nil {
 		claims = append(slices.Clip(claims), of)
 	}
@@ -316,8 +308,15 @@ func (n *NodeAnswer) fit(ctx context.Context, s *stock, claims []*resourceapi.Re
 
 // together is why a node does not have devices for all claims, although it seems to have them for each request alone.
 func (s *stock) together(ctx context.Context, claims []*resourceapi.ResourceClaim, ever bool) string {
-	for pool, missing := range s.incomplete() {
-		return fmt.Sprintf("its agent is still writing its ResourceSlices: pool %s lacks %d of them", OneLine(pool), missing)
+	have := map[string]int64{}
+	for _, slice := range s.slices {
+		have[slice.Spec.Pool.Name]++
+	}
+	for _, slice := range s.slices {
+		pool := slice.Spec.Pool
+		if lacks := pool.ResourceSliceCount - have[pool.Name]; lacks > 0 {
+			return fmt.Sprintf("its agent is still writing its ResourceSlices: pool %s lacks %d of them", OneLine(pool.Name), lacks)
+		}
 	}
 	what := "its devices do not satisfy all requests at the same time"
 	free := slices.Clone(claims)
@@ -343,19 +342,4 @@ func (s *stock) together(ctx context.Context, claims []*resourceapi.ResourceClai
 		what += " while other holders have some of its devices"
 	}
 	return Bounded(what, mostText)
-}
-
-// incomplete yields a pool of which slices are missing, and how many.
-func (s *stock) incomplete() func(func(string, int64) bool) {
-	return func(yield func(string, int64) bool) {
-		have := map[string]int64{}
-		for _, slice := range s.slices {
-			have[slice.Spec.Pool.Name]++
-		}
-		for _, slice := range s.slices {
-			if missing := slice.Spec.Pool.ResourceSliceCount - have[slice.Spec.Pool.Name]; missing > 0 && !yield(slice.Spec.Pool.Name, missing) {
-				return
-			}
-		}
-	}
 }

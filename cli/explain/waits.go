@@ -172,8 +172,14 @@ func (f Facts) lacks(ctx context.Context, a *Answer, claims []claimOf, needs []n
 	for _, n := range needs {
 		for _, alternative := range n.alternatives() {
 			if _, known := f.class(alternative.class); alternative.resource == "" && !known && !f.missing(KindClasses) {
-				a.Cause, a.Summary = CauseNoClass, fmt.Sprintf("waits: DeviceClass %s of %s does not exist%s", alternative.class, alternative.claim, f.hintOfClass(alternative.class))
-				a.Frees = append(a.Frees, "a claim with another class, or the class: "+f.classNames())
+				ours := f.ourClasses()
+				a.Cause, a.Summary = CauseNoClass, fmt.Sprintf("waits: DeviceClass %s of %s does not exist%s", alternative.class, alternative.claim,
+					didYouMean(alternative.class, slices.Values(ours)))
+				exist := "no class of Tandem's exists"
+				if len(ours) > 0 {
+					exist = "Tandem's are " + list(ours, func(name string) string { return name })
+				}
+				a.Frees = append(a.Frees, "a claim with another class, or the class: "+exist)
 				return true
 			}
 			if expression, err := match.broken(ctx, alternative.selectors); err != nil {
@@ -195,16 +201,4 @@ func (f Facts) ourClasses() (known []string) {
 	}
 	slices.Sort(known)
 	return known
-}
-
-func (f Facts) hintOfClass(name string) string {
-	return didYouMean(name, slices.Values(f.ourClasses()))
-}
-
-func (f Facts) classNames() string {
-	known := f.ourClasses()
-	if len(known) == 0 {
-		return "no class of Tandem's exists"
-	}
-	return "Tandem's are " + list(known, func(name string) string { return name })
 }

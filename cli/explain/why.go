@@ -183,9 +183,7 @@ func (f Facts) why(ctx context.Context, b bounds) Answer {
 	if more := len(f.Pod.Spec.ResourceClaims) - MostClaims; more > 0 {
 		a.Requests = append(a.Requests, fmt.Sprintf("%s more, not evaluated", Number(more, "claim")))
 	}
-	if more := len(a.Requests) - mostRequests; more > 0 {
-		a.Requests = append(a.Requests[:mostRequests], fmt.Sprintf("and %d more", more))
-	}
+	a.Requests = FirstOf(a.Requests, mostRequests, "and %d more")
 	a.Events = f.events()
 	switch pod := f.Pod; {
 	case podstatus.Ended(pod):
@@ -231,11 +229,9 @@ func (f Facts) ended(a *Answer) {
 	if status.Message != "" {
 		a.Summary += ": " + OneLine(status.Message)
 	}
-	controller := metav1.GetControllerOfNoCopy(f.Pod)
-	switch {
-	case owner.Replaces(f.Pod) && controller != nil:
+	if controller := metav1.GetControllerOfNoCopy(f.Pod); owner.Replaces(f.Pod) {
 		a.Frees = append(a.Frees, fmt.Sprintf("%s %s creates another pod, as far as its own limits allow", controller.Kind, controller.Name))
-	default:
+	} else {
 		a.Frees = append(a.Frees, owner.WhyNot(f.Pod)+": create it again")
 	}
 }
@@ -276,24 +272,23 @@ func (f Facts) placed(a *Answer, claims []claimOf) {
 	case node == nil && !f.missing(KindGPUNodes):
 		a.Cause, a.Summary = CauseAgent, fmt.Sprintf("waits on %s, which has %s", f.Pod.Spec.NodeName, NoGPUNode)
 	default:
-		a.Cause, a.Summary = CauseStarting, "starts on "+f.Pod.Spec.NodeName
-		if waiting := waitingContainer(f.Pod); waiting != "" {
-			a.Summary += ": " + waiting
-		}
+		a.Cause, a.Summary = CauseStarting, starts(f.Pod)
 	}
 }
 
-func waitingContainer(pod *corev1.Pod) string {
+// starts says what a pod waits for that the scheduler has placed.
+func starts(pod *corev1.Pod) string {
+	text := "starts on " + pod.Spec.NodeName
 	for _, s := range slices.Concat(pod.Status.InitContainerStatuses, pod.Status.ContainerStatuses) {
 		if w := s.State.Waiting; w != nil && w.Reason != "" {
-			text := fmt.Sprintf("container %s is waiting: %s", s.Name, w.Reason)
+			text += fmt.Sprintf(": container %s is waiting: %s", s.Name, w.Reason)
 			if w.Message != "" {
 				text += ": " + OneLine(w.Message)
 			}
-			return text
+			break
 		}
 	}
-	return ""
+	return text
 }
 
 // has returns the devices of which the pod is a holder.
@@ -307,10 +302,7 @@ func (f Facts) has() (devices []string) {
 			if !slices.ContainsFunc(h.Pods, func(p v1alpha1.PodReference) bool { return owner.Is(f.Pod, p.UID) }) {
 				continue
 			}
-			text := fmt.Sprintf("%s (%s, %s)", d.Name, cmp.Or(d.Model, d.UUID), via(h))
-			if share := Share(h); share != "" {
-				text += " " + share
-			}
+			text := strings.TrimSpace(fmt.Sprintf("%s (%s, %s) %s", d.Name, cmp.Or(d.Model, d.UUID), via(h), Share(h)))
 			if d.UnhealthyReason != "" {
 				text += ", unhealthy: " + OneLine(d.UnhealthyReason)
 			}
@@ -321,10 +313,8 @@ func (f Facts) has() (devices []string) {
 }
 
 func (f Facts) gpuNode(name string) *v1alpha1.GPUNode {
-	for i := range f.GPUNodes {
-		if f.GPUNodes[i].Name == name {
-			return &f.GPUNodes[i]
-		}
+	if i := slices.IndexFunc(f.GPUNodes, func(n v1alpha1.GPUNode) bool { return n.Name == name }); i >= 0 {
+		return &f.GPUNodes[i]
 	}
 	return nil
 }
