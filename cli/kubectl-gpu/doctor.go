@@ -34,9 +34,6 @@ func (p *plugin) doctor() *cobra.Command {
 		Example: "  kubectl gpu doctor\n  kubectl gpu doctor -o json",
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if err := checkData(output); err != nil {
-				return err
-			}
 			c, err := p.open()
 			if err != nil {
 				return err
@@ -58,7 +55,7 @@ func (p *plugin) doctor() *cobra.Command {
 			return nil
 		},
 	}
-	dataFlag(cmd, &output)
+	outputFlag(cmd, &output, "json", "yaml")
 	return cmd
 }
 

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 
 	"github.com/spf13/cobra"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -14,9 +15,6 @@ import (
 
 	"github.com/tandem-gpu/tandem/cli/overview"
 )
-
-// outputs are the values of -o.
-var outputs = []string{"", "wide", "json", "yaml"}
 
 func (p *plugin) ls() *cobra.Command {
 	var output string
@@ -29,9 +27,6 @@ func (p *plugin) ls() *cobra.Command {
 			"devices that the namespace uses.",
 		Example: "  kubectl gpu ls\n  kubectl gpu ls node-1 -o wide\n  kubectl gpu ls -n ml -w",
 		RunE: func(cmd *cobra.Command, names []string) error {
-			if err := checkOutput(output); err != nil {
-				return err
-			}
 			if watch && (output == "json" || output == "yaml") {
 				return errors.New("--watch prints rows: it excludes --output json and yaml")
 			}
@@ -58,35 +53,28 @@ func (p *plugin) ls() *cobra.Command {
 
 // listFlags adds the flags of the commands that list devices.
 func listFlags(cmd *cobra.Command, output *string, all *bool) {
-	cmd.Flags().StringVarP(output, "output", "o", "", "wide, json or yaml")
+	outputFlag(cmd, output, "wide", "json", "yaml")
 	cmd.Flags().BoolVarP(all, "all-namespaces", "A", false, "list all devices, whatever --namespace says")
-	completeFlag(cmd, "output", outputs[1:])
+}
+
+// outputFlag adds the flag -o with these values, besides none.
+func outputFlag(cmd *cobra.Command, output *string, values ...string) {
+	last := len(values) - 1
+	usage := strings.Join(values[:last], ", ") + " or " + values[last]
+	cmd.Flags().StringVarP(output, "output", "o", "", usage)
+	completeFlag(cmd, "output", values)
+	cmd.PreRunE = func(*cobra.Command, []string) error {
+		if *output != "" && !slices.Contains(values, *output) {
+			return fmt.Errorf("--output: %q is not %s", *output, usage)
+		}
+		return nil
+	}
 }
 
 func completeFlag(cmd *cobra.Command, name string, values []string) {
 	if err := cmd.RegisterFlagCompletionFunc(name, cobra.FixedCompletions(values, cobra.ShellCompDirectiveNoFileComp)); err != nil {
 		cmd.PrintErrln(err)
 	}
-}
-
-func checkOutput(output string) error {
-	if !slices.Contains(outputs, output) {
-		return fmt.Errorf("--output: %q is not wide, json or yaml", output)
-	}
-	return nil
-}
-
-// dataFlag adds the flag -o of the commands whose text has no wider form.
-func dataFlag(cmd *cobra.Command, output *string) {
-	cmd.Flags().StringVarP(output, "output", "o", "", "json or yaml")
-	completeFlag(cmd, "output", []string{"json", "yaml"})
-}
-
-func checkData(output string) error {
-	if !slices.Contains([]string{"", "json", "yaml"}, output) {
-		return fmt.Errorf("--output: %q is not json or yaml", output)
-	}
-	return nil
 }
 
 // oneArgument returns an error that says what is expected, with an example.

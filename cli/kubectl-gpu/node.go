@@ -18,9 +18,6 @@ func (p *plugin) node() *cobra.Command {
 		Example: "  kubectl gpu node node-1\n  kubectl gpu node node-1 -o json",
 		Args:    oneArgument("a node", "kubectl gpu node node-1; kubectl gpu ls lists the nodes"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			if err := checkData(output); err != nil {
-				return err
-			}
 			c, err := p.open()
 			if err != nil {
 				return err
@@ -37,6 +34,6 @@ func (p *plugin) node() *cobra.Command {
 		},
 		ValidArgsFunction: p.completeNodes(1),
 	}
-	dataFlag(cmd, &output)
+	outputFlag(cmd, &output, "json", "yaml")
 	return cmd
 }

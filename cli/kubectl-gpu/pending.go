@@ -23,9 +23,6 @@ func (p *plugin) pending() *cobra.Command {
 		Example: "  kubectl gpu pending\n  kubectl gpu pending -n ml -o wide",
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if err := checkOutput(output); err != nil {
-				return err
-			}
 			c, err := p.open()
 			if err != nil {
 				return err

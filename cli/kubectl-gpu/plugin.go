@@ -3,6 +3,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -61,27 +62,18 @@ func connectWith(flags *genericclioptions.ConfigFlags) func() (connection, error
 		config.QPS, config.Burst = 50, 100
 		config.UserAgent = "kubectl-gpu/" + version.Version
 		// The scraper does not set the clock: the dates that it gets are those of pods.
-		scrape, err := overview.NewScraper(config)
-		if err != nil {
-			return connection{}, fmt.Errorf("configure API client: %w", err)
-		}
+		scrape, scrapeErr := overview.NewScraper(config)
 		clock := &overview.Clock{}
 		config.Wrap(clock.Watch)
-		client, err := kubernetes.NewForConfig(config)
-		if err != nil {
-			return connection{}, fmt.Errorf("configure API client: %w", err)
-		}
-		objects, err := dynamic.NewForConfig(config)
-		if err != nil {
+		client, clientErr := kubernetes.NewForConfig(config)
+		objects, objectsErr := dynamic.NewForConfig(config)
+		if err := cmp.Or(scrapeErr, clientErr, objectsErr); err != nil {
 			return connection{}, fmt.Errorf("configure API client: %w", err)
 		}
 		loader := flags.ToRawKubeConfigLoader()
-		namespace, _, err := loader.Namespace()
-		if err != nil {
-			return connection{}, fmt.Errorf("read kubeconfig: %w", err)
-		}
-		kubeconfig, err := loader.RawConfig()
-		if err != nil {
+		namespace, _, namespaceErr := loader.Namespace()
+		kubeconfig, kubeconfigErr := loader.RawConfig()
+		if err := cmp.Or(namespaceErr, kubeconfigErr); err != nil {
 			return connection{}, fmt.Errorf("read kubeconfig: %w", err)
 		}
 		server, _, err := rest.DefaultServerUrlFor(config)
@@ -108,13 +100,7 @@ func (p *plugin) open() (connection, error) {
 // styleOf returns what a file can show. Colours are for terminals, unless NO_COLOR is set (no-color.org).
 func styleOf(out *os.File, getenv func(string) string) overview.Style {
 	terminal := term.IsTerminal(int(out.Fd()))
-	locale := getenv("LC_ALL")
-	for _, name := range []string{"LC_CTYPE", "LANG"} {
-		if locale == "" {
-			locale = getenv(name)
-		}
-	}
-	locale = strings.ToUpper(locale)
+	locale := strings.ToUpper(cmp.Or(getenv("LC_ALL"), getenv("LC_CTYPE"), getenv("LANG")))
 	return overview.Style{
 		Colour: terminal && getenv("NO_COLOR") == "" && getenv("TERM") != "dumb",
 		UTF8:   terminal && (strings.Contains(locale, "UTF-8") || strings.Contains(locale, "UTF8")),

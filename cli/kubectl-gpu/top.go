@@ -23,9 +23,6 @@ func (p *plugin) top() *cobra.Command {
 			"proxy: you need the rights to list pods and to get pods/proxy. A value that dcgm-exporter does not export is \"-\".",
 		Example: "  kubectl gpu top\n  kubectl gpu top node-1\n  kubectl gpu top --sort-by util --exporter-namespace gpu-operator",
 		RunE: func(cmd *cobra.Command, names []string) error {
-			if err := checkOutput(output); err != nil {
-				return err
-			}
 			if sortBy != "" && !slices.Contains(overview.SortKeys, sortBy) {
 				return fmt.Errorf("--sort-by: %q is not %s", sortBy, strings.Join(overview.SortKeys, " or "))
 			}

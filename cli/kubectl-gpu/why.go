@@ -30,9 +30,6 @@ func (p *plugin) why() *cobra.Command {
 		Example: "  kubectl gpu why train-0 -n ml\n  kubectl gpu why pod/train-0 -o json",
 		Args:    oneArgument("a pod", "kubectl gpu why train-0 -n ml; kubectl gpu pending lists the pods that wait"),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			if err := checkData(output); err != nil {
-				return err
-			}
 			name, err := podNamed(args[0])
 			if err != nil {
 				return err
@@ -57,7 +54,7 @@ func (p *plugin) why() *cobra.Command {
 		},
 		ValidArgsFunction: p.completePods(),
 	}
-	dataFlag(cmd, &output)
+	outputFlag(cmd, &output, "json", "yaml")
 	return cmd
 }
 
