@@ -4,6 +4,7 @@ package overview
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -60,6 +61,14 @@ func (e *DeniedError) Error() string {
 
 // Unwrap returns the API server's error.
 func (e *DeniedError) Unwrap() error { return e.err }
+
+// withoutRule returns an error without the lines of a missing rule.
+func withoutRule(err error) error {
+	if denied, is := errors.AsType[*DeniedError](err); is {
+		return denied.err
+	}
+	return err
+}
 
 func (c Cluster) gpuNodes() dynamic.ResourceInterface { return c.Dynamic.Resource(v1alpha1.Resource) }
 
@@ -144,9 +153,14 @@ func (c Cluster) EachGPUNode(ctx context.Context, visit func(v1alpha1.GPUNode)) 
 	return version, err
 }
 
-// each calls visit for the items of a list, one page after the other.
-func each[T any](ctx context.Context, options metav1.ListOptions, page pager.ListPageFunc, visit func(T)) error {
-	return pager.New(page).EachListItem(ctx, options, func(object runtime.Object) error {
+// each calls visit for the items of a list, one page after the other. what names them in an error.
+func each[T any, L runtime.Object](
+	ctx context.Context, what string, options metav1.ListOptions, list func(context.Context, metav1.ListOptions) (L, error), visit func(T),
+) error {
+	page := func(ctx context.Context, options metav1.ListOptions) (runtime.Object, error) {
+		return list(ctx, options)
+	}
+	err := pager.New(page).EachListItem(ctx, options, func(object runtime.Object) error {
 		item, ok := object.(T)
 		if !ok {
 			return fmt.Errorf("unexpected %T", object)
@@ -154,6 +168,10 @@ func each[T any](ctx context.Context, options metav1.ListOptions, page pager.Lis
 		visit(item)
 		return nil
 	})
+	if err != nil {
+		return fmt.Errorf("list %s: %w", what, err)
+	}
+	return nil
 }
 
 // Nodes returns the named nodes, or all with GPUs. notes says what is left out because the viewer may not read it.
@@ -162,11 +180,15 @@ func (c Cluster) Nodes(ctx context.Context, names ...string) (nodes []Node, note
 		if slices.Contains(names[:i], name) {
 			continue
 		}
-		node, err := c.node(ctx, name)
+		node, err := c.gpuNode(ctx, name)
+		of := NodeOf(node)
+		if apierrors.IsNotFound(err) {
+			of, err = c.nodeWithoutAgent(ctx, name, err)
+		}
 		if err != nil {
 			return nil, nil, err
 		}
-		nodes = append(nodes, node)
+		nodes = append(nodes, of)
 	}
 	if len(names) > 0 {
 		return nodes, nil, nil
@@ -187,14 +209,6 @@ func (c Cluster) Nodes(ctx context.Context, names ...string) (nodes []Node, note
 		return nodes, []string{fmt.Sprintf("nodes without a GPUNode are not shown: %v", err)}, nil
 	}
 	return nodes, nil, nil
-}
-
-func (c Cluster) node(ctx context.Context, name string) (Node, error) {
-	node, err := c.gpuNode(ctx, name)
-	if apierrors.IsNotFound(err) {
-		return c.nodeWithoutAgent(ctx, name, err)
-	}
-	return NodeOf(node), err
 }
 
 // nodeWithoutAgent describes a node whose GPUNode does not exist, as missing says.
@@ -224,13 +238,7 @@ func (c Cluster) EachNodeWithGPUs(ctx context.Context, visit func(*corev1.Node))
 }
 
 func (c Cluster) eachNode(ctx context.Context, selector string, visit func(*corev1.Node)) error {
-	page := func(ctx context.Context, options metav1.ListOptions) (runtime.Object, error) {
-		return c.Client.CoreV1().Nodes().List(ctx, options)
-	}
-	if err := each(ctx, metav1.ListOptions{LabelSelector: selector}, page, visit); err != nil {
-		return fmt.Errorf("list nodes: %w", err)
-	}
-	return nil
+	return each(ctx, "nodes", metav1.ListOptions{LabelSelector: selector}, c.Client.CoreV1().Nodes().List, visit)
 }
 
 // EachSlice calls visit for all of the driver's ResourceSlices, one page after the other.
@@ -239,29 +247,17 @@ func (c Cluster) EachSlice(ctx context.Context, visit func(resourceapi.ResourceS
 }
 
 func (c Cluster) eachSlice(ctx context.Context, selector fields.Selector, visit func(resourceapi.ResourceSlice)) error {
-	page := func(ctx context.Context, options metav1.ListOptions) (runtime.Object, error) {
-		return c.Client.ResourceV1().ResourceSlices().List(ctx, options)
-	}
-	err := each(ctx, metav1.ListOptions{FieldSelector: selector.String()}, page, func(slice *resourceapi.ResourceSlice) {
+	options, list := metav1.ListOptions{FieldSelector: selector.String()}, c.Client.ResourceV1().ResourceSlices().List
+	return each(ctx, "ResourceSlices", options, list, func(slice *resourceapi.ResourceSlice) {
 		if slice.Spec.Driver == c.DriverName {
 			visit(*slice)
 		}
 	})
-	if err != nil {
-		return fmt.Errorf("list ResourceSlices: %w", err)
-	}
-	return nil
 }
 
 // EachClaim calls visit for the ResourceClaims of all namespaces, one page after the other.
 func (c Cluster) EachClaim(ctx context.Context, visit func(*resourceapi.ResourceClaim)) error {
-	page := func(ctx context.Context, options metav1.ListOptions) (runtime.Object, error) {
-		return c.Client.ResourceV1().ResourceClaims(metav1.NamespaceAll).List(ctx, options)
-	}
-	if err := each(ctx, metav1.ListOptions{}, page, visit); err != nil {
-		return fmt.Errorf("list ResourceClaims: %w", err)
-	}
-	return nil
+	return each(ctx, "ResourceClaims", metav1.ListOptions{}, c.Client.ResourceV1().ResourceClaims(metav1.NamespaceAll).List, visit)
 }
 
 // Change is a newer state of a GPUNode.
@@ -422,7 +418,7 @@ func (c Cluster) NodeNames(ctx context.Context, prefix string) ([]string, error)
 	if err != nil {
 		return nil, gpuNodesError("list", err)
 	}
-	return namesOf(list.Items, prefix), nil
+	return namesOf(list, prefix)
 }
 
 // PodNames returns names of pods that begin with the prefix, for completion.
@@ -431,20 +427,16 @@ func (c Cluster) PodNames(ctx context.Context, namespace, prefix string) ([]stri
 	if err != nil {
 		return nil, fmt.Errorf("list pods: %w", err)
 	}
-	var names []string
-	for _, p := range list.Items {
-		if strings.HasPrefix(p.Name, prefix) {
-			names = append(names, p.Name)
-		}
-	}
-	return names, nil
+	return namesOf(list, prefix)
 }
 
-func namesOf(items []unstructured.Unstructured, prefix string) (names []string) {
-	for _, item := range items {
-		if strings.HasPrefix(item.GetName(), prefix) {
-			names = append(names, item.GetName())
+func namesOf(list runtime.Object, prefix string) (names []string, err error) {
+	err = meta.EachListItem(list, func(item runtime.Object) error {
+		object, err := meta.Accessor(item)
+		if err == nil && strings.HasPrefix(object.GetName(), prefix) {
+			names = append(names, object.GetName())
 		}
-	}
-	return names
+		return err
+	})
+	return names, err
 }

@@ -27,14 +27,10 @@ func (s Style) Draw(p Picture) string {
 	var b strings.Builder
 	o := New([]Node{p.Node})
 	title := p.Node.Name
-	if p.Node.Mode != "" {
-		title += "   " + p.Node.Mode
-	}
-	if o.GPUs.Total > 0 {
-		title += "   " + explain.Number(o.GPUs.Total, "GPU") + ": " + o.GPUs.String()
-	}
-	if o.Partitions.Total > 0 {
-		title += "   " + explain.Number(o.Partitions.Total, "partition") + ": " + o.Partitions.String()
+	for _, more := range []string{p.Node.Mode, o.GPUs.Of("GPU"), o.Partitions.Of("partition")} {
+		if more != "" {
+			title += "   " + more
+		}
 	}
 	fmt.Fprintln(&b, s.plain(title))
 	if p.Node.Problem != "" {
@@ -161,8 +157,7 @@ func (s Style) bar(n Node, gpu GPU) string {
 			if share != "" {
 				holders += " [" + share + "]"
 			}
-			holder = strings.TrimPrefix(holders+"; "+d.WhyOut(), "; ")
-			holder = strings.TrimSuffix(holder, "; ")
+			holder = strings.TrimSuffix(strings.TrimPrefix(holders+"; "+d.WhyOut(), "; "), "; ")
 		}
 		label = s.plain(label)
 		if utf8.RuneCountInString(label) > width {

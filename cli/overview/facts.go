@@ -30,13 +30,9 @@ func (c Cluster) Why(ctx context.Context, namespace, name string) (explain.Answe
 		Driver: c.DriverName, Pod: pod, Claims: map[string]*resourceapi.ResourceClaim{}, Templates: map[string]*resourceapi.ResourceClaimTemplate{},
 	}
 	unread := func(kind explain.Kind, err error) {
-		if err == nil {
-			return
+		if err != nil {
+			f.NotRead = append(f.NotRead, explain.NotRead{Kind: kind, Error: explain.OneLine(withoutRule(err).Error())})
 		}
-		if denied := (*DeniedError)(nil); errors.As(err, &denied) {
-			err = denied.err
-		}
-		f.NotRead = append(f.NotRead, explain.NotRead{Kind: kind, Error: explain.OneLine(err.Error())})
 	}
 	c.readClaims(ctx, &f, unread)
 	unread(explain.KindEvents, c.readEvents(ctx, &f))

@@ -275,13 +275,10 @@ func MissingMetrics(nodes []Node) (notes []string) {
 	}
 	for _, reason := range reasons {
 		var names []string
-		for _, n := range by[reason][:min(mostNamed, len(by[reason]))] {
+		for _, n := range by[reason] {
 			names = append(names, n.Name)
 		}
-		if more := len(by[reason]) - len(names); more > 0 {
-			names = append(names, fmt.Sprintf("%d more", more))
-		}
-		note := fmt.Sprintf("no metrics for %s (%s): %s", explain.Number(len(by[reason]), "node"), strings.Join(names, ", "), reason)
+		note := fmt.Sprintf("no metrics for %s (%s): %s", explain.Number(len(names), "node"), strings.Join(explain.FirstOf(names, mostNamed, "%d more"), ", "), reason)
 		if first := by[reason][0]; first.NoMetrics.Detail != "" {
 			note += fmt.Sprintf(" (%s: %s)", first.Name, first.NoMetrics.Detail)
 		}

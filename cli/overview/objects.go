@@ -41,16 +41,14 @@ type Objects struct {
 
 // read is what was read in objectsFor. Objects.mu guards it, apart from the classes, which do not change.
 type read struct {
-	known   explain.Requested
+	classes []resourceapi.DeviceClass
+	known   map[object]*request
 	left    int
 	expires time.Time
 }
 
 func newRead(classes []resourceapi.DeviceClass, expires time.Time) *read {
-	return &read{left: mostObjects, expires: expires, known: explain.Requested{
-		Classes: classes, Claims: map[types.NamespacedName]*resourceapi.ResourceClaim{},
-		Templates: map[types.NamespacedName]*resourceapi.ResourceClaimTemplate{},
-	}}
+	return &read{classes, map[object]*request{}, mostObjects, expires}
 }
 
 // NewObjects returns the objects of a cluster.
@@ -59,8 +57,10 @@ func NewObjects(c Cluster) *Objects { return &Objects{cluster: c, now: newRead(n
 // Of returns what the claims of the pods request. Namespaces take turns where there are too many claims. What the viewer may not read
 // is missing.
 func (o *Objects) Of(ctx context.Context, pods []*corev1.Pod) explain.Requested {
-	known := newRead(nil, time.Time{}).known
-	known.Driver = o.cluster.DriverName
+	known := explain.Requested{
+		Driver: o.cluster.DriverName, Claims: map[types.NamespacedName]*resourceapi.ResourceClaim{},
+		Templates: map[types.NamespacedName]*resourceapi.ResourceClaimTemplate{},
+	}
 	if !slices.ContainsFunc(pods, mayHaveClass) {
 		return known
 	}
@@ -90,7 +90,7 @@ func (o *Objects) Of(ctx context.Context, pods []*corev1.Pod) explain.Requested 
 		}
 	}
 	o.read(ctx, now, second, known)
-	known.Classes = now.known.Classes
+	known.Classes = now.classes
 	return known
 }
 
@@ -136,21 +136,23 @@ type object struct {
 	claim bool
 }
 
+// request reads an object. What it has read is nil if the object does not exist.
+type request struct {
+	object
+	turn     int
+	claimed  *resourceapi.ResourceClaim
+	template *resourceapi.ResourceClaimTemplate
+	err      error
+}
+
 // read adds objects to what is known and copies them, apart from those for which too many were asked. Namespaces take turns. A nil object does
 // not exist. A request that ends with ctx does not count.
 func (o *Objects) read(ctx context.Context, now *read, objects []object, into explain.Requested) {
-	type request struct {
-		object
-		turn     int
-		claimed  *resourceapi.ResourceClaim
-		template *resourceapi.ResourceClaimTemplate
-		err      error
-	}
 	var requests []*request
 	turns, seen := map[string]int{}, map[object]bool{}
 	o.mu.Lock()
 	for _, of := range objects {
-		if !seen[of] && !now.has(of) {
+		if !seen[of] && now.known[of] == nil {
 			requests = append(requests, &request{object: of, turn: turns[of.Namespace]})
 			turns[of.Namespace]++
 		}
@@ -174,6 +176,9 @@ func (o *Objects) read(ctx context.Context, now *read, objects []object, into ex
 			} else {
 				r.template, r.err = api.ResourceClaimTemplates(r.Namespace).Get(ctx, r.Name, metav1.GetOptions{})
 			}
+			if apierrors.IsNotFound(r.err) {
+				r.claimed, r.template, r.err = nil, nil, nil
+			}
 			return nil
 		})
 	}
@@ -182,38 +187,19 @@ func (o *Objects) read(ctx context.Context, now *read, objects []object, into ex
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	for _, r := range requests {
-		switch missing := apierrors.IsNotFound(r.err); {
-		case r.err != nil && !missing:
-			if ctx.Err() != nil {
-				now.left++
-			}
-		case r.claim && missing:
-			now.known.Claims[r.NamespacedName] = nil
-		case r.claim:
-			now.known.Claims[r.NamespacedName] = r.claimed
-		case missing:
-			now.known.Templates[r.NamespacedName] = nil
-		default:
-			now.known.Templates[r.NamespacedName] = r.template
+		if r.err == nil {
+			now.known[r.object] = r
+		} else if ctx.Err() != nil {
+			now.left++
 		}
 	}
 	for of := range seen {
-		switch {
-		case !now.has(of):
+		switch r := now.known[of]; {
+		case r == nil:
 		case of.claim:
-			into.Claims[of.NamespacedName] = now.known.Claims[of.NamespacedName]
+			into.Claims[of.NamespacedName] = r.claimed
 		default:
-			into.Templates[of.NamespacedName] = now.known.Templates[of.NamespacedName]
+			into.Templates[of.NamespacedName] = r.template
 		}
 	}
-}
-
-// has reports whether an object was read.
-func (r *read) has(of object) (ok bool) {
-	if of.claim {
-		_, ok = r.known.Claims[of.NamespacedName]
-	} else {
-		_, ok = r.known.Templates[of.NamespacedName]
-	}
-	return ok
 }

@@ -59,8 +59,8 @@ type Node struct {
 	Conflicts []Conflict `json:"conflicts,omitempty"`
 	// Exporter is the pod that the metrics of the devices come from. NoMetrics is why they have none. ReadMetrics sets one of the two if the
 	// node has devices.
-	Exporter  *PodRef    `json:"exporter,omitempty"`
-	NoMetrics *NoMetrics `json:"noMetrics,omitempty"`
+	Exporter  *v1alpha1.PodReference `json:"exporter,omitempty"`
+	NoMetrics *NoMetrics             `json:"noMetrics,omitempty"`
 }
 
 // State is who uses a device, in one word.
@@ -96,31 +96,13 @@ type Device struct {
 	UnhealthyReason string `json:"unhealthyReason,omitempty"`
 	Slowdown        string `json:"slowdown,omitempty"`
 	// Maintenance is absent if the device is in service.
-	Maintenance           *Service `json:"maintenance,omitempty"`
-	Taints                []Taint  `json:"taints,omitempty"`
-	ExtendedResource      string   `json:"extendedResource,omitempty"`
-	ExtendedResourceState string   `json:"extendedResourceState,omitempty"`
-	Sharing               *Sharing `json:"sharing,omitempty"`
+	Maintenance           *v1alpha1.DeviceMaintenance `json:"maintenance,omitempty"`
+	Taints                []v1alpha1.DeviceTaint      `json:"taints,omitempty"`
+	ExtendedResource      string                      `json:"extendedResource,omitempty"`
+	ExtendedResourceState string                      `json:"extendedResourceState,omitempty"`
+	Sharing               *Sharing                    `json:"sharing,omitempty"`
 	// Metrics are absent if they were not read, or if dcgm-exporter has none of the device.
 	Metrics *Metrics `json:"metrics,omitempty"`
-}
-
-// Service is why an administrator has taken a device out of service, and since when.
-type Service struct {
-	Reason string       `json:"reason,omitempty"`
-	Since  *metav1.Time `json:"since,omitempty"`
-}
-
-// Taint is a taint of a device. Rule is the DeviceTaintRule that it is from.
-type Taint struct {
-	Rule   string       `json:"rule,omitempty"`
-	Key    string       `json:"key"`
-	Value  string       `json:"value,omitempty"`
-	Effect string       `json:"effect"`
-	Since  *metav1.Time `json:"since,omitempty"`
-
-	// text is the taint for users.
-	text string
 }
 
 // WhyOut returns why a device gets no new holder, other than its holders; empty if that is not so.
@@ -131,9 +113,9 @@ func (d Device) WhyOut() string {
 	case d.Maintenance != nil:
 		return cmp.Or(d.Maintenance.Reason, "no reason given")
 	case len(d.Taints) == 1:
-		return d.Taints[0].text
+		return explain.OneLine(d.Taints[0].String())
 	case len(d.Taints) > 1:
-		return fmt.Sprintf("%s, and %d more", d.Taints[0].text, len(d.Taints)-1)
+		return fmt.Sprintf("%s, and %d more", explain.OneLine(d.Taints[0].String()), len(d.Taints)-1)
 	}
 	return ""
 }
@@ -155,8 +137,8 @@ type Holder struct {
 	Kind  string `json:"kind"`
 	State string `json:"state"`
 	// Claim is absent for a pod.
-	Claim *Claimed `json:"claim,omitempty"`
-	Pods  []PodRef `json:"pods,omitempty"`
+	Claim *Claimed                `json:"claim,omitempty"`
+	Pods  []v1alpha1.PodReference `json:"pods,omitempty"`
 	// Shared is set if it has a share: MemoryBytes of the memory, and so many equal Shares.
 	Shared      bool   `json:"shared,omitempty"`
 	MemoryBytes int64  `json:"memoryBytes,omitempty"`
@@ -180,13 +162,6 @@ func (c Claimed) String() string {
 		return "a claim of another namespace"
 	}
 	return "claim " + c.Namespace + "/" + c.Name
-}
-
-// PodRef names a pod. Namespace and Name are empty while only the UID is known.
-type PodRef struct {
-	UID       string `json:"uid"`
-	Namespace string `json:"namespace,omitempty"`
-	Name      string `json:"name,omitempty"`
 }
 
 // Sharing is how several holders share a device.
@@ -264,13 +239,10 @@ func deviceOf(d v1alpha1.DeviceStatus, known availability.Node, claims []v1alpha
 	device := Device{
 		Name: d.Name, UUID: d.UUID, Parent: d.Parent, Profile: d.Profile, Model: d.Model,
 		UnhealthyReason: explain.OneLine(d.UnhealthyReason), Slowdown: d.Slowdown,
-		ExtendedResource: d.ExtendedResource, ExtendedResourceState: string(d.ExtendedResourceState),
+		ExtendedResource: d.ExtendedResource, ExtendedResourceState: string(d.ExtendedResourceState), Taints: d.Taints,
 	}
 	if m := d.Maintenance; m != nil {
-		device.Maintenance = &Service{Reason: explain.OneLine(m.Reason), Since: m.Since}
-	}
-	for _, t := range d.Taints {
-		device.Taints = append(device.Taints, Taint{t.Rule, t.Key, t.Value, string(t.Effect), t.Since, explain.OneLine(t.String())})
+		device.Maintenance = &v1alpha1.DeviceMaintenance{Reason: explain.OneLine(m.Reason), Since: m.Since}
 	}
 	if s := d.Sharing; s != nil {
 		device.Sharing = &Sharing{Strategy: s.Strategy, Claims: string(s.Claims), MemoryBytes: s.Memory, Shares: s.Shares, Replicas: s.Replicas}
@@ -278,13 +250,10 @@ func deviceOf(d v1alpha1.DeviceStatus, known availability.Node, claims []v1alpha
 	for _, h := range d.Holders {
 		holder := Holder{
 			Kind: string(h.Kind), State: string(h.State), Shared: h.Shared || h.Memory > 0, MemoryBytes: h.Memory, Shares: h.Shares,
-			WaitsFor: explain.OneLine(h.WaitsFor), text: explain.Holder(h), share: explain.Share(h),
+			Pods: h.Pods, WaitsFor: explain.OneLine(h.WaitsFor), text: explain.Holder(h), share: explain.Share(h),
 		}
 		if h.Kind == v1alpha1.HolderClaim {
 			holder.Claim = &Claimed{string(h.UID), h.Namespace, h.Name}
-		}
-		for _, p := range h.Pods {
-			holder.Pods = append(holder.Pods, PodRef{string(p.UID), p.Namespace, p.Name})
 		}
 		device.Holders = append(device.Holders, holder)
 	}
@@ -361,6 +330,14 @@ func (c *Counts) add(s State) {
 	}
 }
 
+// Of returns text such as "8 GPUs: 2 by claims, 1 by pods, 5 free"; empty if there are none.
+func (c Counts) Of(what string) string {
+	if c.Total == 0 {
+		return ""
+	}
+	return explain.Number(c.Total, what) + ": " + c.String()
+}
+
 // String returns text such as "2 by claims, 1 by pods, 5 free".
 func (c Counts) String() string {
 	var parts []string
@@ -400,6 +377,6 @@ func (d Device) in(namespace string) bool {
 	return slices.ContainsFunc(d.Allocated, func(c Claimed) bool { return c.Namespace == namespace }) ||
 		slices.ContainsFunc(d.Holders, func(h Holder) bool {
 			return h.Claim != nil && h.Claim.Namespace == namespace ||
-				slices.ContainsFunc(h.Pods, func(p PodRef) bool { return p.Namespace == namespace })
+				slices.ContainsFunc(h.Pods, func(p v1alpha1.PodReference) bool { return p.Namespace == namespace })
 		})
 }

@@ -4,7 +4,6 @@ package overview
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"strings"
 	"time"
@@ -13,7 +12,6 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
-	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/util/duration"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
@@ -51,10 +49,7 @@ func (c Cluster) Pending(ctx context.Context, namespace string) (Pending, []stri
 	var notes []string
 	var nodes []v1alpha1.GPUNode
 	if _, err := c.EachGPUNode(ctx, func(n v1alpha1.GPUNode) { nodes = append(nodes, n) }); err != nil {
-		if denied := (*DeniedError)(nil); errors.As(err, &denied) {
-			err = denied.err
-		}
-		notes = append(notes, fmt.Sprintf("the reasons are only the scheduler's, because GPUNodes could not be read: %v", err))
+		notes = append(notes, fmt.Sprintf("the reasons are only the scheduler's, because GPUNodes could not be read: %v", withoutRule(err)))
 	}
 	queue := explain.NewQueue(nodes)
 	queue.Know(NewObjects(c).Of(ctx, pods))
@@ -71,22 +66,16 @@ func (c Cluster) Pending(ctx context.Context, namespace string) (Pending, []stri
 }
 
 func (c Cluster) pendingPods(ctx context.Context, namespace string) (pods []*corev1.Pod, err error) {
-	page := func(ctx context.Context, options metav1.ListOptions) (runtime.Object, error) {
-		return c.Client.CoreV1().Pods(namespace).List(ctx, options)
-	}
 	selector := fields.OneTermEqualSelector("status.phase", string(corev1.PodPending)).String()
-	err = each(ctx, metav1.ListOptions{FieldSelector: selector}, page, func(pod *corev1.Pod) {
+	err = each(ctx, "pods", metav1.ListOptions{FieldSelector: selector}, c.Client.CoreV1().Pods(namespace).List, func(pod *corev1.Pod) {
 		if pod.Status.Phase == corev1.PodPending {
 			pods = append(pods, pod)
 		}
 	})
 	if apierrors.IsForbidden(err) {
-		return nil, &DeniedError{"list", "", "pods", fmt.Errorf("list pods: %w", err)}
+		err = &DeniedError{"list", "", "pods", err}
 	}
-	if err != nil {
-		return nil, fmt.Errorf("list pods: %w", err)
-	}
-	return pods, nil
+	return pods, err
 }
 
 // mostRequests bounds the requests of a row, in characters.
@@ -97,15 +86,11 @@ func (s Style) Pending(p Pending, now time.Time, wide bool) string {
 	if len(p.Groups) == 0 {
 		return s.Line("no pod waits for a GPU")
 	}
-	row := func(owner, pods, age, pod, requests, reason string) (cells []cell) {
-		texts := []string{owner, pods, age, pod, requests, reason}
+	row := func(owner, pods, age, pod, requests, reason string) []cell {
 		if !wide {
-			texts = []string{owner, pods, age, requests, reason}
+			return cellsOf(owner, pods, age, requests, reason)
 		}
-		for _, text := range texts {
-			cells = append(cells, cell{text: text})
-		}
-		return cells
+		return cellsOf(owner, pods, age, pod, requests, reason)
 	}
 	rows, pods := [][]cell{row("OWNER", "PODS", "AGE", "OLDEST POD", "REQUESTS", "REASON")}, 0
 	for _, w := range p.Groups {

@@ -12,6 +12,7 @@ import (
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/dynamic-resource-allocation/deviceattribute"
+	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
@@ -135,10 +136,7 @@ func memorySlice(name, prefix string) (int, bool) {
 }
 
 func (p publishedDevices) text(name string, attribute resourceapi.QualifiedName) string {
-	if value := p.devices[name].Attributes[attribute].StringValue; value != nil {
-		return *value
-	}
-	return ""
+	return ptr.Deref(p.devices[name].Attributes[attribute].StringValue, "")
 }
 
 // numaNode returns the NUMA node of a GPU, or of one of its partitions where the GPU is not published.

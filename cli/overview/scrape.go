@@ -17,9 +17,9 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
-	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/rest"
 
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/cli/explain"
 )
 
@@ -134,7 +134,7 @@ func (c Cluster) ReadMetrics(ctx context.Context, nodes []Node, namespace string
 }
 
 // readMetrics sets the metrics of one node's devices. It returns the pod that it read, or why there are no metrics.
-func (c Cluster) readMetrics(ctx context.Context, n *Node, pods []*corev1.Pod) (*PodRef, *NoMetrics) {
+func (c Cluster) readMetrics(ctx context.Context, n *Node, pods []*corev1.Pod) (*v1alpha1.PodReference, *NoMetrics) {
 	pod, none := chooseExporter(pods)
 	if none != nil {
 		return nil, none
@@ -142,7 +142,7 @@ func (c Cluster) readMetrics(ctx context.Context, n *Node, pods []*corev1.Pod) (
 	if ctx.Err() != nil {
 		return nil, &NoMetrics{Reason: fmt.Sprintf("not read within %s: name the nodes that you want to see", allScrapesTime)}
 	}
-	missing := func(reason, detail string) (*PodRef, *NoMetrics) {
+	missing := func(reason, detail string) (*v1alpha1.PodReference, *NoMetrics) {
 		return nil, &NoMetrics{reason, fmt.Sprintf("pod %s/%s%s", pod.Namespace, pod.Name, detail)}
 	}
 	ctx, cancel := context.WithTimeout(ctx, scrapeTime)
@@ -163,7 +163,7 @@ func (c Cluster) readMetrics(ctx context.Context, n *Node, pods []*corev1.Pod) (
 	if n.measure(found) == 0 {
 		return missing("dcgm-exporter has no metrics of the node's GPUs", "")
 	}
-	return &PodRef{UID: string(pod.UID), Namespace: pod.Namespace, Name: pod.Name}, nil
+	return &v1alpha1.PodReference{UID: pod.UID, Namespace: pod.Namespace, Name: pod.Name}, nil
 }
 
 // exporters returns the pods that have labels of dcgm-exporter, by node.
@@ -172,18 +172,17 @@ func (c Cluster) exporters(ctx context.Context, nodes []Node, namespace string) 
 	if len(nodes) == 1 {
 		options.FieldSelector = fields.OneTermEqualSelector("spec.nodeName", nodes[0].Name).String()
 	}
-	page := func(ctx context.Context, options metav1.ListOptions) (runtime.Object, error) {
-		return c.Client.CoreV1().Pods(namespace).List(ctx, options)
-	}
 	found := map[string][]*corev1.Pod{}
 	for _, selector := range exporterSelectors {
 		options.LabelSelector = selector
-		err := each(ctx, options, page, func(p *corev1.Pod) { found[p.Spec.NodeName] = append(found[p.Spec.NodeName], p) })
+		err := each(ctx, "pods", options, c.Client.CoreV1().Pods(namespace).List, func(p *corev1.Pod) {
+			found[p.Spec.NodeName] = append(found[p.Spec.NodeName], p)
+		})
 		if apierrors.IsForbidden(err) && namespace == metav1.NamespaceAll {
-			return nil, fmt.Errorf("list pods of all namespaces (give that of dcgm-exporter with --exporter-namespace): %w", err)
+			return nil, fmt.Errorf("list pods of all namespaces (give that of dcgm-exporter with --exporter-namespace): %w", errors.Unwrap(err))
 		}
 		if err != nil {
-			return nil, fmt.Errorf("list pods: %w", err)
+			return nil, err
 		}
 	}
 	return found, nil

@@ -46,23 +46,13 @@ const stateColumn = 3
 
 // Rows returns the rows of a node: one of each device, or one that says why it has none.
 func (s Style) Rows(n Node, v View) (rows []Row) {
-	add := func(device string, metrics *Metrics, cells ...string) {
-		row := Row{Key: n.Name + " " + device, metrics: metrics}
-		for _, text := range cells {
-			row.cells = append(row.cells, cell{text: text})
-		}
-		row.cells[stateColumn].state = State(cells[stateColumn])
+	add := func(device string, metrics *Metrics, usual, wide []string, holders, reason string) {
+		row := Row{n.Name + " " + device, v.cells(usual, metrics.cells(), wide, holders, reason), metrics}
+		row.cells[stateColumn].state = State(usual[stateColumn])
 		rows = append(rows, row)
 	}
 	if problem := n.Problem; problem != "" || len(n.Devices) == 0 {
-		cells := []string{n.Name, "-", "-", "-", ""}
-		if v.Metrics {
-			cells = append(cells, (*Metrics)(nil).cells()...)
-		}
-		if v.Wide {
-			cells = append(cells, "-", "-", "-")
-		}
-		add("", nil, append(cells, cmp.Or(problem, "no GPU"))...)
+		add("", nil, []string{n.Name, "-", "-", "-", ""}, []string{"-", "-", "-"}, cmp.Or(problem, "no GPU"), "")
 	}
 	for _, d := range n.Devices {
 		name, model := d.Name, d.Model
@@ -70,19 +60,21 @@ func (s Style) Rows(n Node, v View) (rows []Row) {
 			name, model = "  "+d.Name, d.Profile
 		}
 		holders, share := d.Describe(n)
-		cells := []string{n.Name, name, cmp.Or(model, "-"), string(d.State), share}
-		if v.Metrics {
-			cells = append(cells, d.Metrics.cells()...)
-		}
-		if v.Wide {
-			cells = append(cells, cmp.Or(d.UUID, "-"), cmp.Or(d.ExtendedResource, "-"), cmp.Or(d.ExtendedResourceState, "-"),
-				cmp.Or(holders, "-"), d.WhyOut())
-		} else {
-			cells = append(cells, cmp.Or(holders, "-"))
-		}
-		add(d.Name, d.Metrics, cells...)
+		add(d.Name, d.Metrics, []string{n.Name, name, cmp.Or(model, "-"), string(d.State), share},
+			[]string{cmp.Or(d.UUID, "-"), cmp.Or(d.ExtendedResource, "-"), cmp.Or(d.ExtendedResourceState, "-")}, cmp.Or(holders, "-"), d.WhyOut())
 	}
 	return rows
+}
+
+// cells returns the cells of a row that the view has.
+func (v View) cells(usual, metrics, wide []string, holders, reason string) []cell {
+	if v.Metrics {
+		usual = append(usual, metrics...)
+	}
+	if !v.Wide {
+		return cellsOf(append(usual, holders)...)
+	}
+	return cellsOf(append(append(usual, wide...), holders, reason)...)
 }
 
 // Describe returns the holders of a device of node n and their shares for users, a few of many. A GPU without a holder whose partitions
@@ -135,7 +127,7 @@ func (s Style) Table(o Overview, v View) string {
 	if v.SortBy != "" {
 		slices.SortStableFunc(rows, func(a, b Row) int { return cmp.Compare(b.metrics.key(v.SortBy), a.metrics.key(v.SortBy)) })
 	}
-	cells := [][]cell{headerCells(v)}
+	cells := [][]cell{HeaderRow(v).cells}
 	for _, row := range rows {
 		cells = append(cells, row.cells)
 	}
@@ -156,7 +148,9 @@ func (s Style) Changed(rows []Row) string {
 }
 
 // HeaderRow is the first row of a watch.
-func HeaderRow(v View) Row { return Row{cells: headerCells(v)} }
+func HeaderRow(v View) Row {
+	return Row{cells: v.cells(slices.Clone(header), metricsHeader, wideHeader, "HOLDERS", "REASON")}
+}
 
 // Changes returns the rows that differ from those of an earlier state of the node, and a row for each device that is gone.
 func Changes(before, now []Row) (changed []Row) {
@@ -178,24 +172,6 @@ func Changes(before, now []Row) (changed []Row) {
 		}
 	}
 	return changed
-}
-
-func headerCells(v View) (cells []cell) {
-	names := slices.Clone(header)
-	if v.Metrics {
-		names = append(names, metricsHeader...)
-	}
-	if v.Wide {
-		names = append(names, wideHeader...)
-	}
-	names = append(names, "HOLDERS")
-	if v.Wide {
-		names = append(names, "REASON")
-	}
-	for _, name := range names {
-		cells = append(cells, cell{text: name})
-	}
-	return cells
 }
 
 func withoutEmptyColumns(rows [][]cell) [][]cell {
@@ -222,8 +198,8 @@ func (o Overview) Summary() string {
 	if o.GPUs.Total > 0 {
 		text += ": " + o.GPUs.String()
 	}
-	if o.Partitions.Total > 0 {
-		text += fmt.Sprintf("; %s: %s", explain.Number(o.Partitions.Total, "partition"), o.Partitions)
+	if partitions := o.Partitions.Of("partition"); partitions != "" {
+		text += "; " + partitions
 	}
 	problems, conflicts := 0, 0
 	for _, n := range o.Nodes {

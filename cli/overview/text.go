@@ -46,6 +46,13 @@ type cell struct {
 	state State
 }
 
+func cellsOf(texts ...string) (cells []cell) {
+	for _, text := range texts {
+		cells = append(cells, cell{text: text})
+	}
+	return cells
+}
+
 // columns aligns rows. The last cell of a row has no padding.
 func (s Style) columns(indent string, gap int, rows [][]cell) string {
 	return s.aligned(indent, gap, rows, widths(rows))

@@ -356,12 +356,9 @@ func ownerView(g explain.Group, queue *explain.Queue, opened []string, now time.
 
 func viewOf(p overview.Picture) nodeView {
 	o := overview.New([]overview.Node{p.Node})
-	view := nodeView{Node: p.Node}
-	if o.GPUs.Total > 0 {
-		view.Counts = explain.Number(o.GPUs.Total, "GPU") + ": " + o.GPUs.String()
-	}
-	if o.Partitions.Total > 0 {
-		view.Counts += "; " + explain.Number(o.Partitions.Total, "partition") + ": " + o.Partitions.String()
+	view := nodeView{Node: p.Node, Counts: o.GPUs.Of("GPU")}
+	if partitions := o.Partitions.Of("partition"); partitions != "" {
+		view.Counts += "; " + partitions
 	}
 	for _, g := range p.Groups {
 		group := groupView{Title: g.Title()}
