@@ -20,6 +20,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
+	utilcache "k8s.io/apimachinery/pkg/util/cache"
 	"k8s.io/client-go/informers"
 	"k8s.io/client-go/tools/cache"
 
@@ -52,8 +53,8 @@ type fleet struct {
 	exporters string
 	rights    *overview.Rights
 	objects   *overview.Objects
-	slices    kept[published]
-	metrics   kept[measured]
+	// slices and metrics are what was read of nodes, for some time.
+	slices, metrics *utilcache.LRUExpireCache
 
 	mu    sync.Mutex
 	nodes map[string]seen
@@ -90,36 +91,16 @@ type measured struct {
 	note string
 }
 
-// kept is what was read of nodes, for some time. It is safe for concurrent use.
-type kept[T any] struct {
-	mu    sync.Mutex
-	nodes map[string]keptOf[T]
-}
-
-type keptOf[T any] struct {
-	value T
-	until time.Time
-}
-
-// get returns what is known of a node, or reads it. What is read after ctx is done is not kept.
-func (k *kept[T]) get(ctx context.Context, node string, lasts time.Duration, read func() T) T {
-	now := time.Now()
-	k.mu.Lock()
-	known, ok := k.nodes[node]
-	k.mu.Unlock()
-	if ok && now.Before(known.until) {
-		return known.value
+// kept returns what is known of a node, or reads it. What is read after ctx is done is not kept.
+func kept[T any](ctx context.Context, known *utilcache.LRUExpireCache, node string, lasts time.Duration, read func() T) T {
+	if value, ok := known.Get(node); ok {
+		return value.(T)
 	}
-	known = keptOf[T]{read(), now.Add(lasts)}
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	if k.nodes == nil || len(k.nodes) >= mostKept {
-		k.nodes = map[string]keptOf[T]{}
-	}
+	value := read()
 	if ctx.Err() == nil {
-		k.nodes[node] = known
+		known.Add(node, value, lasts)
 	}
-	return known.value
+	return value
 }
 
 const (
@@ -133,6 +114,7 @@ func newFleet(cluster overview.Cluster, of Options) *fleet {
 	return &fleet{
 		cluster: cluster, namespace: of.Namespace, exporters: of.ExporterNamespace, rights: overview.NewRights(cluster, of.Namespace),
 		objects: overview.NewObjects(cluster), nodes: map[string]seen{}, notes: map[string]string{},
+		slices: utilcache.NewLRUExpireCache(mostKept), metrics: utilcache.NewLRUExpireCache(mostKept),
 	}
 }
 
@@ -386,7 +368,7 @@ func (f *fleet) now(ctx context.Context, names ...string) state {
 
 // picture returns a node with its ResourceSlices. note says what is missing.
 func (f *fleet) picture(ctx context.Context, node overview.Node) (_ overview.Picture, note string) {
-	known := f.slices.get(ctx, node.Name, slicesFor, func() (read published) {
+	known := kept(ctx, f.slices, node.Name, slicesFor, func() (read published) {
 		read.slices, read.err = f.cluster.SlicesOf(ctx, node.Name)
 		return read
 	})
@@ -402,7 +384,7 @@ func (f *fleet) measure(ctx context.Context, node overview.Node) (_ overview.Nod
 		return node, ""
 	}
 	node.Devices = slices.Clone(node.Devices) // others have the same
-	known := f.metrics.get(ctx, node.Name, metricsFor, func() measured {
+	known := kept(ctx, f.metrics, node.Name, metricsFor, func() measured {
 		nodes := []overview.Node{node}
 		if err := f.cluster.ReadMetrics(ctx, nodes, f.exporters); err != nil {
 			return measured{}
