@@ -21,7 +21,6 @@ import (
 	"github.com/tandem-gpu/tandem/cli/explain"
 	"github.com/tandem-gpu/tandem/internal/runtimes"
 	buildversion "github.com/tandem-gpu/tandem/internal/version"
-	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
@@ -40,7 +39,7 @@ type Facts struct {
 	Deployments []appsv1.Deployment
 	Leases      map[string]coordinationv1.Lease
 	// NoBinding are KindDaemonSets and KindDeployments if no ClusterRoleBinding says where they are.
-	NoBinding []Kind
+	NoBinding []explain.Kind
 	// Nodes are those that have GPUs by their labels.
 	Nodes    []corev1.Node
 	GPUNodes []v1alpha1.GPUNode
@@ -53,7 +52,7 @@ type Facts struct {
 	Endpoints map[string]int
 	Policies  []admissionv1.ValidatingAdmissionPolicy
 	Bindings  []admissionv1.ValidatingAdmissionPolicyBinding
-	NotRead   []NotRead
+	NotRead   []explain.NotRead
 }
 
 // Definition is what matters of the CustomResourceDefinition of GPUNodes.
@@ -64,36 +63,23 @@ type Definition struct {
 	Maintenance bool
 }
 
-// Kind is a kind of objects.
-type Kind string
-
-// The kinds that Read reads.
+// The kinds that Read reads, besides those that cli/explain knows. What could not be read is not checked.
 const (
-	KindDaemonSets  Kind = "DaemonSets"
-	KindPods        Kind = "Pods"
-	KindOtherPods   Kind = "Pods of other namespaces"
-	KindDeployments Kind = "Deployments"
-	KindLeases      Kind = "Leases"
-	KindNodes       Kind = "Nodes"
-	KindGPUNodes    Kind = "GPUNodes"
-	KindSlices      Kind = "ResourceSlices"
-	KindEvents      Kind = "Events"
-	KindWebhooks    Kind = "ValidatingWebhookConfigurations"
-	KindEndpoints   Kind = "EndpointSlices"
-	KindPolicies    Kind = "ValidatingAdmissionPolicies"
-	KindBindings    Kind = "ValidatingAdmissionPolicyBindings"
-	KindDefinitions Kind = "CustomResourceDefinitions"
+	KindDaemonSets  explain.Kind = "DaemonSets"
+	KindPods        explain.Kind = "Pods"
+	KindOtherPods   explain.Kind = "Pods of other namespaces"
+	KindDeployments explain.Kind = "Deployments"
+	KindLeases      explain.Kind = "Leases"
+	KindWebhooks    explain.Kind = "ValidatingWebhookConfigurations"
+	KindEndpoints   explain.Kind = "EndpointSlices"
+	KindPolicies    explain.Kind = "ValidatingAdmissionPolicies"
+	KindBindings    explain.Kind = "ValidatingAdmissionPolicyBindings"
+	KindDefinitions explain.Kind = "CustomResourceDefinitions"
 )
 
-// NotRead says that objects could not be read, so that they are not checked.
-type NotRead struct {
-	Kind  Kind   `json:"kind"`
-	Error string `json:"error"`
-}
-
 // Unread returns what could not be read although the viewer asked for it. With some of it, the absence of findings means nothing. It is pure.
-func (f Facts) Unread() []NotRead {
-	return slices.DeleteFunc(slices.Clone(f.NotRead), func(n NotRead) bool { return n.Kind == KindOtherPods })
+func (f Facts) Unread() []explain.NotRead {
+	return slices.DeleteFunc(slices.Clone(f.NotRead), func(n explain.NotRead) bool { return n.Kind == KindOtherPods })
 }
 
 // Severity of a Finding.
@@ -171,8 +157,8 @@ func (e *examination) add(severity Severity, object, page, action, problem strin
 	e.found = append(e.found, Finding{severity, object, explain.OneLine(fmt.Sprintf(problem, args...)), action, buildversion.Page(e.Client, page)})
 }
 
-func (e *examination) read(kinds ...Kind) bool {
-	return !slices.ContainsFunc(e.NotRead, func(n NotRead) bool { return slices.Contains(kinds, n.Kind) })
+func (e *examination) read(kinds ...explain.Kind) bool {
+	return !slices.ContainsFunc(e.NotRead, func(n explain.NotRead) bool { return slices.Contains(kinds, n.Kind) })
 }
 
 // installed reports whether there is anything to check.
@@ -227,78 +213,12 @@ func (e *examination) versions() {
 func (e *examination) bindings() {
 	var of []string
 	for _, kind := range e.NoBinding {
-		of = append(of, map[Kind]string{KindDaemonSets: "agents", KindDeployments: "controller"}[kind])
+		of = append(of, map[explain.Kind]string{KindDaemonSets: "agents", KindDeployments: "controller"}[kind])
 	}
 	if len(of) > 0 {
 		e.add(Error, "cluster", pageInstall, "run helm upgrade --install"+orNamed,
 			"no ClusterRoleBinding has the labels of Tandem's %s: without one they have no rights, and are not found here", strings.Join(of, " and "))
 	}
-}
-
-func (e *examination) agents() {
-	if e.read(KindDaemonSets) && len(e.DaemonSets) == 0 && !slices.Contains(e.NoBinding, KindDaemonSets) {
-		e.add(Error, "cluster", pageInstall, "run helm upgrade --install", "there is no DaemonSet of the agents, so that no agent runs")
-	}
-	for _, d := range e.DaemonSets {
-		object, s := name("daemonset", d.Namespace, d.Name), d.Status
-		switch {
-		case s.ObservedGeneration < d.Generation:
-		case s.DesiredNumberScheduled == 0:
-			e.add(Error, object, pageInstall, "compare its nodeSelector, affinity and tolerations with the labels and taints of the nodes with GPUs",
-				"it selects no node, so that no agent runs")
-		case s.CurrentNumberScheduled < s.DesiredNumberScheduled:
-			e.add(Error, object, pageInstallation, "read its events: kubectl describe daemonset -n "+d.Namespace+" "+d.Name,
-				"it has %d of %d pods", s.CurrentNumberScheduled, s.DesiredNumberScheduled)
-		}
-	}
-	for _, pod := range e.Agents {
-		ready, since := readiness(&pod)
-		ends := pod.DeletionTimestamp
-		if !ready || ends != nil {
-			e.starting[pod.Spec.NodeName] = true
-		}
-		if ends != nil && e.Now.Sub(ends.Time) >= rollout {
-			// The grace period is over: kubelet does not answer, or a process hangs.
-			e.add(Error, "node "+pod.Spec.NodeName, pageInstallation,
-				"see whether the node is ready, and what its kubelet logs of pod "+pod.Name+"; if the machine is gone, delete the Node",
-				"its agent should have ended at %s and has not, so that no other can start there", ends.UTC().Format(time.RFC3339))
-		}
-		if ready || ends != nil {
-			continue
-		}
-		w := e.waitsFor(&pod)
-		severity := Error
-		if !w.failed && e.Now.Sub(since) < rollout {
-			severity = Warning
-		}
-		if why := e.saysItself(pod.Spec.NodeName); why != "" && !w.failed {
-			w.why = why
-		} else if event, found := e.lastEvent(pod.Spec.NodeName, time.Time{}, anyType...); found && !w.failed {
-			w.why = said(event)
-		}
-		e.add(severity, "node "+pod.Spec.NodeName, pageInstallation, w.action(&pod),
-			"its agent has not been ready since %s: %s", since.UTC().Format(time.RFC3339), cmp.Or(w.why, "no reason is known"))
-	}
-}
-
-// readyFor returns for how long the agent of a node has been ready; zero if it is not.
-func (e *examination) readyFor(node string) time.Duration {
-	for i := range e.Agents {
-		if ready, since := readiness(&e.Agents[i]); e.Agents[i].Spec.NodeName == node && ready {
-			return e.Now.Sub(since)
-		}
-	}
-	return 0
-}
-
-// saysItself returns the reason that the agent of a node has written into its GPUNode; empty if it has written none, or does not run.
-func (e *examination) saysItself(node string) string {
-	for _, n := range e.GPUNodes {
-		if w := n.Status.Waiting; n.Name == node && w != availability.Stopped && !strings.Contains(w, availability.Silent) {
-			return explain.OneLine(w)
-		}
-	}
-	return ""
 }
 
 // nodes checks nodes that have GPUs and no agent, or agents that serve less than they should.
@@ -328,7 +248,7 @@ func (e *examination) nodes() {
 		case missing(n.Name):
 			e.add(Error, "node "+n.Name, pageInstall, "compare the DaemonSet's nodeSelector, affinity and tolerations with the node's labels and taints",
 				"it has GPUs and no agent")
-		case e.read(KindGPUNodes) && e.readyFor(n.Name) >= rollout:
+		case e.read(explain.KindGPUNodes) && e.readyFor(n.Name) >= rollout:
 			e.add(Warning, "node "+n.Name, pageInstallation, "look for GPUNode in the log of the node's agent",
 				"its agent is ready and has no GPUNode: kubectl gpu shows nothing of the node")
 		}
@@ -560,76 +480,6 @@ func (e *examination) lastEvent(node string, since time.Time, types ...string) (
 		}
 	}
 	return last, found
-}
-
-// readiness returns whether a pod is ready, and since when it is as it is.
-func readiness(pod *corev1.Pod) (ready bool, since time.Time) {
-	for _, c := range pod.Status.Conditions {
-		if c.Type == corev1.PodReady {
-			return c.Status == corev1.ConditionTrue, c.LastTransitionTime.Time
-		}
-	}
-	return false, pod.CreationTimestamp.Time
-}
-
-// wait is what a pod waits for.
-type wait struct {
-	why string
-	// failed is set if a container has ended with an error, which waiting does not mend. container is the one to look at; empty for the pod.
-	failed    bool
-	container string
-	// before is set if the log is that of the container's last run.
-	before bool
-}
-
-// waitsFor returns what the first container that is not ready waits for, or the scheduler. A container behind an init container waits for that.
-func (e *examination) waitsFor(pod *corev1.Pod) wait {
-	for _, c := range slices.Concat(pod.Status.InitContainerStatuses, pod.Status.ContainerStatuses) {
-		of := wait{container: c.Name}
-		for _, ended := range []*corev1.ContainerStateTerminated{c.LastTerminationState.Terminated, c.State.Terminated} {
-			running := c.State.Running
-			lately := running == nil || e.Now.Sub(running.StartedAt.Time) < rollout
-			if ended != nil && ended.ExitCode != 0 && !c.Ready && lately {
-				of.failed, of.before = true, c.State.Terminated == nil
-				of.why = fmt.Sprintf("container %s has ended with exit code %d (%s), %s", c.Name, ended.ExitCode, ended.Reason, explain.Number(int(c.RestartCount), "restart"))
-			}
-		}
-		switch w := c.State.Waiting; {
-		case of.failed:
-			return of
-		case w != nil && w.Reason != "PodInitializing":
-			of.why = strings.TrimSuffix(fmt.Sprintf("container %s is waiting: %s: %s", c.Name, w.Reason, w.Message), ": ")
-			of.container = "" // it has no log
-			return of
-		}
-	}
-	for _, c := range pod.Status.Conditions {
-		if c.Type == corev1.PodScheduled && c.Status == corev1.ConditionFalse {
-			return wait{why: c.Message}
-		}
-	}
-	return wait{container: agentContainer(pod)}
-}
-
-// agentContainer returns the container of the agent; empty if the pod has none.
-func agentContainer(pod *corev1.Pod) string {
-	if len(pod.Spec.Containers) == 0 {
-		return ""
-	}
-	return pod.Spec.Containers[0].Name
-}
-
-// action returns how to see more of what a pod waits for.
-func (w wait) action(pod *corev1.Pod) string {
-	of := " -n " + pod.Namespace + " " + pod.Name
-	switch {
-	case w.container == "":
-		return "read the pod's events: kubectl describe pod" + of
-	case w.before:
-		return "read the log of its last run: kubectl logs --previous" + of + " -c " + w.container
-	default:
-		return "read the agent's log: kubectl logs" + of + " -c " + w.container
-	}
 }
 
 func name(kind, namespace, name string) string { return kind + " " + namespace + "/" + name }

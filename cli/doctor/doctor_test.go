@@ -112,12 +112,12 @@ var faults = map[string]struct {
 	"clean":         {func(*Facts) {}, nil},
 	"not installed": {func(f *Facts) { *f = Facts{Kubernetes: "v1.37.1", ServesClaims: true} }, []string{"error cluster"}},
 	"no binding": {func(f *Facts) {
-		f.DaemonSets, f.Agents, f.Deployments, f.NoBinding = nil, nil, nil, []Kind{KindDaemonSets, KindDeployments}
+		f.DaemonSets, f.Agents, f.Deployments, f.NoBinding = nil, nil, nil, []explain.Kind{KindDaemonSets, KindDeployments}
 	}, []string{"error cluster"}},
-	"no binding of the controller": {func(f *Facts) { f.Deployments, f.NoBinding = nil, []Kind{KindDeployments} }, []string{"error cluster"}},
+	"no binding of the controller": {func(f *Facts) { f.Deployments, f.NoBinding = nil, []explain.Kind{KindDeployments} }, []string{"error cluster"}},
 	"no DaemonSet":                 {func(f *Facts) { f.DaemonSets, f.Agents = nil, nil }, []string{"error cluster"}},
 	"a named namespace": {func(f *Facts) {
-		f.Agents, f.GPUNodes, f.NotRead = f.Agents[:1], f.GPUNodes[:1], []NotRead{{KindOtherPods, "no"}}
+		f.Agents, f.GPUNodes, f.NotRead = f.Agents[:1], f.GPUNodes[:1], []explain.NotRead{{Kind: KindOtherPods, Error: "no"}}
 	}, nil},
 	"old Kubernetes":      {func(f *Facts) { f.Kubernetes, f.ServesClaims = "v1.33.4-gke.1", false }, []string{"error cluster"}},
 	"no claims":           {func(f *Facts) { f.ServesClaims = false }, []string{"error cluster"}},
@@ -236,19 +236,21 @@ var faults = map[string]struct {
 			{Namespace: "ml", Name: "old", Since: metav1.MicroTime{Time: now.Add(-time.Hour)}}, {Namespace: "ml", Name: "new", Since: metav1.MicroTime{Time: now}},
 		}
 	}, []string{"warning claim ml/old"}},
-	"no controller":         {func(f *Facts) { f.Deployments = nil }, []string{"error cluster"}},
-	"controller is away":    {func(f *Facts) { f.Deployments[0].Status.AvailableReplicas = 0 }, []string{"error deployment tandem-system/tandem-controller"}},
-	"no controller leads":   {func(f *Facts) { f.Leases = nil }, []string{"error deployment tandem-system/tandem-controller"}},
-	"the leader is gone":    {func(f *Facts) { f.Leases["tandem-system/tandem-controller"].Spec.RenewTime.Time = now.Add(-time.Hour) }, []string{"error deployment tandem-system/tandem-controller"}},
-	"no caBundle":           {func(f *Facts) { f.Webhooks[0].Webhooks[0].ClientConfig.CABundle = nil }, []string{"warning validatingwebhookconfiguration tandem-webhook"}},
-	"no endpoint":           {func(f *Facts) { f.Endpoints = nil }, []string{"warning validatingwebhookconfiguration tandem-webhook"}},
-	"no webhook":            {func(f *Facts) { f.Webhooks = nil }, nil},
-	"no policies":           {func(f *Facts) { f.Policies, f.Bindings = nil, nil }, []string{"warning cluster"}},
-	"a policy without":      {func(f *Facts) { f.Policies, f.Bindings = f.Policies[1:], f.Bindings[1:] }, []string{"warning cluster"}},
-	"a policy not bound":    {func(f *Facts) { f.Bindings = f.Bindings[1:] }, []string{"warning validatingadmissionpolicy tandem-resourceslices"}},
-	"policies not readable": {func(f *Facts) { f.Policies, f.Bindings, f.NotRead = nil, nil, []NotRead{{KindPolicies, "no"}} }, nil},
-	"pods not readable":     {func(f *Facts) { f.Agents, f.NotRead = nil, []NotRead{{KindPods, "no"}} }, nil},
-	"leases not readable":   {func(f *Facts) { f.Leases, f.NotRead = nil, []NotRead{{KindLeases, "no"}} }, nil},
+	"no controller":       {func(f *Facts) { f.Deployments = nil }, []string{"error cluster"}},
+	"controller is away":  {func(f *Facts) { f.Deployments[0].Status.AvailableReplicas = 0 }, []string{"error deployment tandem-system/tandem-controller"}},
+	"no controller leads": {func(f *Facts) { f.Leases = nil }, []string{"error deployment tandem-system/tandem-controller"}},
+	"the leader is gone":  {func(f *Facts) { f.Leases["tandem-system/tandem-controller"].Spec.RenewTime.Time = now.Add(-time.Hour) }, []string{"error deployment tandem-system/tandem-controller"}},
+	"no caBundle":         {func(f *Facts) { f.Webhooks[0].Webhooks[0].ClientConfig.CABundle = nil }, []string{"warning validatingwebhookconfiguration tandem-webhook"}},
+	"no endpoint":         {func(f *Facts) { f.Endpoints = nil }, []string{"warning validatingwebhookconfiguration tandem-webhook"}},
+	"no webhook":          {func(f *Facts) { f.Webhooks = nil }, nil},
+	"no policies":         {func(f *Facts) { f.Policies, f.Bindings = nil, nil }, []string{"warning cluster"}},
+	"a policy without":    {func(f *Facts) { f.Policies, f.Bindings = f.Policies[1:], f.Bindings[1:] }, []string{"warning cluster"}},
+	"a policy not bound":  {func(f *Facts) { f.Bindings = f.Bindings[1:] }, []string{"warning validatingadmissionpolicy tandem-resourceslices"}},
+	"policies not readable": {func(f *Facts) {
+		f.Policies, f.Bindings, f.NotRead = nil, nil, []explain.NotRead{{Kind: KindPolicies, Error: "no"}}
+	}, nil},
+	"pods not readable":   {func(f *Facts) { f.Agents, f.NotRead = nil, []explain.NotRead{{Kind: KindPods, Error: "no"}} }, nil},
+	"leases not readable": {func(f *Facts) { f.Leases, f.NotRead = nil, []explain.NotRead{{Kind: KindLeases, Error: "no"}} }, nil},
 	"two": {func(f *Facts) { f.Deployments[0].Status.AvailableReplicas = 0; f.Endpoints = nil },
 		[]string{"error deployment tandem-system/tandem-controller", "warning validatingwebhookconfiguration tandem-webhook"}},
 }
@@ -385,7 +387,7 @@ func TestRead(t *testing.T) {
 		t.Errorf("found %+v", found)
 	}
 	named, err := Read(t.Context(), c, "tandem-system", "0.2.0")
-	if err != nil || len(named.DaemonSets) != 1 || len(named.Agents) != 2 || len(named.Deployments) != 1 || !slices.ContainsFunc(named.NotRead, func(n NotRead) bool {
+	if err != nil || len(named.DaemonSets) != 1 || len(named.Agents) != 2 || len(named.Deployments) != 1 || !slices.ContainsFunc(named.NotRead, func(n explain.NotRead) bool {
 		return n.Kind == KindOtherPods
 	}) {
 		t.Errorf("read %+v, %v", named, err)

@@ -44,9 +44,9 @@ func Read(ctx context.Context, c overview.Cluster, namespace, client string) (Fa
 	f.Kubernetes, f.Now = server.GitVersion, c.Clock.Now()
 	_, err = c.Client.Discovery().ServerResourcesForGroupVersion("resource.k8s.io/v1")
 	f.ServesClaims = err == nil
-	read := func(kind Kind, err error) bool {
+	read := func(kind explain.Kind, err error) bool {
 		if err != nil {
-			f.NotRead = append(f.NotRead, NotRead{kind, explain.OneLine(err.Error())})
+			f.NotRead = append(f.NotRead, explain.NotRead{Kind: kind, Error: explain.OneLine(err.Error())})
 		}
 		return err == nil
 	}
@@ -64,12 +64,12 @@ func Read(ctx context.Context, c overview.Cluster, namespace, client string) (Fa
 		read(KindPods, err)
 	}
 	if namespace != "" {
-		f.NotRead = append(f.NotRead, NotRead{KindOtherPods, "--namespace names one, so that nodes without an agent are not found"})
+		f.NotRead = append(f.NotRead, explain.NotRead{Kind: KindOtherPods, Error: "--namespace names one, so that nodes without an agent are not found"})
 	}
 	f.readController(ctx, c, namespace, read)
 	if list, err := c.Client.CoreV1().Events("").List(ctx, metav1.ListOptions{
 		Limit: mostEvents, FieldSelector: fields.Set{"involvedObject.kind": "Node", "type": corev1.EventTypeWarning}.String(),
-	}); read(KindEvents, err) {
+	}); read(explain.KindEvents, err) {
 		for _, event := range list.Items {
 			if event.Source.Component == "tandem" && event.InvolvedObject.Kind == "Node" {
 				f.Events = append(f.Events, event)
@@ -81,7 +81,7 @@ func Read(ctx context.Context, c overview.Cluster, namespace, client string) (Fa
 	return f, nil
 }
 
-func (f *Facts) readController(ctx context.Context, c overview.Cluster, namespace string, read func(Kind, error) bool) {
+func (f *Facts) readController(ctx context.Context, c overview.Cluster, namespace string, read func(explain.Kind, error) bool) {
 	var err error
 	if f.Deployments, err = workloads.Deployments(ctx, c.Client, namespace); errors.Is(err, workloads.ErrNoBinding) {
 		f.NoBinding = append(f.NoBinding, KindDeployments)
@@ -100,7 +100,7 @@ func (f *Facts) readController(ctx context.Context, c overview.Cluster, namespac
 	}
 }
 
-func (f *Facts) readAdmission(ctx context.Context, c overview.Cluster, read func(Kind, error) bool) {
+func (f *Facts) readAdmission(ctx context.Context, c overview.Cluster, read func(explain.Kind, error) bool) {
 	admission, selected := c.Client.AdmissionregistrationV1(), metav1.ListOptions{LabelSelector: ours}
 	if list, err := admission.ValidatingWebhookConfigurations().List(ctx, selected); read(KindWebhooks, err) {
 		f.Webhooks = list.Items
@@ -132,7 +132,7 @@ func (f *Facts) readAdmission(ctx context.Context, c overview.Cluster, read func
 	}
 }
 
-func (f *Facts) readNodes(ctx context.Context, c overview.Cluster, read func(Kind, error) bool) {
+func (f *Facts) readNodes(ctx context.Context, c overview.Cluster, read func(explain.Kind, error) bool) {
 	object, err := c.Dynamic.Resource(definitions).Get(ctx, "gpunodes."+v1alpha1.GroupVersion.Group, metav1.GetOptions{})
 	if err == nil {
 		f.Definition = &Definition{Version: object.GetLabels()[versionLabel], Maintenance: hasMaintenance(object)}
@@ -141,13 +141,13 @@ func (f *Facts) readNodes(ctx context.Context, c overview.Cluster, read func(Kin
 	}
 	if f.Definition != nil || err != nil && !apierrors.IsNotFound(err) {
 		_, err := c.EachGPUNode(ctx, func(n v1alpha1.GPUNode) { f.GPUNodes = append(f.GPUNodes, n) })
-		read(KindGPUNodes, err)
+		read(explain.KindGPUNodes, err)
 	}
-	read(KindNodes, c.EachNodeWithGPUs(ctx, func(n *corev1.Node) { f.Nodes = append(f.Nodes, *n) }))
+	read(explain.KindNodes, c.EachNodeWithGPUs(ctx, func(n *corev1.Node) { f.Nodes = append(f.Nodes, *n) }))
 	if !f.ServesClaims {
 		return
 	}
-	read(KindSlices, c.EachSlice(ctx, func(slice resourceapi.ResourceSlice) {
+	read(explain.KindSlices, c.EachSlice(ctx, func(slice resourceapi.ResourceSlice) {
 		for _, d := range slice.Spec.Devices {
 			for _, taint := range d.Taints {
 				if taint.Key == withheldTaint && taint.Value == withheld && slice.Spec.NodeName != nil {

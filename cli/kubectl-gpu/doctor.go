@@ -18,9 +18,9 @@ import (
 
 // diagnosis is the JSON form of doctor.
 type diagnosis struct {
-	Version  string           `json:"version"`
-	Findings []doctor.Finding `json:"findings"`
-	NotRead  []doctor.NotRead `json:"notRead"`
+	Version  string            `json:"version"`
+	Findings []doctor.Finding  `json:"findings"`
+	NotRead  []explain.NotRead `json:"notRead"`
 }
 
 func (p *plugin) doctor() *cobra.Command {
@@ -62,7 +62,7 @@ func (p *plugin) doctor() *cobra.Command {
 func (p *plugin) printFindings(output string, facts doctor.Facts, found []doctor.Finding) error {
 	if output != "" {
 		return p.printData(output, "findings",
-			diagnosis{overview.Version, append([]doctor.Finding{}, found...), append([]doctor.NotRead{}, facts.NotRead...)})
+			diagnosis{overview.Version, append([]doctor.Finding{}, found...), append([]explain.NotRead{}, facts.NotRead...)})
 	}
 	for _, n := range facts.NotRead {
 		p.notes([]string{fmt.Sprintf("%s are not checked: %s", n.Kind, n.Error)})
