@@ -9,9 +9,6 @@ import (
 	"reflect"
 	"slices"
 	"strings"
-	"sync"
-
-	"sigs.k8s.io/yaml"
 )
 
 //go:embed charts.yaml
@@ -27,29 +24,6 @@ type chart struct {
 	Unneeded []row            `json:"unneeded"`
 	Others   []string         `json:"others"`
 }
-
-var theCharts = sync.OnceValues(func() (map[Kind]chart, error) {
-	var charts map[Kind]chart
-	if err := yaml.UnmarshalStrict(chartsText, &charts); err != nil {
-		return nil, fmt.Errorf("read charts.yaml: %w", err)
-	}
-	return charts, nil
-})
-
-// operatorTable has the rows of GPU Operator's keys.
-var operatorTable = sync.OnceValues(func() (table, error) {
-	charts, err := theCharts()
-	if err != nil {
-		return table{}, err
-	}
-	t := table{rows: map[string]row{}}
-	operator := charts[Operator]
-	var others []row
-	for _, key := range operator.Others {
-		others = append(others, row{Key: key})
-	}
-	return t, t.add([]rowList{{operator.Moved, moved}, {operator.Lost, lost}, {operator.Unneeded, unneeded}, {others, kept}})
-})
 
 // decided returns the values below a path without those that are defaults of the chart. What is left is a decision of the user, or of those who
 // changed the chart.
@@ -73,8 +47,8 @@ func (c chart) decided(values map[string]any, above string) map[string]any {
 
 // Decided returns the values of a chart without those that are NVIDIA's defaults.
 func Decided(name string, values map[string]any) (map[string]any, error) {
-	charts, err := theCharts()
-	return charts[chartKinds[name]].decided(values, ""), err
+	t, err := theTable()
+	return t.charts[chartKinds[name]].decided(values, ""), err
 }
 
 // knows reports whether a key of the chart is path, above it, or below it.
@@ -96,18 +70,14 @@ func (c chart) knows(path string) bool {
 }
 
 // chartOf returns the chart that values are for: the one with the fewest keys that it does not know.
-func chartOf(values map[string]any) (Kind, error) {
-	charts, err := theCharts()
-	if err != nil {
-		return "", err
-	}
+func (t table) chartOf(values map[string]any) (Kind, error) {
 	paths := leaves(values, "")
 	var found []string
 	fewest := len(paths)
-	for _, kind := range slices.Sorted(maps.Keys(charts)) {
+	for _, kind := range slices.Sorted(maps.Keys(t.charts)) {
 		unknown := 0
 		for _, path := range paths {
-			if !charts[kind].knows(path) {
+			if !t.charts[kind].knows(path) {
 				unknown++
 			}
 		}

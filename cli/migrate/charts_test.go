@@ -193,15 +193,15 @@ func onlyDefaults(t *testing.T, chart string, values map[string]any) {
 
 // A default of NVIDIA's charts is no decision of a user, in any version of the chart. Set beside another value, it changes nothing either.
 func TestDefaultsAreNoDecisions(t *testing.T) {
-	known, err := theCharts()
+	known, err := theTable()
 	if err != nil {
 		t.Fatal(err)
 	}
 	for _, chart := range charts {
 		for version := range 2 {
 			values := map[string]any{}
-			for _, key := range slices.Sorted(maps.Keys(known[chartKinds[chart]].Keys)) {
-				if usual := known[chartKinds[chart]].Keys[key]; len(usual) > 0 {
+			for _, key := range slices.Sorted(maps.Keys(known.charts[chartKinds[chart]].Keys)) {
+				if usual := known.charts[chartKinds[chart]].Keys[key]; len(usual) > 0 {
 					put(values, key, usual[min(version, len(usual)-1)])
 				}
 			}

@@ -3,7 +3,7 @@
 package migrate
 
 import (
-	"cmp"
+	"errors"
 	"fmt"
 	"maps"
 	"reflect"
@@ -61,6 +61,9 @@ type table struct {
 	defaults map[string]any
 	// variables are the keys that variables of the environment of NVIDIA's programs set.
 	variables map[string]string
+	// charts are NVIDIA's, and operator has the rows of GPU Operator's keys.
+	charts   map[Kind]chart
+	operator *table
 }
 
 // rowList is a list of rows, and what those do.
@@ -87,25 +90,33 @@ func (t *table) add(lists []rowList) error {
 	return nil
 }
 
-// theTable reads the chart's files, which are embedded in the program.
+// theTable reads the chart's files and charts.yaml, which are embedded in the program.
 var theTable = sync.OnceValues(func() (table, error) {
 	var lists struct{ Moved, Variables, Unused, Refused, Own, Same []row }
 	if err := yaml.Unmarshal(helm.NVIDIAKeys, &lists); err != nil {
 		return table{}, fmt.Errorf("read nvidia-keys.yaml of the chart: %w", err)
 	}
-	t := table{rows: map[string]row{}, variables: maps.Clone(moreVariables)}
+	t := table{rows: map[string]row{}, variables: maps.Clone(moreVariables), operator: &table{rows: map[string]row{}}}
 	if err := yaml.Unmarshal(helm.Values, &t.defaults); err != nil {
 		return table{}, fmt.Errorf("read values.yaml of the chart: %w", err)
 	}
-	err := t.add([]rowList{{lists.Moved, moved}, {lists.Variables, kept}, {lists.Unused, unneeded}, {lists.Refused, refused}, {lists.Own, unneeded}, {lists.Same, kept}})
-	charts, chartsErr := theCharts()
-	if err = cmp.Or(err, chartsErr); err == nil {
-		err = t.add([]rowList{{charts[DevicePlugin].Unneeded, unneeded}, {charts[DRADriver].Unneeded, unneeded}})
+	if err := yaml.UnmarshalStrict(chartsText, &t.charts); err != nil {
+		return table{}, fmt.Errorf("read charts.yaml: %w", err)
 	}
 	for _, r := range lists.Variables {
 		t.variables[r.Name] = r.Key
 	}
-	return t, err
+	operator := t.charts[Operator]
+	var others []row
+	for _, key := range operator.Others {
+		others = append(others, row{Key: key})
+	}
+	return t, errors.Join(
+		t.operator.add([]rowList{{operator.Moved, moved}, {operator.Lost, lost}, {operator.Unneeded, unneeded}, {others, kept}}),
+		t.add([]rowList{
+			{lists.Moved, moved}, {lists.Variables, kept}, {lists.Unused, unneeded}, {lists.Refused, refused}, {lists.Own, unneeded}, {lists.Same, kept},
+			{t.charts[DevicePlugin].Unneeded, unneeded}, {t.charts[DRADriver].Unneeded, unneeded},
+		}))
 })
 
 // below reports whether a key below path has a row of its own.
@@ -141,9 +152,8 @@ func (t table) visit(values map[string]any, do func(path string, r row, value an
 	walk("", nil, values)
 }
 
-// at returns the value at a path; nil if there is none.
-func at(values map[string]any, path string) any {
-	var value any = values
+// at returns what a value has at a path; nil if it has nothing there.
+func at(value any, path string) any {
 	for key := range strings.SplitSeq(path, ".") {
 		inside, _ := value.(map[string]any)
 		value = inside[key]
@@ -167,33 +177,24 @@ func put(values map[string]any, path string, value any) {
 
 // isEmpty reports whether a value sets nothing: it is null, false, zero, or has only such values.
 func isEmpty(value any) bool {
-	switch v := value.(type) {
-	case nil:
-		return true
-	case map[string]any:
-		for _, inside := range v {
-			if !isEmpty(inside) {
-				return false
-			}
-		}
-		return true
-	case []any:
-		return len(v) == 0
-	}
-	return reflect.ValueOf(value).IsZero()
+	return hasOnly(value, func(one any) bool { return isUnset(one) || reflect.ValueOf(one).IsZero() })
 }
 
 // hasNothing reports whether a value and all in it are not set.
-func hasNothing(value any) bool {
-	if inside, ok := value.(map[string]any); ok {
-		for _, one := range inside {
-			if !hasNothing(one) {
-				return false
-			}
-		}
-		return true
+func hasNothing(value any) bool { return hasOnly(value, isUnset) }
+
+// hasOnly reports whether a value, or all in it if it is a map, is so.
+func hasOnly(value any, is func(any) bool) bool {
+	inside, ok := value.(map[string]any)
+	if !ok {
+		return is(value)
 	}
-	return isUnset(value)
+	for _, one := range inside {
+		if !hasOnly(one, is) {
+			return false
+		}
+	}
+	return true
 }
 
 // isUnset reports whether the chart's templates treat a value as not set. False and 0 are set.

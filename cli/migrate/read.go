@@ -130,18 +130,15 @@ func sourceOf(name string, chart Kind, values map[string]any) (Source, error) {
 	if chart == "" && slices.ContainsFunc([]string{"version", "flags", "sharing", "imex"}, has) {
 		return Source{Name: name, Kind: Configuration, Values: map[string]any{"config": values}}, nil
 	}
-	if chart == "" {
-		var err error
-		if chart, err = chartOf(values); err != nil {
-			return Source{}, err
-		}
+	t, err := theTable()
+	if chart == "" && err == nil {
+		chart, err = t.chartOf(values)
+	}
+	if err != nil {
+		return Source{}, err
 	}
 	if chart == Operator {
-		charts, err := theCharts()
-		if err != nil {
-			return Source{}, err
-		}
-		return operatorSource(name, values, charts[Operator].Kept)
+		return operatorSource(name, values, t.charts[Operator].Kept)
 	}
 	return Source{Name: name, Kind: chart, Values: values}, nil
 }
@@ -158,22 +155,14 @@ func configMapSource(name string, values map[string]any) (Source, error) {
 // operatorSource reads the keys of GPU Operator that concern the device plugin. The Operator still uses the others. usual are
 // defaults of its chart for keys that are missing.
 func operatorSource(name string, spec, usual map[string]any) (Source, error) {
-	charts, err := theCharts()
-	if err != nil {
-		return Source{}, err
-	}
-	t, err := operatorTable()
-	if err != nil {
-		return Source{}, err
-	}
-	keys, err := theTable()
+	t, err := theTable()
 	if err != nil {
 		return Source{}, err
 	}
 	s := Source{Name: name, Kind: Operator, Values: map[string]any{}, cdi: at(spec, "cdi.enabled") == true}
 	var variables, flags []any
 	var others []string
-	t.visit(charts[Operator].decided(spec, ""), func(key string, r row, value any) {
+	t.operator.visit(t.charts[Operator].decided(spec, ""), func(key string, r row, value any) {
 		list, _ := value.([]any)
 		switch {
 		case isUnset(value) || r.does == moved && r.To == "":
@@ -188,7 +177,7 @@ func operatorSource(name string, spec, usual map[string]any) (Source, error) {
 			for _, one := range list {
 				words = append(words, fmt.Sprint(one))
 			}
-			ofFlags, left := keys.argumentsAsVariables(words)
+			ofFlags, left := t.argumentsAsVariables(words)
 			flags = append(flags, ofFlags...)
 			if len(left) > 0 {
 				s.lost = append(s.lost, lostKeys{path: key, keys: left, why: r.Why})
@@ -203,7 +192,7 @@ func operatorSource(name string, spec, usual map[string]any) (Source, error) {
 	}, func(key string, value any) { s.lost = addLost(s.lost, key, unknownKey, value) })
 	for key, value := range usual {
 		if at(spec, key) == nil {
-			put(s.Values, t.rows[key].To, value)
+			put(s.Values, t.operator.rows[key].To, value)
 		}
 	}
 	if others = slices.Compact(others); len(others) > 0 {

@@ -245,17 +245,15 @@ func releaseSources(secret corev1.Secret) ([]Source, error) {
 
 // ofChart completes the source of a release's values of a chart.
 func ofChart(source Source, release, version string) (Source, error) {
-	charts, err := theCharts()
+	t, err := theTable()
+	if source.Kind == Operator && err == nil {
+		source, err = operatorSource(source.Name, source.Values, t.charts[Operator].Kept)
+	}
 	if err != nil {
 		return Source{}, err
 	}
-	if source.Kind == Operator {
-		if source, err = operatorSource(source.Name, source.Values, charts[Operator].Kept); err != nil {
-			return Source{}, err
-		}
-	}
 	source.release = release
-	if newest := charts[source.Kind].Newest; isNewer(version, newest) {
+	if newest := t.charts[source.Kind].Newest; isNewer(version, newest) {
 		source.changes = append(source.changes, fmt.Sprintf("%s: its chart has version %s. Defaults that are newer than version %s count as set by you",
 			source.Name, version, newest))
 	}

@@ -182,12 +182,8 @@ func (t *translation) run() error {
 		changes = slices.DeleteFunc(changes, func(line string) bool { key, _, _ := strings.Cut(line, ": "); return t.unused(key) })
 		t.lost, t.changes = append(t.lost, lost...), append(t.changes, changes...)
 	}
-	charts, err := theCharts()
-	if err != nil {
-		return err
-	}
 	if t.source.Kind != Operator {
-		decided := charts[t.source.Kind].decided(values, "")
+		decided := t.charts[t.source.Kind].decided(values, "")
 		// What a user set for a release counts: Tandem's default may be another one than NVIDIA's. The affinity that is NVIDIA's default
 		// needs labels that go with the release.
 		t.visit(t.source.Chosen, func(path string, r row, _ any) {
@@ -450,11 +446,9 @@ func (t *translation) compare(above string, parsed map[string]any) {
 		if strategy == "mps" && !isEmpty(section) {
 			t.change(path, "Tandem's controller starts a pod with an MPS daemon for each GPU that needs one, instead of a DaemonSet")
 		}
-		inside, _ := section.(map[string]any)
-		resources, _ := inside["resources"].([]any)
+		resources, _ := at(section, "resources").([]any)
 		for _, one := range resources {
-			resource, _ := one.(map[string]any)
-			if devices := resource["devices"]; devices != nil && devices != "all" {
+			if devices := at(one, "devices"); devices != nil && devices != "all" {
 				t.change(path+".resources[].devices", "only these devices are shared; NVIDIA's plugin ignores the list and shares all")
 			}
 		}
@@ -494,8 +488,7 @@ func (r *Result) compareDefaults(t table, sources []Source, unplaced []string) {
 	// isSet reports whether a key is set, by a variable or in the configuration as well.
 	isSet := func(key, path string) bool {
 		return at(r.Values, key) != nil || configured(path) || slices.ContainsFunc(variables, func(one any) bool {
-			v, _ := one.(map[string]any)
-			name, _ := v["name"].(string)
+			name, _ := at(one, "name").(string)
 			return t.variables[name] == key
 		})
 	}

@@ -51,15 +51,14 @@ var ownVariables = []string{
 // without those that are lost.
 func (t table) applyVariables(values, chosen map[string]any, variables []any) (left []any, lost []lostKeys, changes []string) {
 	for _, one := range variables {
-		v, _ := one.(map[string]any)
-		name, _ := v["name"].(string)
-		text, isText := v["value"].(string)
+		name, _ := at(one, "name").(string)
+		text, isText := at(one, "value").(string)
 		key, known := t.variables[name]
 		value, ok := valueOf(key, text)
 		reported, isReported := reportedVariables[name]
 		switch {
 		case slices.Contains(ownVariables, name):
-		case isReported && (v["valueFrom"] != nil || !slices.Contains(reported.silent, text)):
+		case isReported && (at(one, "valueFrom") != nil || !slices.Contains(reported.silent, text)):
 			lost = append(lost, lostKeys{path: name, why: reported.why})
 		case isReported:
 		case !isText || !known || !ok:
@@ -82,9 +81,8 @@ func (t table) applyVariables(values, chosen map[string]any, variables []any) (l
 func addVariables(list, more []any) (all []any, differ []string) {
 	all = slices.Clone(list)
 	for _, one := range more {
-		v, _ := one.(map[string]any)
-		name, _ := v["name"].(string)
-		same := slices.IndexFunc(list, func(other any) bool { v, _ := other.(map[string]any); return v["name"] == name })
+		name, _ := at(one, "name").(string)
+		same := slices.IndexFunc(list, func(other any) bool { return at(other, "name") == name })
 		switch {
 		case same < 0:
 			all = append(all, one)
@@ -162,10 +160,6 @@ func daemonSetSource(name string, set *appsv1.DaemonSet, releases []Source) (Sou
 	if err != nil {
 		return Source{}, err
 	}
-	charts, err := theCharts()
-	if err != nil {
-		return Source{}, err
-	}
 	role, ok := roleOf(*set)
 	if !ok || role == mpsDaemon {
 		return Source{}, fmt.Errorf("DaemonSet %s runs neither NVIDIA's device plugin nor its DRA driver", set.Name)
@@ -198,7 +192,7 @@ func daemonSetSource(name string, set *appsv1.DaemonSet, releases []Source) (Sou
 	release := s.releaseOf(set, releases)
 	s.partial = s.Kind == Operator || release != nil
 	if settings := mountedConfigs(pod); role == devicePlugin && (settings != nil || release.hasConfigs()) {
-		variables = slices.DeleteFunc(variables, func(one any) bool { return at(one.(map[string]any), "name") == "CONFIG_FILE" })
+		variables = slices.DeleteFunc(variables, func(one any) bool { return at(one, "name") == "CONFIG_FILE" })
 		if settings != nil {
 			s.Values["config"] = settings
 		}
@@ -206,10 +200,9 @@ func daemonSetSource(name string, set *appsv1.DaemonSet, releases []Source) (Sou
 	switch {
 	case s.Kind == Operator:
 		variables = slices.DeleteFunc(variables, func(one any) bool {
-			v, _ := one.(map[string]any)
-			byCDI := v["name"] == "DEVICE_LIST_STRATEGY" && v["value"] == operatorsCDI
+			byCDI := at(one, "name") == "DEVICE_LIST_STRATEGY" && at(one, "value") == operatorsCDI
 			s.cdi = s.cdi || byCDI
-			return byCDI || v["name"] == "NVIDIA_CDI_HOOK_PATH" || slices.ContainsFunc(charts[Operator].Keys["devicePlugin.env"], func(usual any) bool {
+			return byCDI || at(one, "name") == "NVIDIA_CDI_HOOK_PATH" || slices.ContainsFunc(t.charts[Operator].Keys["devicePlugin.env"], func(usual any) bool {
 				list, _ := usual.([]any)
 				return slices.ContainsFunc(list, func(item any) bool { return reflect.DeepEqual(item, one) })
 			})

@@ -328,14 +328,14 @@ func TestChartOfValues(t *testing.T) {
 // A release with the default affinity of NVIDIA's chart, whose labels go with the release; values in Git, with the term that migrate asks for;
 // and affinity that the user wrote.
 func TestAffinityWithLabelsOfTheRelease(t *testing.T) {
-	known, err := theCharts()
+	known, err := theTable()
 	if err != nil {
 		t.Fatal(err)
 	}
 	path := "affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms"
 	usual := func() map[string]any {
 		values := map[string]any{}
-		put(values, path, plain(known[DevicePlugin].Keys[path][0]))
+		put(values, path, plain(known.charts[DevicePlugin].Keys[path][0]))
 		return values
 	}
 	inGit := usual()
