@@ -25,6 +25,7 @@ import (
 	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/cli/explain"
 	"github.com/tandem-gpu/tandem/cli/overview"
 	"github.com/tandem-gpu/tandem/internal/owner"
 	"github.com/tandem-gpu/tandem/internal/podstatus"
@@ -407,7 +408,7 @@ func (d *Drainer) notHere(ctx context.Context, node string, pod *corev1.Pod) (wh
 	switch {
 	case pod.Spec.NodeName != node:
 		return "is not on node " + node, nil
-	case Requests(pod, d.Resources):
+	case explain.HasLimits(pod, d.Resources):
 		return "", nil
 	}
 	for name, own := range resourceclaim.PodClaims(pod) {

@@ -7,11 +7,9 @@ import (
 	"slices"
 	"strings"
 
-	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
-	resourcehelper "k8s.io/component-helpers/resource"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/cli/explain"
@@ -191,14 +189,4 @@ func AllocatedOn(node, driver string, claim *resourceapi.ResourceClaim) (of v1al
 		}
 	}
 	return of
-}
-
-// Requests reports whether a pod requests one of the extended resources. It is a pure function.
-func Requests(pod *corev1.Pod, resources device.Resources) bool {
-	for name, quantity := range resourcehelper.PodLimits(pod, resourcehelper.PodResourcesOptions{}) {
-		if resources.Has(string(name)) && !quantity.IsZero() {
-			return true
-		}
-	}
-	return false
 }

@@ -138,6 +138,16 @@ func (f Facts) offered() func(resource string) bool {
 // usualResources are those that NVIDIA's device plugin serves, and Tandem by default.
 var usualResources = device.Resources{GPU: config.Defaults().ResourceName}
 
+// HasLimits reports whether a pod requests one of the extended resources. It is a pure function. cli/drain and cli/migrate call it.
+func HasLimits(pod *corev1.Pod, resources device.Resources) bool {
+	for name, quantity := range resourcehelper.PodLimits(pod, resourcehelper.PodResourcesOptions{}) {
+		if resources.Has(string(name)) && !quantity.IsZero() {
+			return true
+		}
+	}
+	return false
+}
+
 // claimOf is a claim of the pod: the object, or the template of one that does not exist yet.
 type claimOf struct {
 	// ref is its name in the pod.

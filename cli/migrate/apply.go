@@ -118,7 +118,7 @@ func (n *Nodes) missing(ctx context.Context, sets []daemonSet, name string) (str
 		return "", err
 	}
 	if len(pods) > 0 {
-		return "NVIDIA's pods to leave: " + podNames(pods), nil
+		return "NVIDIA's pods to leave: " + strings.Join(podNames(pods), ", "), nil
 	}
 	return n.tandemMissing(ctx, name)
 }
@@ -135,12 +135,12 @@ func (n *Nodes) findAgent(ctx context.Context, name string) (agent *corev1.Pod, 
 	case agent.Status.Phase != corev1.PodRunning:
 		return agent, fmt.Sprintf("a running agent: pod %s/%s is %s", agent.Namespace, agent.Name, agent.Status.Phase), nil
 	}
-	object, err := n.GPUNode(ctx, name)
+	object, err := n.gpuNode(ctx, name)
 	switch {
-	case apierrors.IsNotFound(err):
-		return agent, "the GPUNode, which the agent creates", nil
 	case err != nil:
-		return nil, "", fmt.Errorf("get GPUNode %s: %w", name, err)
+		return nil, "", err
+	case object == nil:
+		return agent, "the GPUNode, which the agent creates", nil
 	case object.Status.Mode == "":
 		return agent, "the agent to serve GPUs: " + cmp.Or(explain.WhyUnserved(object.Status), "its GPUNode has no mode yet"), nil
 	}
@@ -171,7 +171,7 @@ func (n *Nodes) tandemMissing(ctx context.Context, name string) (string, error) 
 	pods, err := n.limitPods(ctx, name)
 	pods = slices.DeleteFunc(pods, func(pod corev1.Pod) bool { return holders[pod.UID] })
 	if err != nil || len(pods) > 0 {
-		return "the GPUNode to have these pods as holders: " + podNames(pods), err
+		return "the GPUNode to have these pods as holders: " + strings.Join(podNames(pods), ", "), err
 	}
 	return "", nil
 }
@@ -311,12 +311,12 @@ func (n *Nodes) agentBack(ctx context.Context, node *corev1.Node) (agent *corev1
 	if agent, err = n.agent(ctx, node.Name); err != nil || agent != nil {
 		return agent, "", err
 	}
-	object, err := n.GPUNode(ctx, node.Name)
-	if err != nil && !apierrors.IsNotFound(err) {
-		return nil, "", fmt.Errorf("get GPUNode %s: %w", node.Name, err)
+	object, err := n.gpuNode(ctx, node.Name)
+	if err != nil {
+		return nil, "", err
 	}
 	sign := ""
-	if err == nil && object.Status.ExtendedResource != "" {
+	if object != nil && object.Status.ExtendedResource != "" {
 		sign = "its GPUNode offers " + object.Status.ExtendedResource
 	} else if node.Labels[Label] != returning { // later they may be those of NVIDIA's DRA driver
 		left, err := n.slices(ctx, node.Name)

@@ -8,7 +8,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
@@ -17,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/types"
 
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/cli/explain"
 	"github.com/tandem-gpu/tandem/cli/workloads"
 	"github.com/tandem-gpu/tandem/internal/config"
@@ -36,6 +36,18 @@ func (n *Nodes) node(ctx context.Context, name string) (*corev1.Node, error) {
 		return nil, fmt.Errorf("get node %s: %w", name, err)
 	}
 	return node, nil
+}
+
+// gpuNode returns the GPUNode of a node; nil if there is none.
+func (n *Nodes) gpuNode(ctx context.Context, name string) (*v1alpha1.GPUNode, error) {
+	object, err := n.GPUNode(ctx, name)
+	if apierrors.IsNotFound(err) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("get GPUNode %s: %w", name, err)
+	}
+	return object, nil
 }
 
 // patchNode sets labels and annotations; nil removes one.
@@ -96,18 +108,8 @@ func (n *Nodes) limitPods(ctx context.Context, node string) ([]corev1.Pod, error
 	pods, err := n.pods(ctx, node)
 	return slices.DeleteFunc(pods, func(pod corev1.Pod) bool {
 		return pod.Status.Phase != corev1.PodRunning || pod.DeletionTimestamp != nil || pod.Status.ExtendedResourceClaimStatus != nil ||
-			!slices.ContainsFunc(slices.Concat(pod.Spec.Containers, pod.Spec.InitContainers), hasGPULimit)
+			!explain.HasLimits(&pod, device.Resources{GPU: config.Defaults().ResourceName})
 	}), err
-}
-
-func hasGPULimit(c corev1.Container) bool {
-	resources := device.Resources{GPU: config.Defaults().ResourceName}
-	for name, quantity := range c.Resources.Limits {
-		if resources.Has(string(name)) && !quantity.IsZero() {
-			return true
-		}
-	}
-	return false
 }
 
 // slices counts the driver's ResourceSlices of a node. It is zero if the API server does not serve ResourceSlices.
@@ -150,10 +152,9 @@ func isReady(pod *corev1.Pod) bool {
 	return pod.DeletionTimestamp == nil && podstatus.Ready(pod)
 }
 
-func podNames(pods []corev1.Pod) string {
-	var names []string
+func podNames(pods []corev1.Pod) (names []string) {
 	for _, pod := range pods {
 		names = append(names, pod.Namespace+"/"+pod.Name)
 	}
-	return strings.Join(names, ", ")
+	return names
 }

@@ -95,7 +95,7 @@ func (n *Nodes) daemonSets(ctx context.Context) (sets, doubtful []daemonSet, err
 	if err != nil {
 		return nil, nil, err
 	}
-	missing, of := slices.Clone(n.DaemonSets), newNamespaces(n.Client, n.Namespace)
+	missing, administered := slices.Clone(n.DaemonSets), administeredIn(ctx, n.Client, n.Namespace)
 	for _, set := range list.Items {
 		does, known := roleOf(set)
 		d := daemonSet{set, cmp.Or(does, devicePlugin)}
@@ -108,7 +108,7 @@ func (n *Nodes) daemonSets(ctx context.Context) (sets, doubtful []daemonSet, err
 			continue
 		}
 		if !named {
-			if known, err = of.administered(ctx, set.Namespace); err != nil {
+			if known, err = administered(set.Namespace); err != nil {
 				return nil, nil, err
 			}
 		}

@@ -9,7 +9,6 @@ import (
 	"strings"
 
 	corev1 "k8s.io/api/core/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
@@ -21,12 +20,9 @@ import (
 // endedHolders returns the devices of pods with limits that have ended, or were deleted by force, and may still use them. Tandem gives these
 // devices to no other holder. kubelet no longer knows these pods: with NVIDIA's plugin it would give the devices to the next pods.
 func (n *Nodes) endedHolders(ctx context.Context, node string) (devices []string, err error) {
-	object, err := n.GPUNode(ctx, node)
-	if apierrors.IsNotFound(err) {
-		return nil, nil
-	}
-	if err != nil {
-		return nil, fmt.Errorf("get GPUNode %s: %w", node, err)
+	object, err := n.gpuNode(ctx, node)
+	if err != nil || object == nil {
+		return nil, err
 	}
 	// The pods are read after their holds: a pod that is there now was there then.
 	pods, err := n.pods(ctx, node)

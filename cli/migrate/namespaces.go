@@ -9,6 +9,7 @@ import (
 	"path"
 	"slices"
 	"strings"
+	"sync"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -20,64 +21,36 @@ import (
 // pluginDirectories are those in which kubelet looks for the sockets of device plugins and DRA drivers, where it is not told otherwise.
 var pluginDirectories = []string{"/var/lib/kubelet/device-plugins", "/var/lib/kubelet/plugins_registry"}
 
-// namespaces says in which namespaces tenants cannot create pods. It reads a namespace once, because a tenant may create any number of
-// DaemonSets and Secrets in it.
-type namespaces struct {
-	client kubernetes.Interface
-	// tandem is the namespace of Tandem's release; empty if it is to be found.
-	tandem string
-	seen   map[string]answer
-	// agents is read when pluginDirectories do not suffice.
-	agents *directories
-}
-
-type answer struct {
-	administered bool
-	err          error
-}
-
-type directories struct {
-	paths []string
-	err   error
-}
-
-func newNamespaces(client kubernetes.Interface, tandem string) *namespaces {
-	return &namespaces{client: client, tandem: tandem, seen: map[string]answer{}}
-}
-
-// administered reports whether tenants cannot create pods in a namespace. What is in it may look as if it were NVIDIA's: names, labels,
-// images and owner references are its creator's choice. But NVIDIA's pods mount a directory of kubelet's, and a user who may create such a
-// pod has the node and its GPUs anyway. A DaemonSet alone proves nothing: admission may refuse its pods.
-func (n *namespaces) administered(ctx context.Context, namespace string) (bool, error) {
-	if namespace == metav1.NamespaceSystem {
-		return true, nil
+// administeredIn returns a function that reports whether tenants cannot create pods in a namespace. What is in it may look as if it were
+// NVIDIA's: names, labels, images and owner references are its creator's choice. But NVIDIA's pods mount a directory of kubelet's, and a user
+// who may create such a pod has the node and its GPUs anyway. A DaemonSet alone proves nothing: admission may refuse its pods. The function
+// reads a namespace once, because a tenant may create any number of DaemonSets and Secrets in it. tandem is the namespace of Tandem's release;
+// empty if it is to be found.
+func administeredIn(ctx context.Context, client kubernetes.Interface, tandem string) func(namespace string) (bool, error) {
+	agents := sync.OnceValues(func() ([]string, error) { return agentDirectories(ctx, client, tandem) })
+	read := func(namespace string) (bool, error) {
+		list, err := client.CoreV1().Pods(namespace).List(ctx, metav1.ListOptions{})
+		if err != nil {
+			return false, fmt.Errorf("list pods of namespace %s: %w", namespace, err)
+		}
+		mount := func(paths []string) bool {
+			return slices.ContainsFunc(list.Items, func(pod corev1.Pod) bool {
+				return slices.ContainsFunc(hostPaths(pod.Spec), func(of string) bool { return slices.Contains(paths, of) })
+			})
+		}
+		if mount(pluginDirectories) {
+			return true, nil
+		}
+		paths, err := agents()
+		return mount(paths), err
 	}
-	found, known := n.seen[namespace]
-	if !known {
-		found.administered, found.err = n.read(ctx, namespace)
-		n.seen[namespace] = found
+	seen := map[string]func() (bool, error){metav1.NamespaceSystem: func() (bool, error) { return true, nil }}
+	return func(namespace string) (bool, error) {
+		if seen[namespace] == nil {
+			seen[namespace] = sync.OnceValues(func() (bool, error) { return read(namespace) })
+		}
+		return seen[namespace]()
 	}
-	return found.administered, found.err
-}
-
-func (n *namespaces) read(ctx context.Context, namespace string) (bool, error) {
-	list, err := n.client.CoreV1().Pods(namespace).List(ctx, metav1.ListOptions{})
-	if err != nil {
-		return false, fmt.Errorf("list pods of namespace %s: %w", namespace, err)
-	}
-	mount := func(paths []string) bool {
-		return slices.ContainsFunc(list.Items, func(pod corev1.Pod) bool {
-			return slices.ContainsFunc(hostPaths(pod.Spec), func(of string) bool { return slices.Contains(paths, of) })
-		})
-	}
-	if mount(pluginDirectories) {
-		return true, nil
-	}
-	if n.agents == nil {
-		n.agents = &directories{}
-		n.agents.paths, n.agents.err = agentDirectories(ctx, n.client, n.tandem)
-	}
-	return mount(n.agents.paths), n.agents.err
 }
 
 // agentDirectories returns what is pluginDirectories where kubelet has another root directory: the DaemonSets of Tandem's agents mount them.

@@ -13,7 +13,6 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	resourceapi "k8s.io/api/resource/v1"
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/kubernetes"
@@ -221,18 +220,15 @@ func (n *Nodes) planNode(ctx context.Context, sets []daemonSet, node *corev1.Nod
 	if err != nil {
 		return nodePlan{}, err
 	}
-	for _, pod := range pods {
-		one.pods = append(one.pods, pod.Namespace+"/"+pod.Name)
-	}
-	if n.Back {
-		var agent *corev1.Pod
-		var unseen string
-		if agent, unseen, err = n.agentBack(ctx, node); err == nil {
-			one.agentless = agent == nil
-			one.refusals, err = n.checkBack(ctx, sets, node, unseen, claims)
-		}
-	} else {
+	one.pods = podNames(pods)
+	if !n.Back {
 		one.refusals, err = n.checkForward(ctx, sets, node, one.pods, claims)
+		return one, err
+	}
+	agent, unseen, err := n.agentBack(ctx, node)
+	if err == nil {
+		one.agentless = agent == nil
+		one.refusals, err = n.checkBack(ctx, sets, node, unseen, claims)
 	}
 	return one, err
 }
@@ -281,11 +277,12 @@ func (n *Nodes) checkBack(
 		return refusals, nil // NVIDIA's software has returned, or is returning: the claims have devices of its DRA driver
 	}
 	names := claimsOn(node.Name, claims, n.DriverName)
-	object, err := n.GPUNode(ctx, node.Name)
-	if apierrors.IsNotFound(err) {
+	object, err := n.gpuNode(ctx, node.Name)
+	if err != nil {
+		return nil, err
+	}
+	if object == nil {
 		object = &v1alpha1.GPUNode{}
-	} else if err != nil {
-		return nil, fmt.Errorf("get GPUNode %s: %w", node.Name, err)
 	}
 	for _, d := range object.Status.Devices {
 		for _, h := range d.Holders {

@@ -15,6 +15,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -44,7 +45,7 @@ func ReadReleases(ctx context.Context, client kubernetes.Interface, namespace st
 	if err != nil {
 		return nil, fmt.Errorf("list Secrets of Helm releases: %w", err)
 	}
-	trusted := trustedNamespaces(client, namespace)
+	trusted := trustedNamespaces(ctx, client, namespace)
 	var sources []Source
 	var errs []error
 	for _, secret := range newestRevisions(list.Items) {
@@ -55,7 +56,7 @@ func ReadReleases(ctx context.Context, client kubernetes.Interface, namespace st
 		if len(ofRelease) == 0 {
 			continue
 		}
-		if ok, err := trusted(ctx, secret.Namespace); err != nil {
+		if ok, err := trusted(secret.Namespace); err != nil {
 			errs = append(errs, fmt.Errorf("%s is not read: %w", ofRelease[0].Name, err))
 			continue
 		} else if !ok {
@@ -129,7 +130,7 @@ func ReadDaemonSets(ctx context.Context, client kubernetes.Interface, namespace 
 	if err != nil {
 		return nil, fmt.Errorf("list DaemonSets: %w", err)
 	}
-	trusted := trustedNamespaces(client, namespace)
+	trusted := trustedNamespaces(ctx, client, namespace)
 	read := map[string]bool{} // ConfigMaps
 	var sources []Source
 	var errs []error
@@ -138,7 +139,7 @@ func ReadDaemonSets(ctx context.Context, client kubernetes.Interface, namespace 
 		if role, ok := roleOf(*set); !ok || role == mpsDaemon {
 			continue
 		}
-		ok, err := trusted(ctx, set.Namespace)
+		ok, err := trusted(set.Namespace)
 		if err != nil || !ok {
 			errs = append(errs, err) // the plan names one of a tenant
 			continue
@@ -166,20 +167,15 @@ func ReadDaemonSets(ctx context.Context, client kubernetes.Interface, namespace 
 }
 
 // trustedNamespaces returns whether tenants cannot create releases in a namespace: it is administered, or NVIDIA's DaemonSets left nodes from there.
-func trustedNamespaces(client kubernetes.Interface, tandem string) func(ctx context.Context, namespace string) (bool, error) {
-	of := newNamespaces(client, tandem)
-	var left []string
-	var leftErr error
-	var read bool
-	return func(ctx context.Context, namespace string) (bool, error) {
-		ok, err := of.administered(ctx, namespace)
+func trustedNamespaces(ctx context.Context, client kubernetes.Interface, tandem string) func(namespace string) (bool, error) {
+	administered := administeredIn(ctx, client, tandem)
+	allLeft := sync.OnceValues(func() ([]string, error) { return setsThatLeft(ctx, client) })
+	return func(namespace string) (bool, error) {
+		ok, err := administered(namespace)
 		if ok {
 			return true, nil
 		}
-		if !read {
-			left, leftErr = setsThatLeft(ctx, client)
-			read = true
-		}
+		left, leftErr := allLeft()
 		if slices.ContainsFunc(left, func(name string) bool { return strings.HasPrefix(name, namespace+"/") }) {
 			return true, nil
 		}
