@@ -245,6 +245,14 @@ func Number(n int, what string) string {
 	return fmt.Sprintf("%d %ss", n, what)
 }
 
+// Count returns 1 for true and 0 for false, to count and to compare. cli/overview calls it as well.
+func Count(is bool) int {
+	if is {
+		return 1
+	}
+	return 0
+}
+
 // Mebibytes returns an amount of memory for users. Tables of cli/overview call it as well.
 func Mebibytes(bytes int64) string { return fmt.Sprintf("%d MiB", bytes>>20) }
 
@@ -323,21 +331,15 @@ func podsOn(d v1alpha1.DeviceStatus) (n int32) {
 func (a request) resource() string { return cmp.Or(a.Resource, a.Limits) }
 
 func (a request) noun(n int64) string {
-	switch {
-	case a.resource() != "":
+	if a.resource() != "" {
 		return fmt.Sprintf("%d %s", n, a.resource())
-	case n == 1:
-		return "1 GPU"
 	}
-	return fmt.Sprintf("%d GPUs", n)
+	return Number(int(n), "GPU")
 }
 
 func (a request) all(n int64) string {
-	switch {
-	case n == 1 && a.resource() != "":
-		return "all " + a.resource()
-	case n == 1:
-		return "all GPUs"
+	if n == 1 {
+		return "all " + cmp.Or(a.resource(), "GPUs")
 	}
 	return "all " + a.noun(n)
 }

@@ -12,6 +12,7 @@ import (
 
 	resourceapi "k8s.io/api/resource/v1"
 	"k8s.io/dynamic-resource-allocation/resourceclaim"
+	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/capacity"
@@ -342,11 +343,10 @@ func (s *stock) matches(ctx context.Context, selectors []string, c candidate) bo
 func (c candidate) has(requested map[resourceapi.QualifiedName]int64) bool {
 	for name, amount := range requested {
 		of, known := c.published.Capacity[name]
-		if !known && !c.partly || known && of.Value.Value() < amount && !(name == capacity.Memory && c.partly) {
-			// What a shared device publishes may be what is left of it: its GPUNode has the rest.
-			if c.published.AllowMultipleAllocations == nil || !*c.published.AllowMultipleAllocations {
-				return false
-			}
+		lacks := !known && !c.partly || known && of.Value.Value() < amount && !(name == capacity.Memory && c.partly)
+		// What a shared device publishes may be what is left of it: its GPUNode has the rest.
+		if lacks && !ptr.Deref(c.published.AllowMultipleAllocations, false) {
+			return false
 		}
 	}
 	return true

@@ -3,6 +3,7 @@
 package explain
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"slices"
@@ -12,6 +13,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	resourcehelper "k8s.io/component-helpers/resource"
 	"k8s.io/dynamic-resource-allocation/resourceclaim"
+	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/internal/capacity"
 	"github.com/tandem-gpu/tandem/internal/config"
@@ -82,21 +84,18 @@ func mapsTo(resource corev1.ResourceName, classes []resourceapi.DeviceClass) str
 	if class, implicit := strings.CutPrefix(string(resource), resourceapi.ResourceDeviceClassPrefix); implicit {
 		return class
 	}
-	var best *resourceapi.DeviceClass
-	for i, class := range classes {
-		if class.Spec.ExtendedResourceName == nil || *class.Spec.ExtendedResourceName != string(resource) {
-			continue
-		}
-		newer := best != nil && class.CreationTimestamp.After(best.CreationTimestamp.Time)
-		same := best != nil && class.CreationTimestamp.Time.Equal(best.CreationTimestamp.Time) && class.Name < best.Name
-		if best == nil || newer || same {
-			best = &classes[i]
+	var mapped []resourceapi.DeviceClass
+	for _, class := range classes {
+		if ptr.Deref(class.Spec.ExtendedResourceName, "") == string(resource) {
+			mapped = append(mapped, class)
 		}
 	}
-	if best == nil {
+	if len(mapped) == 0 {
 		return ""
 	}
-	return best.Name
+	return slices.MinFunc(mapped, func(a, b resourceapi.DeviceClass) int {
+		return cmp.Or(b.CreationTimestamp.Compare(a.CreationTimestamp.Time), cmp.Compare(a.Name, b.Name))
+	}).Name
 }
 
 // limitNeeds returns what the pod requests of Tandem by extended resources.
@@ -205,7 +204,7 @@ func (f Facts) needs(of claimOf) (needs []need) {
 				DeviceClassName: r.Exactly.DeviceClassName, Selectors: r.Exactly.Selectors, AllocationMode: r.Exactly.AllocationMode,
 				Count: r.Exactly.Count, Tolerations: r.Exactly.Tolerations, Capacity: r.Exactly.Capacity,
 			}))
-			alternatives[0].admin = r.Exactly.AdminAccess != nil && *r.Exactly.AdminAccess
+			alternatives[0].admin = ptr.Deref(r.Exactly.AdminAccess, false)
 		}
 		for _, sub := range r.FirstAvailable {
 			alternatives = append(alternatives, f.need(of, r.Name+"/"+sub.Name, sub))

@@ -114,7 +114,7 @@ func (f Facts) nodeAnswers(ctx context.Context, match *matcher, claims []claimOf
 	for i := range order {
 		order[i] = i
 	}
-	slices.SortStableFunc(order, func(i, j int) int { return compareBool(excludes[i] != "", excludes[j] != "") })
+	slices.SortStableFunc(order, func(i, j int) int { return cmp.Compare(Count(excludes[i] != ""), Count(excludes[j] != "")) })
 	answers := make([]NodeAnswer, 0, len(nodes))
 	for _, i := range order {
 		node, excluded, unless := &nodes[i], excludes[i], unlesses[i]
@@ -153,8 +153,8 @@ func (f Facts) nodeAnswers(ctx context.Context, match *matcher, claims []claimOf
 	}
 	slices.SortStableFunc(answers, func(x, y NodeAnswer) int {
 		return cmp.Or(
-			cmp.Compare(rank(x.Fit), rank(y.Fit)), compareBool(!x.offers, !y.offers), strings.Compare(y.unless, x.unless), compareBool(x.Reason == noGPU, y.Reason == noGPU),
-			cmp.Compare(x.lack(), y.lack()), cmp.Compare(x.Names[0], y.Names[0]))
+			cmp.Compare(rank(x.Fit), rank(y.Fit)), cmp.Compare(Count(y.offers), Count(x.offers)), strings.Compare(y.unless, x.unless),
+			cmp.Compare(Count(x.Reason == noGPU), Count(y.Reason == noGPU)), cmp.Compare(x.lack(), y.lack()), cmp.Compare(x.Names[0], y.Names[0]))
 	})
 	return answers
 }
@@ -191,17 +191,6 @@ const noGPU = "it has no GPU"
 
 // NoGPUNode says what it means that a node has no GPUNode. An agent that waits for the driver creates none. Every view shows it.
 const NoGPUNode = "no GPUNode: Tandem's agent does not run there, or has served no GPU there yet"
-
-func compareBool(a, b bool) int {
-	switch {
-	case a == b:
-		return 0
-	case a:
-		return 1
-	default:
-		return -1
-	}
-}
 
 func rank(fit Fit) int {
 	return slices.Index([]Fit{FitFails, FitRoom, FitFull, FitUnknown, FitAgent, FitNever}, fit)

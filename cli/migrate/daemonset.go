@@ -7,6 +7,7 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
+	"maps"
 	"reflect"
 	"slices"
 	"strings"
@@ -187,13 +188,11 @@ func (d daemonSet) owner() string {
 	if controller := metav1.GetControllerOf(&d.DaemonSet); controller != nil {
 		return controller.Kind + " " + controller.Name
 	}
-	for _, keys := range []map[string]string{d.Labels, d.Annotations} {
-		for key := range keys {
-			for _, tool := range []struct{ part, name string }{{"argocd.argoproj.io/", "Argo CD"}, {"fluxcd.io/", "Flux"}, {"fleet.cattle.io/", "Fleet"}} {
-				if strings.Contains(key, tool.part) {
-					return tool.name
-				}
-			}
+	keys := slices.Collect(maps.Keys(d.Labels))
+	keys = slices.AppendSeq(keys, maps.Keys(d.Annotations))
+	for _, tool := range []struct{ part, name string }{{"argocd.argoproj.io/", "Argo CD"}, {"fluxcd.io/", "Flux"}, {"fleet.cattle.io/", "Fleet"}} {
+		if slices.ContainsFunc(keys, func(key string) bool { return strings.Contains(key, tool.part) }) {
+			return tool.name
 		}
 	}
 	return ""

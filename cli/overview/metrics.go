@@ -14,6 +14,7 @@ import (
 	"github.com/prometheus/common/expfmt"
 	"github.com/prometheus/common/model"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/utils/ptr"
 
 	"github.com/tandem-gpu/tandem/cli/explain"
 	"github.com/tandem-gpu/tandem/internal/podstatus"
@@ -126,7 +127,7 @@ func (n *Node) measure(found samples) (measured int) {
 		} else if partitions[[2]string{d.Parent, d.Profile}] == 1 {
 			d.Metrics = metricsOf(found.ofPartition(uuids[d.Parent], d.Profile))
 		}
-		measured += boolInt(d.Metrics != nil)
+		measured += explain.Count(d.Metrics != nil)
 	}
 	return measured
 }
@@ -176,13 +177,9 @@ func metricsOf(values map[string]float64) *Metrics {
 		if !ok {
 			return nil
 		}
-		value *= unit
-		return &value
+		return ptr.To(value * unit)
 	}
-	fromMiB := func(mib float64) *int64 {
-		size := int64(mib) << 20
-		return &size
-	}
+	fromMiB := func(mib float64) *int64 { return ptr.To(int64(mib) << 20) }
 	m := &Metrics{UtilizationPercent: of(fieldUtilization, 1), PowerWatts: of(fieldPower, 1), TemperatureCelsius: of(fieldTemperature, 1)}
 	if m.UtilizationPercent == nil {
 		m.UtilizationPercent = of(fieldActive, 100)

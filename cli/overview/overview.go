@@ -223,16 +223,9 @@ func inOrder(devices []v1alpha1.DeviceStatus) []v1alpha1.DeviceStatus {
 		gpu := func(d v1alpha1.DeviceStatus) string { return cmp.Or(d.Parent, d.Name) }
 		x, y := gpu(a), gpu(b)
 		// gpu-2 before gpu-10
-		return cmp.Or(cmp.Compare(len(x), len(y)), cmp.Compare(x, y), cmp.Compare(boolInt(a.Parent != ""), boolInt(b.Parent != "")))
+		return cmp.Or(cmp.Compare(len(x), len(y)), cmp.Compare(x, y), cmp.Compare(explain.Count(a.Parent != ""), explain.Count(b.Parent != "")))
 	})
 	return sorted
-}
-
-func boolInt(b bool) int {
-	if b {
-		return 1
-	}
-	return 0
 }
 
 func deviceOf(d v1alpha1.DeviceStatus, known availability.Node, claims []v1alpha1.AllocatedClaim) Device {
@@ -275,15 +268,9 @@ func stateOf(d v1alpha1.DeviceStatus, known availability.Node) State {
 	if d.Excluded {
 		return Excluded
 	}
-	switch known.Reason(d) {
-	case availability.Unhealthy:
-		return Unhealthy
-	case availability.Maintenance:
-		return Maintenance
-	case availability.Tainted:
-		return Tainted
-	case availability.Draining:
-		return Draining
+	switch reason := known.Reason(d); reason {
+	case availability.Unhealthy, availability.Maintenance, availability.Tainted, availability.Draining:
+		return State(reason) // they have the same names
 	case availability.HeldByClaim:
 		return Claim
 	case availability.HeldByPod:

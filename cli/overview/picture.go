@@ -14,6 +14,7 @@ import (
 	"k8s.io/dynamic-resource-allocation/deviceattribute"
 	"k8s.io/utils/ptr"
 
+	"github.com/tandem-gpu/tandem/cli/explain"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
@@ -84,7 +85,7 @@ func PictureOf(node Node, published []resourceapi.ResourceSlice, driver string) 
 		byNUMA[numa].GPUs = append(byNUMA[numa].GPUs, gpu)
 	}
 	for _, numa := range slices.SortedFunc(maps.Keys(byNUMA), func(a, b int) int {
-		unknown := func(n int) int { return boolInt(n == device.UnknownNUMANode) }
+		unknown := func(n int) int { return explain.Count(n == device.UnknownNUMANode) }
 		return cmp.Or(cmp.Compare(unknown(a), unknown(b)), cmp.Compare(a, b))
 	}) {
 		p.Groups = append(p.Groups, *byNUMA[numa])

@@ -23,6 +23,8 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/kubernetes/fake"
 	"k8s.io/client-go/rest"
+
+	"github.com/tandem-gpu/tandem/cli/explain"
 )
 
 const metricsPage = "DCGM_FI_DEV_GPU_UTIL{UUID=\"GPU-a\"} 7\n"
@@ -244,7 +246,7 @@ func TestReadMetricsIsBounded(t *testing.T) {
 		}
 		measured, without := 0, 0
 		for _, n := range nodes {
-			measured += boolInt(n.Exporter != nil)
+			measured += explain.Count(n.Exporter != nil)
 			if n.NoMetrics != nil {
 				without++
 				if !strings.HasPrefix(n.NoMetrics.Reason, "not read within 1m0s") {

@@ -203,7 +203,7 @@ func (o Overview) Summary() string {
 	}
 	problems, conflicts := 0, 0
 	for _, n := range o.Nodes {
-		problems += boolInt(n.Problem != "")
+		problems += explain.Count(n.Problem != "")
 		conflicts += len(n.Conflicts)
 	}
 	if problems > 0 {

@@ -248,7 +248,7 @@ func (p *Page) showFleet(w http.ResponseWriter, r *http.Request) {
 	respond(w, r, "fleet.html", view, s.at)
 }
 
-// countsOf counts nodes, waiting pods and devices. Each count leads to what it counts. States that this program does not know come last.
+// countsOf counts nodes, waiting pods and devices. Each count leads to what it counts.
 func countsOf(nodes []overview.Node, waiting int) (views []countsView, withProblems int) {
 	problems := map[string]int{}
 	kinds := [2]struct {
@@ -288,25 +288,15 @@ func countsOf(nodes []overview.Node, waiting int) (views []countsView, withProbl
 			continue
 		}
 		of := countsView{ID: "counts-" + kind.what + "s", Counts: []countView{{Text: explain.Number(kind.total, kind.what)}}}
-		for _, state := range slices.SortedFunc(maps.Keys(kind.in), byLegend) {
-			of.Counts = append(of.Counts, countView{
-				Text: fmt.Sprintf("%s %d", style.Mark(state), kind.in[state]), Query: byState + ":" + strings.ToLower(string(state)), State: state,
-			})
+		for _, state := range states {
+			if n := kind.in[state]; n > 0 {
+				query := byState + ":" + strings.ToLower(string(state))
+				of.Counts = append(of.Counts, countView{Text: fmt.Sprintf("%s %d", style.Mark(state), n), Query: query, State: state})
+			}
 		}
 		views = append(views, of)
 	}
 	return views, problems[withProblem]
-}
-
-// byLegend orders states. Those that are not in the legend come last.
-func byLegend(a, b overview.State) int {
-	at := func(state overview.State) int {
-		if i := slices.Index(states, state); i >= 0 {
-			return i
-		}
-		return len(states)
-	}
-	return cmp.Or(cmp.Compare(at(a), at(b)), cmp.Compare(a, b))
 }
 
 // problemView is a line about a node, in the colour of a state.
