@@ -84,15 +84,8 @@ func (n *Nodes) podsOf(ctx context.Context, sets []daemonSet, node string) ([]co
 
 // agent returns the pod of Tandem's agent on a node; nil if none is found.
 func (n *Nodes) agent(ctx context.Context, node string) (*corev1.Pod, error) {
-	sets, err := workloads.DaemonSets(ctx, n.Client, n.Namespace)
-	if err != nil {
-		if errors.Is(err, workloads.ErrNoBinding) {
-			return nil, nil
-		}
-		return nil, fmt.Errorf("find Tandem's agents: %w", err)
-	}
-	pods, err := workloads.Pods(ctx, n.Client, sets, node)
-	if err != nil {
+	pods, err := workloads.Agents(ctx, n.Client, n.Namespace, node)
+	if err != nil && !errors.Is(err, workloads.ErrNoBinding) {
 		return nil, fmt.Errorf("find Tandem's agents: %w", err)
 	}
 	for i := range pods {

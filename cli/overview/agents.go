@@ -16,11 +16,7 @@ import (
 // AgentPod returns the running pod of a node's agent: of a DaemonSet of a release, never of a tenant. namespace is that of a release; if it is empty,
 // the releases are found.
 func (c Cluster) AgentPod(ctx context.Context, namespace, node string) (*corev1.Pod, error) {
-	sets, err := workloads.DaemonSets(ctx, c.Client, namespace)
-	if err != nil {
-		return nil, fmt.Errorf("find the agents: %w", err)
-	}
-	pods, err := workloads.Pods(ctx, c.Client, sets, node)
+	pods, err := workloads.Agents(ctx, c.Client, namespace, node)
 	if err != nil {
 		return nil, fmt.Errorf("find the agents: %w", err)
 	}

@@ -111,6 +111,15 @@ func accounts(ctx context.Context, client kubernetes.Interface, labels string) (
 	return slices.Compact(found), nil
 }
 
+// Agents returns the pods of DaemonSets on one node.
+func Agents(ctx context.Context, client kubernetes.Interface, namespace, node string) ([]corev1.Pod, error) {
+	sets, err := DaemonSets(ctx, client, namespace)
+	if err != nil {
+		return nil, err
+	}
+	return Pods(ctx, client, sets, node)
+}
+
 // Pods returns the pods of DaemonSets, of one node or, if node is empty, of all.
 func Pods(ctx context.Context, client kubernetes.Interface, sets []appsv1.DaemonSet, node string) ([]corev1.Pod, error) {
 	options := metav1.ListOptions{LabelSelector: AgentLabels}
