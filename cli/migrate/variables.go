@@ -202,10 +202,11 @@ func daemonSetSource(name string, set *appsv1.DaemonSet, releases []Source) (Sou
 		variables = slices.DeleteFunc(variables, func(one any) bool {
 			byCDI := at(one, "name") == "DEVICE_LIST_STRATEGY" && at(one, "value") == operatorsCDI
 			s.cdi = s.cdi || byCDI
-			return byCDI || at(one, "name") == "NVIDIA_CDI_HOOK_PATH" || slices.ContainsFunc(t.charts[Operator].Keys["devicePlugin.env"], func(usual any) bool {
+			usually := slices.ContainsFunc(t.charts[Operator].Keys["devicePlugin.env"], func(usual any) bool {
 				list, _ := usual.([]any)
 				return slices.ContainsFunc(list, func(item any) bool { return reflect.DeepEqual(item, one) })
 			})
+			return byCDI || usually || at(one, "name") == "NVIDIA_CDI_HOOK_PATH"
 		})
 		// The Operator's own script is among the arguments, unless a user set them.
 		others = slices.DeleteFunc(others, func(word string) bool { return word == "-c" || word == "/bin/entrypoint.sh" })

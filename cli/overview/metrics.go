@@ -275,7 +275,8 @@ func MissingMetrics(nodes []Node) (notes []string) {
 		for _, n := range by[reason] {
 			names = append(names, n.Name)
 		}
-		note := fmt.Sprintf("no metrics for %s (%s): %s", explain.Number(len(names), "node"), strings.Join(explain.FirstOf(names, mostNamed, "%d more"), ", "), reason)
+		named := strings.Join(explain.FirstOf(names, mostNamed, "%d more"), ", ")
+		note := fmt.Sprintf("no metrics for %s (%s): %s", explain.Number(len(names), "node"), named, reason)
 		if first := by[reason][0]; first.NoMetrics.Detail != "" {
 			note += fmt.Sprintf(" (%s: %s)", first.Name, first.NoMetrics.Detail)
 		}
