@@ -68,25 +68,22 @@ func (l *Ledger) CancelReservation(r Reservation) error {
 	l.mu.Unlock()
 	var errs []error
 	for _, h := range holds {
-		if pods, revived := r.revived[h.taken]; revived {
-			errs = append(errs, l.amend(h, func(updated *Hold) {
-				l.drain(updated)
-				updated.Pods, updated.taken = pods, 0
-			}))
-		}
-		if r.last == 0 || h.taken < r.first || h.taken > r.last {
-			continue
-		}
-		// kubelet has no answer with them for any pod.
-		drained := h
-		drained.State, drained.Pods = StateDraining, nil
-		if l.podState(drained) == Gone {
-			errs = append(errs, l.Release(h))
-			continue
+		pods, revived := r.revived[h.taken]
+		if !revived {
+			if r.last == 0 || h.taken < r.first || h.taken > r.last {
+				continue
+			}
+			// kubelet has no answer with them for any pod.
+			drained := h
+			drained.State, drained.Pods = StateDraining, nil
+			if l.podState(drained) == Gone {
+				errs = append(errs, l.Release(h))
+				continue
+			}
 		}
 		errs = append(errs, l.amend(h, func(updated *Hold) {
 			l.drain(updated)
-			updated.Pods, updated.taken = nil, 0
+			updated.Pods, updated.taken = pods, 0
 		}))
 	}
 	if err := errors.Join(errs...); err != nil {
@@ -296,54 +293,47 @@ func (l *Ledger) DrainClaim(ctx context.Context, uid string) error {
 
 // claimCalls serializes the calls for each claim in the order of their arrival.
 type claimCalls struct {
-	mu sync.Mutex
-	// byUID holds the calls for each claim. The first has its turn.
+	mu    sync.Mutex
 	byUID map[string][]*claimCall
 }
 
 type claimCall struct {
-	turn chan struct{}
+	ended chan struct{}
 	// cancel is nil for DrainClaim, which cannot be interrupted.
 	cancel context.CancelCauseFunc
 }
 
-// begin waits for the call's turn. A DrainClaim, whose cancel is nil, cancels earlier reservations first.
+// begin waits until all earlier calls have ended. A DrainClaim, whose cancel is nil, cancels earlier reservations first.
 func (c *claimCalls) begin(ctx context.Context, uid string, cancel context.CancelCauseFunc) (finish func(), err error) {
-	call := &claimCall{turn: make(chan struct{}), cancel: cancel}
+	call := &claimCall{ended: make(chan struct{}), cancel: cancel}
 	c.mu.Lock()
-	for _, earlier := range c.byUID[uid] {
-		if cancel == nil && earlier.cancel != nil {
-			earlier.cancel(ErrCancelled)
+	earlier := slices.Clone(c.byUID[uid])
+	c.byUID[uid] = append(c.byUID[uid], call)
+	c.mu.Unlock()
+	for _, other := range earlier {
+		if cancel == nil && other.cancel != nil {
+			other.cancel(ErrCancelled)
 		}
 	}
-	c.byUID[uid] = append(c.byUID[uid], call)
-	if len(c.byUID[uid]) == 1 {
-		close(call.turn)
+	for _, other := range earlier {
+		select {
+		case <-other.ended:
+		case <-ctx.Done():
+			c.leave(uid, call)
+			return nil, fmt.Errorf("wait for an earlier call: %w", context.Cause(ctx))
+		}
 	}
-	c.mu.Unlock()
-	select {
-	case <-call.turn:
-		return func() { c.leave(uid, call) }, nil
-	case <-ctx.Done():
-		c.leave(uid, call)
-		return nil, fmt.Errorf("wait for an earlier call: %w", context.Cause(ctx))
-	}
+	return func() { c.leave(uid, call) }, nil
 }
 
 func (c *claimCalls) leave(uid string, call *claimCall) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	calls := c.byUID[uid]
-	first := calls[0] == call
-	calls = slices.DeleteFunc(calls, func(other *claimCall) bool { return other == call })
-	switch {
-	case len(calls) == 0:
+	close(call.ended)
+	c.byUID[uid] = slices.DeleteFunc(c.byUID[uid], func(other *claimCall) bool { return other == call })
+	if len(c.byUID[uid]) == 0 {
 		delete(c.byUID, uid)
-		return
-	case first:
-		close(calls[0].turn)
 	}
-	c.byUID[uid] = calls
 }
 
 // PendingPods is a request of a pod that the scheduler has bound to this node and kubelet has not admitted yet.
@@ -452,13 +442,11 @@ func (l *Ledger) missing(bound []PendingPods) map[string]int {
 // awaitPods waits until one of the channels is closed, ctx is done or the wait budget is spent, and subtracts the time that it waited.
 func awaitPods(ctx context.Context, first *PodsFirst, changed, queueChanged <-chan struct{}) {
 	started := time.Now()
-	timer := time.NewTimer(first.WaitBudget)
-	defer timer.Stop()
 	select {
 	case <-changed:
 	case <-queueChanged:
 	case <-ctx.Done():
-	case <-timer.C:
+	case <-time.After(first.WaitBudget):
 	}
 	first.WaitBudget = max(0, first.WaitBudget-time.Since(started))
 }
