@@ -3,6 +3,7 @@
 package reconcile
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -37,9 +38,7 @@ func (r *Reconciler) Adopt(ctx context.Context) error {
 	all := r.Ledger.Holds()
 	late, err := r.expectNamed(ctx, checkpoint, byHolder(all))
 	errs := []error{err}
-	for _, d := range late {
-		r.addLate(ctx, d)
-	}
+	r.addLate(ctx, late...)
 	// The agent registers neither API before Adopt has returned, so the requests have one deadline. After it
 	// kubelet's list of a claim's devices counts, and a claim of shared devices is late.
 	asking, cancel := context.WithTimeout(ctx, r.times.restore)
@@ -85,25 +84,22 @@ func (r *Reconciler) checkUnprepared(now time.Time) error {
 		if len(claim.Devices) > 0 || !lives {
 			continue
 		}
-		since, known := before[claim.UID]
-		if !known {
-			since = now
-		}
-		r.unprepared[claim.UID] = since
-		if now.Sub(since) < r.times.prepare {
+		r.unprepared[claim.UID] = cmp.Or(before[claim.UID], now)
+		if now.Sub(r.unprepared[claim.UID]) < r.times.prepare {
 			errs = append(errs, fmt.Errorf("adopt claim %s/%s: kubelet has not prepared it yet", claim.Namespace, claim.Name))
 		}
 	}
 	return errors.Join(errs...)
 }
 
-// addLate remembers a device to be restored once the inventory has it. Under lateMu, or before Run.
-func (r *Reconciler) addLate(ctx context.Context, d podstate.PodDevice) {
-	if slices.Contains(r.latePodHolds, d) {
-		return
+// addLate remembers devices to be restored once the inventory has them. Under lateMu, or before Run.
+func (r *Reconciler) addLate(ctx context.Context, devices ...podstate.PodDevice) {
+	for _, d := range devices {
+		if !slices.Contains(r.latePodHolds, d) {
+			klog.FromContext(ctx).Info("A device that a pod has is not in the inventory", "device", d.ID, "resource", d.Resource, "podUID", d.PodUID)
+			r.latePodHolds = append(r.latePodHolds, d)
+		}
 	}
-	klog.FromContext(ctx).Info("A device that a pod has is not in the inventory", "device", d.ID, "resource", d.Resource, "podUID", d.PodUID)
-	r.latePodHolds = append(r.latePodHolds, d)
 }
 
 // addLateClaim is addLate for a claim.
@@ -133,12 +129,8 @@ func (r *Reconciler) forgetUnlisted(ctx context.Context, checkpoint podstate.Dev
 		if !podless(d) || slices.ContainsFunc(used, listed) {
 			return false
 		}
-		since, known := before[d]
-		if !known {
-			since = now
-		}
-		r.unlisted[d] = since
-		return now.Sub(since) >= r.times.podHoldCheck
+		r.unlisted[d] = cmp.Or(before[d], now)
+		return now.Sub(r.unlisted[d]) >= r.times.podHoldCheck
 	})
 	return nil
 }

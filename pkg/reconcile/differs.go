@@ -3,6 +3,7 @@
 package reconcile
 
 import (
+	"cmp"
 	"fmt"
 	"slices"
 	"time"
@@ -25,10 +26,7 @@ func (r *Reconciler) reportDifferences(known map[waiter]*waiting, now time.Time)
 		if difference == "" {
 			continue
 		}
-		w := known[waiter{h.Holder, h.Device}]
-		if w == nil {
-			w = &waiting{since: now}
-		}
+		w := cmp.Or(known[waiter{h.Holder, h.Device}], &waiting{since: now})
 		current[waiter{h.Holder, h.Device}] = w
 		// While the agent prepares a claim or ends one, a GPU changes for a moment.
 		due := w.since.Add(r.times.waitReported)

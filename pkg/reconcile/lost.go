@@ -57,9 +57,7 @@ func (r *Reconciler) comeLate(ctx context.Context, devices []podstate.PodDevice,
 	}
 	defer r.lateMu.Unlock()
 	before := len(r.latePodHolds) + len(r.late)
-	for _, d := range devices {
-		r.addLate(ctx, d)
-	}
+	r.addLate(ctx, devices...)
 	for _, claim := range claims {
 		r.addLateClaim(claim)
 	}

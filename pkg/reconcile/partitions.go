@@ -124,19 +124,14 @@ func (r *Reconciler) Clear(ctx context.Context) error {
 		case <-settingsChanged:
 		case <-timer.C:
 		}
-		r.turn(ctx, "clears devices")
+		r.Turn(ctx, "clears devices")
 		// More than one may be ready, in any order.
 		c.recordAll(ctx)
 		if broadcast.Happened(unused) || broadcast.Happened(settingsChanged) {
 			unused = r.unused.Changed()
-			c.retryWaiting()
+			// Retry the subjects that wait for other devices of their claim.
+			maps.DeleteFunc(c.failures, func(_ subject, f failure) bool { return f.waits })
 		}
-	}
-}
-
-func (r *Reconciler) turn(ctx context.Context, what string) {
-	if r.Turn != nil {
-		r.Turn(ctx, what)
 	}
 }
 
@@ -172,7 +167,7 @@ func (c *clearing) begin(ctx context.Context, group *errgroup.Group) time.Durati
 		}
 		c.busy[lane] = true
 		group.Go(func() error {
-			c.turn(ctx, "clears "+lane)
+			c.Turn(ctx, "clears "+lane)
 			result := cleared{lane, map[subject]error{}}
 			for _, t := range tasks {
 				result.errors[t.subject] = t.do(ctx)
@@ -244,19 +239,14 @@ func (c *clearing) idleTasks() []task {
 		if c.held(gpu.Ref()) {
 			continue
 		}
-		since, known := c.idleSince[gpu.UUID]
-		if !known {
-			since = time.Now()
-		}
+		since := cmp.Or(c.idleSince[gpu.UUID], time.Now())
 		idleSince[gpu.UUID] = since
-		tasks = append(tasks, task{subject{ref: gpu.Ref()}, gpu.UUID, since.Add(c.times.rest), func(ctx context.Context) error { return c.endIdle(ctx, gpu) }})
+		tasks = append(tasks, task{subject{ref: gpu.Ref()}, gpu.UUID, since.Add(c.times.rest), func(ctx context.Context) error {
+			return c.Partitions.EndIdleMIGMode(ctx, gpu, func() bool { return !c.held(gpu.Ref()) })
+		}})
 	}
 	c.idleSince = idleSince
 	return tasks
-}
-
-func (c *clearing) endIdle(ctx context.Context, gpu device.GPU) error {
-	return c.Partitions.EndIdleMIGMode(ctx, gpu, func() bool { return !c.held(gpu.Ref()) })
 }
 
 // ended reports whether only a partition or settings keep the hold.
@@ -304,11 +294,6 @@ func (r *Reconciler) isSame(h ledger.Hold) bool {
 
 func (r *Reconciler) applied(h ledger.Hold) bool {
 	return h.Holder.Kind == ledger.KindClaim && r.Settings.Applied(h.Holder.ID, h.Device)
-}
-
-// retryWaiting retries the subjects that wait for other devices of their claim.
-func (c *clearing) retryWaiting() {
-	maps.DeleteFunc(c.failures, func(_ subject, f failure) bool { return f.waits })
 }
 
 // recordAll records what tasks have returned since the last call.

@@ -6,6 +6,7 @@
 package reconcile
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -178,6 +179,9 @@ func defaultTimes() times {
 
 // New registers the metrics, and panics if they are registered already. It has no other visible effect.
 func New(c Config) *Reconciler {
+	if c.Turn == nil {
+		c.Turn = func(context.Context, string) {}
+	}
 	return &Reconciler{
 		Config: c, times: defaultTimes(), freed: newMetrics(c), leaving: map[holdKey]time.Time{}, unconfirmed: map[holdKey]*unconfirmed{},
 		conflictsChecked: time.Now(),
@@ -256,10 +260,7 @@ func (r *Reconciler) Settle(ctx context.Context) (time.Duration, error) {
 		again, err := r.settle(h, holds, checkpoint)
 		errs = append(errs, err)
 		if again == untilLeft {
-			since, ok := r.leaving[keyOf(h)]
-			if !ok {
-				since = now
-			}
+			since := cmp.Or(r.leaving[keyOf(h)], now)
 			leaving[keyOf(h)] = since
 			again = min(max(now.Sub(since)/10, r.times.leaving), r.times.leavingLast)
 		}

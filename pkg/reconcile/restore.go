@@ -60,9 +60,7 @@ func (r *Reconciler) Restore(ctx context.Context) error {
 		}
 	}
 	late, err := r.restoreUsed(ctx, checkpoint, claims)
-	for _, d := range late {
-		r.addLate(ctx, d)
-	}
+	r.addLate(ctx, late...)
 	r.withholdUnknown(ctx)
 	return err
 }
@@ -295,9 +293,6 @@ func (r *Reconciler) expectClaim(ctx context.Context, claim podstate.KubeletClai
 
 // releaseAdmin ends the holds of devices for admin access that were taken while the API server could not be asked.
 func (r *Reconciler) releaseAdmin(claim podstate.KubeletClaim, current *resourceapi.ResourceClaim) error {
-	if current == nil {
-		return nil
-	}
 	now := r.usesOf(current)
 	admin, held := r.refs(now.admin), r.refs(now.held)
 	var errs []error
@@ -318,10 +313,7 @@ func (r *Reconciler) devicesOf(ctx context.Context, claim podstate.KubeletClaim,
 	if !asked {
 		return claim.Devices, nil
 	}
-	var now uses
-	if current != nil {
-		now = r.usesOf(current)
-	}
+	now := r.usesOf(current)
 	lives := r.mayLive(ctx, claim)
 	return slices.DeleteFunc(slices.Clone(claim.Devices), func(d podstate.PoolDevice) bool {
 		return !slices.Contains(now.held, d) && (slices.Contains(now.admin, d) || !lives)
@@ -350,9 +342,10 @@ type uses struct {
 	consumed map[podstate.PoolDevice]device.Consumed
 }
 
+// usesOf returns none of a claim that is nil.
 func (r *Reconciler) usesOf(claim *resourceapi.ResourceClaim) uses {
 	u := uses{consumed: map[podstate.PoolDevice]device.Consumed{}}
-	if claim.Status.Allocation == nil {
+	if claim == nil || claim.Status.Allocation == nil {
 		return u
 	}
 	for _, result := range claim.Status.Allocation.Devices.Results {
@@ -415,16 +408,16 @@ func (r *Reconciler) restoreUsed(ctx context.Context, checkpoint podstate.Device
 		return nil, nil
 	}
 	for _, d := range devices {
-		named := func(c podstate.PodDevice) bool { return c.ID == d.ID && c.Resource == d.Resource }
-		if slices.ContainsFunc(checkpoint.Devices, named) {
+		podless := podstate.PodDevice{Resource: d.Resource, ID: d.ID}
+		if namesDevice(checkpoint, podless) {
 			continue
 		}
-		done, err := r.restorePodHold(ctx, podstate.DeviceCheckpoint{}, nil, podstate.PodDevice{Resource: d.Resource, ID: d.ID})
+		done, err := r.restorePodHold(ctx, podstate.DeviceCheckpoint{}, nil, podless)
 		if err != nil {
 			return nil, err
 		}
 		if !done {
-			late = append(late, podstate.PodDevice{Resource: d.Resource, ID: d.ID})
+			late = append(late, podless)
 		}
 	}
 	for _, used := range claims {

@@ -3,6 +3,7 @@
 package reconcile
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -73,10 +74,7 @@ func (r *Reconciler) verify(ctx context.Context) (time.Duration, error) {
 	}
 	current := map[holdKey]*unconfirmed{}
 	for _, h := range holds {
-		d := r.unconfirmed[keyOf(h)]
-		if d == nil {
-			d = &unconfirmed{since: now}
-		}
+		d := cmp.Or(r.unconfirmed[keyOf(h)], &unconfirmed{since: now})
 		d.soon, d.replaced = isEnding(h) || h.Contested, r.replaced(h, claims)
 		current[keyOf(h)] = d
 		if h.Holder.Kind == ledger.KindClaim && err != nil {
@@ -368,17 +366,15 @@ func (r *Reconciler) checkConflict(ctx context.Context, conflict ledger.Conflict
 	if err != nil {
 		return fmt.Errorf("verify the conflict of claim %s/%s: %w", conflict.Namespace, conflict.Name, err)
 	}
-	if claim != nil {
-		uses := r.usesOf(claim)
-		held := r.refs(uses.held)
-		if slices.ContainsFunc(conflict.Devices, func(ref device.Ref) bool { return slices.Contains(held, ref) }) {
-			return nil
-		}
-		// The inventory may lack the device: that can be why the claim is in conflict.
-		named := func(d podstate.PoolDevice) bool { return slices.Contains(conflict.Names, d.Device) }
-		if slices.ContainsFunc(r.ofNode(uses.held), named) {
-			return nil
-		}
+	uses := r.usesOf(claim)
+	held := r.refs(uses.held)
+	if slices.ContainsFunc(conflict.Devices, func(ref device.Ref) bool { return slices.Contains(held, ref) }) {
+		return nil
+	}
+	// The inventory may lack the device: that can be why the claim is in conflict.
+	named := func(d podstate.PoolDevice) bool { return slices.Contains(conflict.Names, d.Device) }
+	if slices.ContainsFunc(r.ofNode(uses.held), named) {
+		return nil
 	}
 	r.Ledger.ClearConflict(conflict.UID)
 	return nil

@@ -67,10 +67,7 @@ func (r *Reconciler) describe(ctx context.Context, known map[waiter]*waiting, no
 			}
 			continue
 		}
-		w := known[waiter{h.Holder, h.Device}]
-		if w == nil {
-			w = &waiting{since: now}
-		}
+		w := cmp.Or(known[waiter{h.Holder, h.Device}], &waiting{since: now})
 		current[waiter{h.Holder, h.Device}] = w
 		due := w.since.Add(r.times.waitShown)
 		if !w.described.IsZero() {
@@ -164,7 +161,6 @@ func (r *Reconciler) reportWait(ctx context.Context, h ledger.Hold, waitsFor str
 		name = fmt.Sprintf("%s (%s)", d.Name(), cmp.Or(d.UUID(), h.Device.String()))
 	}
 	klog.FromContext(ctx).Info("A device is not free although its holder has ended", "device", name, "holder", h.String(), "since", since, "waitsFor", waitsFor)
-	// By kubelet's convention the UID of events on nodes is the node's name.
 	r.Recorder.Eventf(regarding.Node(r.NodeName), corev1.EventTypeWarning, "DeviceNotFreed",
 		"%s is withdrawn: its holder, %s, has ended, and the device waits for: %s. It is offered again when that ends. "+
 			"If a process stays in state D, look for its reason in the kernel's log; if the GPU does not recover, reset it or restart the node",
