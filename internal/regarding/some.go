@@ -11,9 +11,12 @@ import (
 const named = 4
 
 // Some returns names for the text of an event: "gpu-0, gpu-1, gpu-2, gpu-3 and 12 more". Pure.
-func Some(names []string) string {
-	text := strings.Join(names[:min(len(names), named)], ", ")
-	if more := len(names) - named; more > 0 {
+func Some(names []string) string { return First(names, named) }
+
+// First is Some with the first n names.
+func First(names []string, n int) string {
+	text := strings.Join(names[:min(len(names), n)], ", ")
+	if more := len(names) - n; more > 0 {
 		text += fmt.Sprintf(" and %d more", more)
 	}
 	return text

@@ -22,6 +22,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/internal/keylock"
+	"github.com/tandem-gpu/tandem/internal/regarding"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 )
@@ -455,15 +456,11 @@ func (e *InUseError) Error() string {
 }
 
 func (e *InUseError) text(describe func(Outsider) string) string {
-	var named []string
-	for _, o := range e.Processes[:min(len(e.Processes), most)] {
-		named = append(named, describe(o))
+	names := make([]string, len(e.Processes))
+	for i, o := range e.Processes {
+		names[i] = describe(o)
 	}
-	text := "used by " + strings.Join(named, ", ")
-	if more := len(e.Processes) - len(named); more > 0 {
-		text += fmt.Sprintf(" and %d more", more)
-	}
-	return text + ": end the process"
+	return "used by " + regarding.First(names, most) + ": end the process"
 }
 
 // Detail returns the text of an error of a Cleaner with the names of pods, which only administrators may read.

@@ -140,18 +140,14 @@ func (r *Reconciler) keeper(pod ledger.Pod) string {
 	if err != nil || len(processes) == 0 {
 		return fmt.Sprintf("%s: processes in its cgroup pod%s, which the agent cannot see", name, pod.UID)
 	}
-	texts := make([]string, 0, namedKeepers)
-	for _, p := range processes[:min(len(processes), namedKeepers)] {
+	texts := make([]string, len(processes))
+	for i, p := range processes {
 		if p.State != "D" {
 			p.State = "not D"
 		}
-		texts = append(texts, p.String())
+		texts[i] = p.String()
 	}
-	text := name + ": " + strings.Join(texts, ", ")
-	if more := len(processes) - namedKeepers; more > 0 {
-		text += fmt.Sprintf(" and %d more", more)
-	}
-	return text
+	return name + ": " + regarding.First(texts, namedKeepers)
 }
 
 // reportWait writes one event on the node.
