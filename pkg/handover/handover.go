@@ -151,7 +151,8 @@ func (c *Cleaner) Run(ctx context.Context) error {
 	defer timer.Stop()
 	for ctx.Err() == nil {
 		holdsChanged := c.options.Ledger.Changed()
-		for _, uuid := range c.due() {
+		due, wait := c.due()
+		for _, uuid := range due {
 			group.Go(func() error {
 				if err := c.attempt(ctx, uuid); err != nil && ctx.Err() == nil {
 					klog.FromContext(ctx).V(2).Info("A GPU is not clean yet", "gpu", uuid, "reason", err.Error())
@@ -160,7 +161,7 @@ func (c *Cleaner) Run(ctx context.Context) error {
 				return nil
 			})
 		}
-		timer.Reset(c.wait())
+		timer.Reset(wait)
 		select {
 		case <-ctx.Done():
 		case <-holdsChanged:
@@ -181,37 +182,24 @@ func (c *Cleaner) attempt(ctx context.Context, uuid string) error {
 	return err
 }
 
-// wait returns how long Run waits if no hold changes.
-func (c *Cleaner) wait() time.Duration {
+// due returns the GPUs whose holders have changed and that have no handover in Run, and how long Run waits if no hold changes.
+func (c *Cleaner) due() (due []string, wait time.Duration) {
 	holds := c.holders()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	left := slices.ContainsFunc(c.candidates(holds), func(uuid string) bool { return len(holds[uuid]) == 0 })
-	if left || len(c.unclean) > 0 || len(c.cleaning) > 0 {
-		return c.retry
-	}
-	return time.Duration(1<<63 - 1)
-}
-
-// due returns the GPUs whose holders have changed and that have no handover in Run.
-func (c *Cleaner) due() (due []string) {
-	holds := c.holders()
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	for _, uuid := range c.candidates(holds) {
+	// A GPU that had a holder is in users, or has a record.
+	candidates := slices.Concat(slices.Collect(maps.Keys(holds)), slices.Collect(maps.Keys(c.users)), c.options.Records.Keys())
+	slices.Sort(candidates)
+	for _, uuid := range slices.Compact(candidates) {
 		if !c.cleaning[uuid] && (len(holds[uuid]) == 0 || !maps.Equal(c.users[uuid], holds[uuid])) {
 			c.cleaning[uuid] = true
 			due = append(due, uuid)
 		}
 	}
-	return due
-}
-
-// candidates returns the GPUs that have or had a holder. Under c.mu.
-func (c *Cleaner) candidates(holds map[string]map[user]bool) []string {
-	candidates := slices.Concat(slices.Collect(maps.Keys(holds)), slices.Collect(maps.Keys(c.users)), c.options.Records.Keys())
-	slices.Sort(candidates)
-	return slices.Compact(candidates)
+	if len(c.unclean)+len(c.cleaning) > 0 {
+		return due, c.retry
+	}
+	return due, time.Duration(1<<63 - 1)
 }
 
 func (c *Cleaner) finish(uuid string) {

@@ -698,14 +698,18 @@ func TestLostGPUIsTriedAgain(t *testing.T) {
 		Reset: func(string) bool { return false }, Managed: func(string) bool { return false },
 	})
 	c.users[otherGPU] = map[user]bool{userOf(claim("a", otherGPU)): true}
-	for _, uuid := range c.due() {
+	due, wait := c.due()
+	for _, uuid := range due {
 		if c.attempt(t.Context(), uuid) == nil {
 			t.Error("handed over")
 		}
 		c.finish(uuid)
 	}
-	if wait := c.wait(); wait != c.retry {
+	if wait != c.retry {
 		t.Errorf("waits for %s", wait)
+	}
+	if again, _ := c.due(); !slices.Equal(again, due) {
+		t.Errorf("tries %v again, want %v", again, due)
 	}
 }
 
