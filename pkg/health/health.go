@@ -313,11 +313,7 @@ func (i *Inventory) review(ctx context.Context) device.Inventory {
 func problems(inventory device.Inventory) map[device.Health][]string {
 	found := map[device.Health][]string{}
 	for _, d := range inventory.Devices() {
-		own := d.GPU.Health
-		if !d.Whole() {
-			own = d.Partition.Health
-		}
-		if own.Reason == device.ReasonNotInjectable || own.Reason == device.ReasonNotRecordable {
+		if own := ownHealth(d); own.Reason == device.ReasonNotInjectable || own.Reason == device.ReasonNotRecordable {
 			found[own] = append(found[own], d.Name())
 		}
 	}

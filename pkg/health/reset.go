@@ -89,22 +89,20 @@ func (r *resets) begin(uuid string) (before attempts, may bool) {
 	return before, true
 }
 
-// end replaces the attempts of a GPU, and returns how long it waits for the next one.
+// end is put after an attempt. It returns how long the GPU waits for the next one.
 func (r *resets) end(uuid string, now attempts) time.Duration {
 	delay := min(resetRetry<<min(max(now.done+now.failed-1, 0), 10), maxResetRetry)
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	now.running, now.next = false, time.Now().Add(delay)
-	r.of[uuid] = now
+	now.next = time.Now().Add(delay)
+	r.put(uuid, now)
 	return delay
 }
 
-// put ends an attempt that was none.
-func (r *resets) put(uuid string, before attempts) {
+// put replaces the attempts of a GPU, of which none runs any more.
+func (r *resets) put(uuid string, now attempts) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	before.running = false
-	r.of[uuid] = before
+	now.running = false
+	r.of[uuid] = now
 }
 
 // any reports whether there are attempts that may have to be forgotten.

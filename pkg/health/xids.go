@@ -49,7 +49,7 @@ type keeper struct {
 	// writing serialises take and review, which write records. mu is never locked during a write: readers do not wait for the disk.
 	writing sync.Mutex
 	mu      sync.Mutex
-	loaded  bool
+	loading sync.Once
 	gpus    map[string]xids
 	// log is the record logKey. read is the number of the last line of the kernel's log that this agent has read.
 	log  progress
@@ -62,13 +62,9 @@ func newKeeper(records *Records, counts func(int) bool, total *prometheus.Counte
 	}
 }
 
-// load reads the records once, with mu locked. If the clock was set back since, a record may be later than the agent's start: then it gets the
-// time of that start.
+// load reads the records. loading calls it once, with mu locked. If the clock was set back since, a record may be later than the agent's start:
+// then it gets the time of that start.
 func (k *keeper) load() {
-	if k.loaded {
-		return
-	}
-	k.loaded = true
 	for _, address := range k.records.Keys() {
 		record, _ := k.records.Get(address)
 		switch {
@@ -94,7 +90,7 @@ func (k *keeper) begin(ctx context.Context) {
 	k.writing.Lock()
 	defer k.writing.Unlock()
 	k.mu.Lock()
-	k.load()
+	k.loading.Do(k.load)
 	_, known := k.records.Get(logKey)
 	k.mu.Unlock()
 	if known {
@@ -107,7 +103,7 @@ func (k *keeper) begin(ctx context.Context) {
 func (k *keeper) any() bool {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	k.load()
+	k.loading.Do(k.load)
 	return len(k.gpus) > 0
 }
 
@@ -126,7 +122,7 @@ func (k *keeper) take(ctx context.Context, e device.XIDEvent) {
 	k.writing.Lock()
 	defer k.writing.Unlock()
 	k.mu.Lock()
-	k.load()
+	k.loading.Do(k.load)
 	changes := k.changes(ctx, e)
 	log := k.log
 	k.mu.Unlock()
@@ -272,7 +268,7 @@ func (k *keeper) removed(ctx context.Context) map[string]xids {
 func (k *keeper) ended(ctx context.Context, inv device.Inventory, reads map[string]time.Time) map[string]xids {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	k.load()
+	k.loading.Do(k.load)
 	changes := map[string]xids{}
 	for _, g := range inv.GPUs {
 		address := slotOf(g)
@@ -331,7 +327,7 @@ func (x xid) health() device.Health {
 func (k *keeper) of(g device.GPU) (whole []device.Health, partition func(device.Partition) []device.Health) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	k.load()
+	k.loading.Do(k.load)
 	if len(k.gpus) == 0 || len(k.gpus[slotOf(g)].XIDs) == 0 {
 		return nil, func(device.Partition) []device.Health { return nil } // nearly always, and each Prepare asks
 	}
