@@ -171,12 +171,10 @@ func (p *Plugin) reserve(ctx context.Context, resource string, containers [][]it
 	}
 	var requests []ledger.PodRequest
 	outOfService := p.config.Allocations.OutOfService()
-	for _, items := range containers {
-		for _, i := range items {
-			requests = append(requests, ledger.PodRequest{
-				ID: i.id, Resource: resource, Device: i.Ref(), Share: i.share, OutOfService: outOfService(i.Device),
-			})
-		}
+	for _, i := range slices.Concat(containers...) {
+		requests = append(requests, ledger.PodRequest{
+			ID: i.id, Resource: resource, Device: i.Ref(), Share: i.share, OutOfService: outOfService(i.Device),
+		})
 	}
 	if err := p.config.Ledger.ReservePod(requests); err != nil {
 		return nil, p.refuse(ctx, resource, err)
@@ -285,14 +283,13 @@ func (p *Plugin) answer(items []item, client *sharing.Client) *pluginapi.Contain
 			}
 		case StrategyVolumeMounts:
 			p.setVisible(response, visibleDevicesMount)
-			for _, id := range p.runtimeIDs(items) {
-				response.Mounts = append(response.Mounts, &pluginapi.Mount{
-					HostPath: os.DevNull, ContainerPath: filepath.Join(visibleDevicesMount, id),
-				})
-			}
+			names := p.runtimeIDs(items)
 			for _, channel := range p.imexChannels() {
+				names = append(names, filepath.Join("imex", channel))
+			}
+			for _, name := range names {
 				response.Mounts = append(response.Mounts, &pluginapi.Mount{
-					HostPath: os.DevNull, ContainerPath: filepath.Join(visibleDevicesMount, "imex", channel),
+					HostPath: os.DevNull, ContainerPath: filepath.Join(visibleDevicesMount, name),
 				})
 			}
 		}

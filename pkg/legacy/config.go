@@ -73,8 +73,6 @@ type Sharing interface {
 	Changed() <-chan struct{}
 }
 
-var _ Sharing = (*sharing.Policy)(nil)
-
 // Requesters returns the namespaces of the pods for which kubelet may be calling Allocate. *podstate.Pods implements it.
 type Requesters interface {
 	// Requesters waits until the watch has reported such a pod, at most until ctx is done, and then returns none.

@@ -8,7 +8,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"sync"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -51,35 +50,26 @@ type probe struct {
 	devices []string
 }
 
-// foreignDevices are device IDs that kubelet had registered for one of our resources and that this plugin never listed, with the
-// resource. They identify the socket of their plugin also while kubelet has none of them as healthy.
-type foreignDevices struct {
-	mu       sync.Mutex
-	resource map[string]string
-}
-
 const (
-	// maxForeign bounds foreignDevices, and maxProbed the devices of a probe: some plugins list one for each MiB of memory, and a
+	// maxForeign bounds Plugin.foreign, and maxProbed the devices of a probe: some plugins list one for each MiB of memory, and a
 	// plugin is known by a few of them.
 	maxForeign = 1024
 	maxProbed  = 4096
 )
 
-func (f *foreignDevices) add(id, resource string) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	if f.resource == nil {
-		f.resource = map[string]string{}
-	}
-	if len(f.resource) < maxForeign {
-		f.resource[id] = resource
+func (p *Plugin) addForeign(id, resource string) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if len(p.foreign) < maxForeign {
+		p.foreign[id] = resource
 	}
 }
 
-func (f *foreignDevices) resourceOf(id string) string {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	return f.resource[id]
+// foreignResource returns the resource of a foreign device, which is empty for others.
+func (p *Plugin) foreignResource(id string) string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.foreign[id]
 }
 
 // checkConflicting returns a process that serves our GPUs or one of our resources to kubelet; nil for none. settled reports whether
@@ -101,11 +91,11 @@ func (p *Plugin) checkConflicting(ctx context.Context) (conflicting *conflicting
 		devices, err := p.probe(ctx, path, socket.file)
 		settled = settled && err == nil
 		if ours := p.ours(devices); len(ours) > 0 {
-			return &conflictingPlugin{path, p.foreign.resourceOf(ours[0]), ours}, settled
+			return &conflictingPlugin{path, p.foreignResource(ours[0]), ours}, settled
 		}
 	}
 	if len(registered) > 0 {
-		return &conflictingPlugin{"", p.foreign.resourceOf(registered[0]), registered}, settled
+		return &conflictingPlugin{"", p.foreignResource(registered[0]), registered}, settled
 	}
 	return nil, settled
 }
@@ -204,7 +194,7 @@ func (p *Plugin) foreignAmong(registered map[string][]string) (foreign []string)
 		}
 		for _, id := range ids {
 			if _, ours := listed[listedID{resource, id}]; !ours && !device.HasUUID(id) {
-				p.foreign.add(id, resource)
+				p.addForeign(id, resource)
 				foreign = append(foreign, id)
 			}
 		}
@@ -226,7 +216,7 @@ func (p *Plugin) ours(devices []string) []string {
 	for _, id := range devices {
 		uuid := device.HardwareUUID(id)
 		switch {
-		case known[uuid], inventory.Claimed(id), p.foreign.resourceOf(id) != "":
+		case known[uuid], inventory.Claimed(id), p.foreignResource(id) != "":
 		case unknown && (strings.HasPrefix(uuid, "GPU-") || strings.HasPrefix(uuid, "MIG-") || strings.HasPrefix(id, "nvidia")):
 		default:
 			continue

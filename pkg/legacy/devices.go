@@ -271,12 +271,10 @@ func (c *resourceDevices) states(u usage) []state {
 		switch {
 		case !health.Healthy() && !i.removed():
 			states[at] = stateUnhealthy
-		case conflict || i.removed() || !mine && (u.withheld || u.outOfService(i.Device) != "") || !i.offered && (c.config.Retiring || !mine):
+		case conflict || i.removed() || !i.offered && (c.config.Retiring || !mine),
+			// An unready device is healthy.
+			!mine && (u.withheld || c.config.HeldOnly != nil || i.unready || u.outOfService(i.Device) != ""):
 			states[at] = stateWithdrawn
-		case !mine && c.config.HeldOnly != nil:
-			states[at] = stateWithdrawn
-		case !mine && i.unready:
-			states[at] = stateWithdrawn // the device is healthy
 		case !mine && (i.unnamed || u.unwritable):
 			states[at] = stateUnhealthy
 		case !mine && all.exclude(i.use()):

@@ -35,7 +35,6 @@ type Plugin struct {
 	// probes of the sockets of other plugins, by path. probing joins those of the same socket.
 	probes  sync.Map
 	probing singleflight.Group
-	foreign foreignDevices
 	// turn lets one call of withhold run at a time; withholds is set from a conflicting plugin's appearance until it is taken over from.
 	turn      sync.Mutex
 	withholds atomic.Bool
@@ -47,6 +46,9 @@ type Plugin struct {
 	notReady error
 	// served resources, by name.
 	served map[string]*registrar
+	// foreign are device IDs that kubelet had registered for one of our resources and that this plugin never listed, with the resource.
+	// They identify the socket of their plugin also while kubelet has none of them as healthy.
+	foreign map[string]string
 }
 
 // times are the protocol's durations, which tests shorten.
@@ -98,6 +100,7 @@ func New(config Config) (*Plugin, error) {
 		metrics:  newMetrics(config.Registerer),
 		notReady: errNotStarted,
 		served:   map[string]*registrar{},
+		foreign:  map[string]string{},
 	}
 	p.lists = &lists{Config: &p.config, metrics: p.metrics, pendingSince: map[pendingClaim]time.Time{}}
 	p.lists.table.Store(&deviceTable{})
