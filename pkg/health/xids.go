@@ -166,8 +166,9 @@ func (k *keeper) addition(ctx context.Context, e device.XIDEvent) map[string]xid
 	if !counts || !known && len(k.gpus) >= maxAddresses {
 		return nil
 	}
-	next := xid{
-		XID: e.XID, GPUInstance: e.GPUInstance, ComputeInstance: e.ComputeInstance, Time: k.time(e), seen: k.longAgo(e),
+	next := xid{XID: e.XID, GPUInstance: e.GPUInstance, ComputeInstance: e.ComputeInstance, Time: time.Now()} // by the clock that scans have
+	if e.Time.Before(k.started.Add(-clockError)) {
+		next.Time, next.seen = e.Time, true // the log had it long before the agent started
 	}
 	of.XIDs = slices.DeleteFunc(slices.Clone(of.XIDs), next.same)
 	of.XIDs = append(of.XIDs, next)
@@ -177,17 +178,6 @@ func (k *keeper) addition(ctx context.Context, e device.XIDEvent) map[string]xid
 	}
 	return map[string]xids{e.PCI: of}
 }
-
-// time returns when an XID came, by the clock that scans have. That is now, unless the log had it long before the agent started.
-func (k *keeper) time(e device.XIDEvent) time.Time {
-	if k.longAgo(e) {
-		return e.Time
-	}
-	return time.Now()
-}
-
-// longAgo reports whether the log had an XID before the agent started.
-func (k *keeper) longAgo(e device.XIDEvent) bool { return e.Time.Before(k.started.Add(-clockError)) }
 
 // past reports whether an XID is from before the first agent of this boot, and of a class after which the GPU works. Whether the GPU was
 // reset since is not known. NVIDIA's device plugin counts no XID from before it started.

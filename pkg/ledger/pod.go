@@ -57,11 +57,6 @@ func (l *Ledger) tryReservePod(requests []PodRequest) ([]Hold, error) {
 	if conflicts := l.podConflicts(requests); len(conflicts) > 0 {
 		return conflicts, nil
 	}
-	for _, r := range requests {
-		if _, held := l.holds[key{Holder{KindPod, r.ID}, r.Device}]; r.OutOfService != "" && !held {
-			return nil, fmt.Errorf("reserve device %s for a pod: %w: %s", r.ID, ErrWithdrawn, r.OutOfService)
-		}
-	}
 	// New holds come first: writing them fails more often, and is easy to undo.
 	var taken, reused []Hold
 	for _, r := range requests {
@@ -70,9 +65,12 @@ func (l *Ledger) tryReservePod(requests []PodRequest) ([]Hold, error) {
 			Holder: Holder{KindPod, r.ID}, Device: r.Device, Share: r.Share, State: StateHeld, Resource: r.Resource, Generation: l.serial,
 		}
 		l.begin(&h)
-		if _, reuse := l.holds[keyOf(h)]; reuse {
+		switch _, reuse := l.holds[keyOf(h)]; {
+		case reuse:
 			reused = append(reused, h)
-		} else {
+		case r.OutOfService != "":
+			return nil, fmt.Errorf("reserve device %s for a pod: %w: %s", r.ID, ErrWithdrawn, r.OutOfService)
+		default:
 			taken = append(taken, h)
 		}
 	}

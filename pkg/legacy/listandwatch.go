@@ -3,6 +3,7 @@
 package legacy
 
 import (
+	"cmp"
 	"context"
 	"maps"
 	"slices"
@@ -189,10 +190,7 @@ func (s *service) ListAndWatch(_ *pluginapi.Empty, stream grpc.ServerStreamingSe
 
 // devices returns the devices of a resource. A resource that is not served has none.
 func (r *lists) devices(resource string) *resourceDevices {
-	if c := r.table.Load().of[resource]; c != nil {
-		return c
-	}
-	return &resourceDevices{resource: resource, config: r.Config}
+	return cmp.Or(r.table.Load().of[resource], &resourceDevices{resource: resource, config: r.Config})
 }
 
 // current returns the published lists by resource, which do not change.

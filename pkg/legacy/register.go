@@ -115,10 +115,7 @@ func (r *registrar) backOff(ctx context.Context, kubelet fileID) {
 	if r.failures == 0 {
 		return
 	}
-	delay := r.times.lastRetry
-	if doublings := r.failures - 1; doublings < 16 {
-		delay = min(delay, r.times.firstRetry<<doublings)
-	}
+	delay := min(r.times.lastRetry, r.times.firstRetry<<min(r.failures-1, 15))
 	end := time.Now().Add(delay)
 	r.await(ctx, delay, func() bool {
 		if r.replaced(kubelet) {

@@ -97,18 +97,14 @@ func (r *Reconciler) verify(ctx context.Context) (time.Duration, error) {
 }
 
 func (r *Reconciler) due(d *unconfirmed) time.Time {
+	delay := r.times.verify
 	switch {
-	case d.soon && d.checked.IsZero():
-		return d.since.Add(r.times.ending)
 	case d.soon:
-		return d.checked.Add(r.times.ending)
-	case d.checked.IsZero():
-		return d.since.Add(r.times.verify)
+		delay = r.times.ending
 	case d.unlisted > 0:
-		return d.checked.Add(r.times.podHoldCheck)
-	default:
-		return d.checked.Add(r.times.verify)
+		delay = r.times.podHoldCheck
 	}
+	return cmp.Or(d.checked, d.since).Add(delay)
 }
 
 // isEnding reports whether only the end of processes, or of the claim, is missing for a claim's hold to end.
