@@ -73,7 +73,7 @@ func (p *Plugin) foreignResource(id string) string {
 }
 
 // checkConflicting returns a process that serves our GPUs or one of our resources to kubelet; nil for none. settled reports whether
-// each live socket has answered. While no GPU is known yet, every GPU counts as ours.
+// each live socket has answered. While no GPU is known yet, every GPU counts as ours. Under p.turn.
 //
 // kubelet's checkpoint has the IDs that it registered for each resource, whatever they look like. It is late: the IDs of a plugin
 // that is gone stay until kubelet writes it for another reason (TestForeignPluginOfUnknownDevices). So kubelet is asked as well. A
@@ -227,20 +227,17 @@ func (p *Plugin) ours(devices []string) []string {
 }
 
 // probe returns the devices of the plugin behind a socket. A probe leaves a trace: NVIDIA's plugin never ends a ListAndWatch whose reader
-// is gone, and that stream may take a health event. So each socket is probed only until it has answered, and by one resource at a time
-// (TestForeignPluginIsAskedOnce). If the resource that probes ends, the others probe again.
+// is gone, and that stream may take a health event. So each socket is probed only until it has answered, and under p.turn by one resource
+// at a time (TestForeignPluginIsAskedOnce).
 func (p *Plugin) probe(ctx context.Context, path string, file fileID) ([]string, error) {
-	devices, err, _ := p.probing.Do(path, func() (any, error) {
-		if known, ok := p.probes.Load(path); ok && known.(probe).file == file {
-			return known.(probe).devices, nil
-		}
-		devices, err := listDevices(ctx, path, p.times.pluginProbe)
-		if len(devices) > 0 { // a plugin that has none yet may get some
-			p.probes.Store(path, probe{file: file, devices: devices})
-		}
-		return devices, err
-	})
-	return devices.([]string), err
+	if known := p.probes[path]; known.file == file {
+		return known.devices, nil
+	}
+	devices, err := listDevices(ctx, path, p.times.pluginProbe)
+	if len(devices) > 0 { // a plugin that has none yet may get some
+		p.probes[path] = probe{file: file, devices: devices}
+	}
+	return devices, err
 }
 
 func listDevices(ctx context.Context, path string, limit time.Duration) (ids []string, err error) {

@@ -18,7 +18,6 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
-	"golang.org/x/sync/singleflight"
 	"k8s.io/klog/v2"
 	pluginapi "k8s.io/kubelet/pkg/apis/deviceplugin/v1beta1"
 
@@ -32,11 +31,10 @@ type Plugin struct {
 	times   times
 	metrics *metrics
 	lists   *lists
-	// probes of the sockets of other plugins, by path. probing joins those of the same socket.
-	probes  sync.Map
-	probing singleflight.Group
-	// turn lets one call of withhold run at a time; withholds is set from a conflicting plugin's appearance until it is taken over from.
+	// turn lets one call of withhold run at a time. It guards probes of the sockets of other plugins, by path. withholds is set from a
+	// conflicting plugin's appearance until it is taken over from.
 	turn      sync.Mutex
+	probes    map[string]probe
 	withholds atomic.Bool
 	// filesChanged reports changes in kubelet's device-plugins directory.
 	filesChanged broadcast.Signal
@@ -99,6 +97,7 @@ func New(config Config) (*Plugin, error) {
 		times:    defaultTimes,
 		metrics:  newMetrics(config.Registerer),
 		notReady: errNotStarted,
+		probes:   map[string]probe{},
 		served:   map[string]*registrar{},
 		foreign:  map[string]string{},
 	}

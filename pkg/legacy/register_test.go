@@ -404,6 +404,13 @@ func (f *fixture) serve(listener net.Listener, other *otherPlugin) (stop func())
 	return stop
 }
 
+// lookOnce returns what withhold finds.
+func lookOnce(p *Plugin) (conflicting *conflictingPlugin, settled bool) {
+	p.turn.Lock()
+	defer p.turn.Unlock()
+	return p.checkConflicting(context.Background())
+}
+
 func TestForeignPlugin(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
@@ -430,7 +437,7 @@ func TestForeignPlugin(t *testing.T) {
 				if event := f.event(); !strings.HasPrefix(event, "Warning OtherDevicePlugin ") || !strings.Contains(event, "nvidia-gpu.sock") {
 					t.Errorf("recorded %q", event)
 				}
-				if other, _ := p.checkConflicting(context.Background()); other == nil || other.socket != filepath.Join(f.dir, "nvidia-gpu.sock") {
+				if other, _ := lookOnce(p); other == nil || other.socket != filepath.Join(f.dir, "nvidia-gpu.sock") {
 					t.Errorf("got %v", other)
 				}
 				if endpoints := f.kubelet.State().Endpoints; len(endpoints) != 0 {
@@ -443,7 +450,7 @@ func TestForeignPlugin(t *testing.T) {
 			if n := asked(); n != 1 {
 				t.Errorf("the other plugin was asked %d times", n)
 			}
-			if other, _ := p.checkConflicting(context.Background()); other != nil {
+			if other, _ := lookOnce(p); other != nil {
 				t.Errorf("got %v", other)
 			}
 		})
@@ -505,7 +512,7 @@ func TestForeignPluginGetsDevicesLater(t *testing.T) {
 	p.times.pluginProbe = patience
 	for _, ids := range [][]string{nil, {uuid(0)}} {
 		other.ids = ids
-		if found, settled := p.checkConflicting(t.Context()); (found != nil) != (len(ids) > 0) || !settled {
+		if found, settled := lookOnce(p); (found != nil) != (len(ids) > 0) || !settled {
 			t.Errorf("with the devices %q: settled %v, %v", ids, settled, found)
 		}
 	}
@@ -524,7 +531,7 @@ func TestForeignPluginIsAskedOnce(t *testing.T) {
 	var looking sync.WaitGroup
 	for range 16 {
 		looking.Go(func() {
-			if other, settled := p.checkConflicting(context.Background()); other != nil || !settled {
+			if other, settled := lookOnce(p); other != nil || !settled {
 				t.Errorf("settled %v, %v", settled, other)
 			}
 		})
