@@ -135,7 +135,6 @@ func (w withoutCDI) Inventory() device.Inventory {
 	return (&Inventory{config: config, xids: w.of.xids}).Inventory()
 }
 
-// noSpecs have no problem.
 type noSpecs struct{}
 
 func (noSpecs) Problem(string) error     { return nil }

@@ -70,7 +70,6 @@ func newMetrics(registerer prometheus.Registerer) *metrics {
 	return m
 }
 
-// set sets the gauges of the devices.
 func (m *metrics) set(inventory device.Inventory) {
 	next := map[shown]bool{}
 	for _, d := range inventory.Devices() {

@@ -115,7 +115,6 @@ func checkApart(requests []PodRequest) error {
 	return nil
 }
 
-// use returns the requested use.
 func (r PodRequest) use() availability.Use[device.Ref] {
 	return availability.Use[device.Ref]{Holder: availability.Holder{Kind: KindPod, ID: r.ID}, Device: r.Device, Share: r.Share}
 }

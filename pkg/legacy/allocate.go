@@ -316,7 +316,6 @@ func (p *Plugin) imexChannels() (channels []string) {
 
 func imexChannel(number string) string { return "/dev/nvidia-caps-imex-channels/channel" + number }
 
-// hasNode reports whether the driver has a device node.
 func (p *Plugin) hasNode(path string) bool {
 	_, root := p.config.DevRoot()
 	_, err := os.Stat(filepath.Join(root, path))

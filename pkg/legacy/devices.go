@@ -51,10 +51,8 @@ func (i item) compare(other item) int {
 		cmp.Compare(len(i.id), len(other.id)), cmp.Compare(i.id, other.id)) // "::9" before "::10"
 }
 
-// hardware returns the UUID of the device.
 func (i item) hardware() string { return device.HardwareUUID(i.id) }
 
-// use returns what a pod that gets the item uses.
 func (i item) use() use {
 	return use{Holder: availability.Holder{Kind: availability.Pod, ID: i.id}, Device: i.Ref(), Share: i.share}
 }
@@ -89,7 +87,6 @@ type resourceDevices struct {
 	config    *Config
 }
 
-// arrange sorts the items and builds the index.
 func (c *resourceDevices) arrange() {
 	slices.SortFunc(c.items, item.compare)
 	c.index = make(map[string]int, len(c.items))
@@ -254,7 +251,6 @@ func missingDevice(inv device.Inventory, id string, ref device.Ref) device.Devic
 	return device.Device{GPU: gpu, Partition: device.Partition{UUID: device.HardwareUUID(id), Ref: ref, Parent: gpu.Minor, Health: missing}}
 }
 
-// states returns the state of each item.
 func (c *resourceDevices) states(u usage) []state {
 	states := make([]state, len(c.items))
 	free := 0

@@ -219,7 +219,6 @@ type socketFile struct {
 	file fileID
 }
 
-// sockets lists the sockets in a directory.
 func sockets(directory string) (found []socketFile, err error) {
 	entries, err := os.ReadDir(directory)
 	for _, entry := range entries {

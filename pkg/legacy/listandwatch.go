@@ -103,7 +103,6 @@ func (r *lists) run(ctx context.Context) {
 	}
 }
 
-// rebuild lists the devices anew.
 func (r *lists) rebuild(now time.Time) {
 	r.table.Store(r.build(usageOf(r.Ledger, r.Allocations), r.table.Load(), now))
 }

@@ -296,7 +296,6 @@ func (r *Reconciler) applied(h ledger.Hold) bool {
 	return h.Holder.Kind == ledger.KindClaim && r.Settings.Applied(h.Holder.ID, h.Device)
 }
 
-// recordAll records what tasks have returned since the last call.
 func (c *clearing) recordAll(ctx context.Context) {
 	c.mu.Lock()
 	done := c.done

@@ -122,7 +122,6 @@ func (r *Reconciler) waitsFor(h ledger.Hold) string {
 	return text
 }
 
-// keeper describes a pod and its processes.
 func (r *Reconciler) keeper(pod ledger.Pod) string {
 	name := "pod " + pod.UID
 	if pod.Name != "" {
@@ -150,7 +149,6 @@ func (r *Reconciler) keeper(pod ledger.Pod) string {
 	return name + ": " + regarding.First(texts, namedKeepers)
 }
 
-// reportWait writes one event on the node.
 func (r *Reconciler) reportWait(ctx context.Context, h ledger.Hold, waitsFor string, since time.Time) {
 	name := h.Device.String()
 	if d, known := r.Inventory.Inventory().ByRef(h.Device); known {
