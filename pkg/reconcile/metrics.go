@@ -46,23 +46,22 @@ func (b book) Collect(metrics chan<- prometheus.Metric) {
 		state ledger.State
 	}
 	count, age := map[group]int{}, map[group]time.Duration{}
-	holds := b.Holds()
-	for _, h := range holds {
+	waiting, longest := map[ledger.Kind]int{}, map[ledger.Kind]time.Duration{}
+	for _, h := range b.Holds() {
 		g := group{h.Holder.Kind, h.State}
 		count[g]++
 		age[g] = max(age[g], time.Since(h.Since))
+		if h.WaitsFor != "" {
+			waiting[g.kind]++
+			longest[g.kind] = max(longest[g.kind], time.Since(h.WaitsSince))
+		}
 	}
 	gauge := func(description *prometheus.Desc, value float64, labels ...string) {
 		metrics <- prometheus.MustNewConstMetric(description, prometheus.GaugeValue, value, labels...)
 	}
 	for _, kind := range []ledger.Kind{ledger.KindClaim, ledger.KindPod} {
-		n, first := waits(holds, kind)
-		longest := 0.0
-		if n > 0 {
-			longest = time.Since(first).Seconds()
-		}
-		gauge(waitingDescription, float64(n), string(kind))
-		gauge(longestWaitDescription, longest, string(kind))
+		gauge(waitingDescription, float64(waiting[kind]), string(kind))
+		gauge(longestWaitDescription, longest[kind].Seconds(), string(kind))
 		for _, state := range []ledger.State{ledger.StateRestored, ledger.StateHeld, ledger.StateDraining} {
 			g := group{kind, state}
 			gauge(holdsDescription, float64(count[g]), string(kind), string(state))

@@ -6,7 +6,6 @@ import (
 	"cmp"
 	"context"
 	"fmt"
-	"slices"
 	"strings"
 	"time"
 
@@ -159,14 +158,4 @@ func (r *Reconciler) reportWait(ctx context.Context, h ledger.Hold, waitsFor str
 		"%s is withdrawn: its holder, %s, has ended, and the device waits for: %s. It is offered again when that ends. "+
 			"If a process stays in state D, look for its reason in the kernel's log; if the GPU does not recover, reset it or restart the node",
 		name, h, waitsFor)
-}
-
-// waits returns how many holds of a kind wait, and since when the first does.
-func waits(holds []ledger.Hold, kind ledger.Kind) (n int, first time.Time) {
-	for _, h := range slices.DeleteFunc(slices.Clone(holds), func(h ledger.Hold) bool { return h.Holder.Kind != kind || h.WaitsFor == "" }) {
-		if n++; first.IsZero() || h.WaitsSince.Before(first) {
-			first = h.WaitsSince
-		}
-	}
-	return n, first
 }
