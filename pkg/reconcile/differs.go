@@ -18,16 +18,17 @@ import (
 // reportDifferences reports in an event on the node each hold whose device has not been what its holder got for a while: another program
 // changes MIG on a GPU that no process uses, although a pod has it. Such a hold blocks what it blocked before. It returns the holds with
 // such a device, and when to look again if nothing changes.
-func (r *Reconciler) reportDifferences(known map[waiter]*waiting, now time.Time) (map[waiter]*waiting, time.Duration) {
-	current, next := map[waiter]*waiting{}, never
+func (r *Reconciler) reportDifferences(known map[holdKey]*waiting, now time.Time) (map[holdKey]*waiting, time.Duration) {
+	current, next := map[holdKey]*waiting{}, never
 	inventory := r.Inventory.Inventory()
 	for _, h := range r.Ledger.Holds() {
 		difference := r.difference(h, inventory)
 		if difference == "" {
 			continue
 		}
-		w := cmp.Or(known[waiter{h.Holder, h.Device}], &waiting{since: now})
-		current[waiter{h.Holder, h.Device}] = w
+		k := holdKey{holder: h.Holder, device: h.Device}
+		w := cmp.Or(known[k], &waiting{since: now})
+		current[k] = w
 		// While the agent prepares a claim or ends one, a GPU changes for a moment.
 		due := w.since.Add(r.times.waitReported)
 		switch {

@@ -14,18 +14,11 @@ import (
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/internal/regarding"
-	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
 	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
-// waiter is the holder of a device. Its generation may change while it waits.
-type waiter struct {
-	holder ledger.Holder
-	device device.Ref
-}
-
-// waiting is a hold whose holder has ended.
+// waiting is a hold whose holder has ended. Its generation may change while it waits, so its key has none.
 type waiting struct {
 	since, described time.Time
 	reported         bool
@@ -37,7 +30,7 @@ type waiting struct {
 func (r *Reconciler) describeWaits(ctx context.Context) {
 	timer := time.NewTimer(0)
 	defer timer.Stop()
-	known, different := map[waiter]*waiting{}, map[waiter]*waiting{}
+	known, different := map[holdKey]*waiting{}, map[holdKey]*waiting{}
 	for r.Pods.AwaitSync(ctx) && ctx.Err() == nil {
 		changed, inventoryChanged := r.Ledger.Changed(), r.Inventory.Changed()
 		now := time.Now()
@@ -56,8 +49,8 @@ func (r *Reconciler) describeWaits(ctx context.Context) {
 }
 
 // describe makes one pass, and returns the waiting holds and when to make the next.
-func (r *Reconciler) describe(ctx context.Context, known map[waiter]*waiting, now time.Time) (map[waiter]*waiting, time.Duration) {
-	current, next := map[waiter]*waiting{}, never
+func (r *Reconciler) describe(ctx context.Context, known map[holdKey]*waiting, now time.Time) (map[holdKey]*waiting, time.Duration) {
+	current, next := map[holdKey]*waiting{}, never
 	for _, h := range r.Ledger.Holds() {
 		// The holder of a hold that is only contested may run.
 		if h.State != ledger.StateDraining && !h.Deserted || h.Unreadable {
@@ -66,8 +59,9 @@ func (r *Reconciler) describe(ctx context.Context, known map[waiter]*waiting, no
 			}
 			continue
 		}
-		w := cmp.Or(known[waiter{h.Holder, h.Device}], &waiting{since: now})
-		current[waiter{h.Holder, h.Device}] = w
+		k := holdKey{holder: h.Holder, device: h.Device}
+		w := cmp.Or(known[k], &waiting{since: now})
+		current[k] = w
 		due := w.since.Add(r.times.waitShown)
 		if !w.described.IsZero() {
 			due = w.described.Add(r.times.waitReported)
