@@ -256,10 +256,7 @@ func (r *allocatable) Reconcile(ctx context.Context, request reconcile.Request) 
 			return reconcile.Result{}, client.IgnoreNotFound(err)
 		}
 	}
-	claims, err := r.claims.on(ctx, request.Name)
-	if err != nil {
-		return reconcile.Result{}, err
-	}
+	claims := r.claims.on(request.Name)
 	r.breaker.closes(node, gpus.Status)
 	record := r.record(request.Name)
 	resources := resourcesOf(gpus.Status)

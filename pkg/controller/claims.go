@@ -28,9 +28,9 @@ import (
 // claimReader reads the claims that have devices of Tandem's driver.
 type claimReader interface {
 	// on returns the claims with devices of a node.
-	on(ctx context.Context, node string) ([]v1alpha1.AllocatedClaim, error)
+	on(node string) []v1alpha1.AllocatedClaim
 	// get returns a claim, which callers do not change. It is empty if the claim does not exist or has never had a device.
-	get(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error)
+	get(namespace, name string) *resourceapi.ResourceClaim
 }
 
 // claimCache is the cache of the claims that have or had devices of Tandem's driver. A large cluster has many more claims that wait for
@@ -87,29 +87,23 @@ func (c *claimCache) synced(ctx context.Context) bool {
 	return toolscache.WaitForCacheSync(ctx.Done(), c.informer.HasSynced)
 }
 
-func (c *claimCache) on(_ context.Context, node string) ([]v1alpha1.AllocatedClaim, error) {
-	objects, err := c.informer.GetIndexer().ByIndex(nodeIndex, node)
-	if err != nil {
-		return nil, fmt.Errorf("list claims on node %s: %w", node, err)
-	}
+func (c *claimCache) on(node string) []v1alpha1.AllocatedClaim {
+	objects, _ := c.informer.GetIndexer().ByIndex(nodeIndex, node) // the informer has this index
 	claims := make([]resourceapi.ResourceClaim, 0, len(objects))
 	for _, o := range objects {
 		if claim, ok := o.(*resourceapi.ResourceClaim); ok {
 			claims = append(claims, *claim)
 		}
 	}
-	return Relay(claims, c.driver, node), nil
+	return Relay(claims, c.driver, node)
 }
 
-func (c *claimCache) get(_ context.Context, namespace, name string) (*resourceapi.ResourceClaim, error) {
-	o, _, err := c.informer.GetIndexer().GetByKey(types.NamespacedName{Namespace: namespace, Name: name}.String())
-	if err != nil {
-		return nil, fmt.Errorf("get claim %s/%s: %w", namespace, name, err)
-	}
+func (c *claimCache) get(namespace, name string) *resourceapi.ResourceClaim {
+	o, _, _ := c.informer.GetIndexer().GetByKey(types.NamespacedName{Namespace: namespace, Name: name}.String()) // it is in memory
 	if claim, ok := o.(*resourceapi.ResourceClaim); ok {
-		return claim, nil
+		return claim
 	}
-	return &resourceapi.ResourceClaim{}, nil
+	return &resourceapi.ResourceClaim{}
 }
 
 // changes enqueues the nodes of claims whose allocation changed. The reconciler's workers start once the cache is filled.

@@ -143,14 +143,10 @@ const healInterval = 2 * time.Second
 // Reconcile implements reconcile.Reconciler for one node. It is idempotent.
 func (h *healer) Reconcile(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
 	node := &v1alpha1.GPUNode{}
-	err := h.client.Get(ctx, request.NamespacedName, node)
-	if client.IgnoreNotFound(err) != nil {
+	if err := h.client.Get(ctx, request.NamespacedName, node); client.IgnoreNotFound(err) != nil {
 		return reconcile.Result{}, err
 	}
-	claims, pending, err := h.pending(ctx, node)
-	if err != nil {
-		return reconcile.Result{}, err
-	}
+	claims, pending := h.pending(node)
 	t := h.turns[request.Name]
 	first := min(t.next, len(claims))
 	t.next = min(first+conflictsATurn, len(claims))
@@ -176,22 +172,18 @@ func (h *healer) Reconcile(ctx context.Context, request reconcile.Request) (reco
 
 // pending returns the claims of a node that are pending eviction, and whether the node reports any. It reads the cache only, and leaves
 // out the claims that are not in conflict by what the API server has of them: a forged entry costs no request.
-func (h *healer) pending(ctx context.Context, node *v1alpha1.GPUNode) (claims []types.NamespacedName, some bool, err error) {
+func (h *healer) pending(node *v1alpha1.GPUNode) (claims []types.NamespacedName, some bool) {
 	for _, conflict := range node.Status.Conflicts {
 		if !conflict.PendingEviction {
 			continue
 		}
-		key := types.NamespacedName{Namespace: conflict.Namespace, Name: conflict.Name}
-		claim, err := h.claims.get(ctx, key.Namespace, key.Name)
-		if err != nil {
-			return nil, true, fmt.Errorf("pending eviction: %w", err)
-		}
 		some = true
+		claim := h.claims.get(conflict.Namespace, conflict.Name)
 		if claim.UID == conflict.UID && stillConflicting(conflict, claim, h.driver, node.Name) {
-			claims = append(claims, key)
+			claims = append(claims, client.ObjectKeyFromObject(claim))
 		}
 	}
-	return claims, some, nil
+	return claims, some
 }
 
 // heal evicts the pods of a claim. movable is false if one of them may not be evicted.

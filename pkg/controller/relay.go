@@ -113,14 +113,14 @@ func (r *relay) Reconcile(ctx context.Context, request reconcile.Request) (recon
 	if err := r.client.Get(ctx, request.NamespacedName, node); err != nil {
 		return reconcile.Result{}, client.IgnoreNotFound(err)
 	}
-	claims, err := r.claims.on(ctx, node.Name)
+	claims := r.claims.on(node.Name)
 	if len(claims) > v1alpha1.MaxClaims {
 		// The API server would refuse all of them. A node learns of the others when kubelet prepares them.
 		klog.FromContext(ctx).Info("Relaying only a part of the node's claims", "node", node.Name, "claims", len(claims), "most", v1alpha1.MaxClaims)
 		claims = claims[:v1alpha1.MaxClaims]
 	}
-	if err != nil || apiequality.Semantic.DeepEqual(claims, node.Spec.Claims) {
-		return reconcile.Result{}, err
+	if apiequality.Semantic.DeepEqual(claims, node.Spec.Claims) {
+		return reconcile.Result{}, nil
 	}
 	return reconcile.Result{}, patchSpec(ctx, r.client, node, "claims", claims)
 }

@@ -227,10 +227,7 @@ func (n *retrier) Reconcile(ctx context.Context, request reconcile.Request) (rec
 	if err := n.client.Get(ctx, request.NamespacedName, node); client.IgnoreNotFound(err) != nil {
 		return reconcile.Result{}, err
 	}
-	claims, err := n.claims.on(ctx, request.Name)
-	if err != nil {
-		return reconcile.Result{}, err
-	}
+	claims := n.claims.on(request.Name)
 	waiting, err := n.waiting(ctx, request.Name, claims)
 	if err != nil {
 		return reconcile.Result{}, err
@@ -247,10 +244,7 @@ func (n *retrier) Reconcile(ctx context.Context, request reconcile.Request) (rec
 func (n *retrier) waiting(ctx context.Context, node string, claims []v1alpha1.AllocatedClaim) (map[types.UID][]types.UID, error) {
 	waiting := map[types.UID][]types.UID{}
 	for _, c := range claims {
-		claim, err := n.claims.get(ctx, c.Namespace, c.Name)
-		if err != nil {
-			return nil, err
-		}
+		claim := n.claims.get(c.Namespace, c.Name)
 		pods, err := podsOf(ctx, n.client, claim, "")
 		if err != nil {
 			return nil, err
@@ -293,24 +287,20 @@ func (n *retrier) due(node string, retries []Retry) (due []Retry, wait time.Dura
 
 // retry annotates the claim's pods on the node, except pods with a claim whose parameters the node refuses.
 func (n *retrier) retry(ctx context.Context, node string, retry Retry) error {
-	claim, err := n.claims.get(ctx, retry.Namespace, retry.Name)
+	claim := n.claims.get(retry.Namespace, retry.Name)
 	// The node's status may name any claim.
-	if err != nil || claim.UID != retry.UID || !slices.Contains(nodesOf(claim, n.driver), node) {
-		return err
+	if claim.UID != retry.UID || !slices.Contains(nodesOf(claim, n.driver), node) {
+		return nil
 	}
 	pods, err := podsOf(ctx, n.live, claim, retry.Pod)
 	if err != nil {
 		return err
 	}
 	for _, pod := range pods {
-		if !Retryable(pod, node) || retry.Pod != "" && !Unstarted(pod) {
+		if !Retryable(pod, node) || retry.Pod != "" && !Unstarted(pod) || n.refused(pod) {
 			continue
 		}
-		refused, err := n.refused(ctx, pod)
-		if err == nil && !refused {
-			err = n.annotate(ctx, pod)
-		}
-		if err != nil {
+		if err := n.annotate(ctx, pod); err != nil {
 			return err
 		}
 	}
@@ -318,14 +308,13 @@ func (n *retrier) retry(ctx context.Context, node string, retry Retry) error {
 }
 
 // refused reports whether the node refuses one of the pod's claims: kubelet prepares all claims of a pod or none.
-func (n *retrier) refused(ctx context.Context, pod *corev1.Pod) (bool, error) {
+func (n *retrier) refused(pod *corev1.Pod) bool {
 	for name := range resourceclaim.PodClaims(pod) {
-		claim, err := n.claims.get(ctx, pod.Namespace, name)
-		if err != nil || Refused(claim, n.driver) {
-			return err == nil, err
+		if Refused(n.claims.get(pod.Namespace, name), n.driver) {
+			return true
 		}
 	}
-	return false, nil
+	return false
 }
 
 func (n *retrier) annotate(ctx context.Context, pod *corev1.Pod) error {

@@ -99,21 +99,26 @@ func (w *world) counting() interceptor.Funcs {
 }
 
 // claims reads claims from the world.
-func (w *world) claims() claimReader { return worldClaims{w.client} }
+func (w *world) claims() claimReader { return worldClaims{w} }
 
-type worldClaims struct{ client client.Reader }
+type worldClaims struct{ of *world }
 
-func (c worldClaims) on(ctx context.Context, node string) ([]v1alpha1.AllocatedClaim, error) {
+func (c worldClaims) on(node string) []v1alpha1.AllocatedClaim {
+	c.of.t.Helper()
 	var list resourceapi.ResourceClaimList
-	if err := c.client.List(ctx, &list, client.MatchingFields{nodeIndex: node}); err != nil {
-		return nil, err
+	if err := c.of.client.List(c.of.t.Context(), &list, client.MatchingFields{nodeIndex: node}); err != nil {
+		c.of.t.Fatal(err)
 	}
-	return Relay(list.Items, testDriver, node), nil
+	return Relay(list.Items, testDriver, node)
 }
 
-func (c worldClaims) get(ctx context.Context, namespace, name string) (*resourceapi.ResourceClaim, error) {
+func (c worldClaims) get(namespace, name string) *resourceapi.ResourceClaim {
+	c.of.t.Helper()
 	claim := &resourceapi.ResourceClaim{}
-	return claim, client.IgnoreNotFound(c.client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, claim))
+	if err := c.of.client.Get(c.of.t.Context(), client.ObjectKey{Namespace: namespace, Name: name}, claim); client.IgnoreNotFound(err) != nil {
+		c.of.t.Fatal(err)
+	}
+	return claim
 }
 
 // hasHeard is a client whose cache has an object of this kind as it was, whatever has become of it.
