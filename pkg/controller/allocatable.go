@@ -227,12 +227,10 @@ func (n *nodeRecord) of(resource corev1.ResourceName) *resourceRecord {
 func (r *allocatable) register(m manager.Manager) error {
 	// The cache keeps the numbers of Tandem's resources only.
 	reported := changed(func(n *corev1.Node) any { return []corev1.ResourceList{n.Status.Allocatable, n.Status.Capacity} })
-	return builder.ControllerManagedBy(m).Named("allocatable").
-		For(&v1alpha1.GPUNode{}, builder.WithPredicates(gpuNodeChanged)).
+	return forGPUNodes(m, "allocatable", 4, gpuNodeChanged).
 		WatchesRawSource(r.changes).
 		WatchesRawSource(source.Channel(r.breaker.opened, &handler.EnqueueRequestForObject{})).
 		Watches(&corev1.Node{}, &handler.EnqueueRequestForObject{}, builder.WithPredicates(reported)).
-		WithOptions(options(4)).
 		Complete(r)
 }
 

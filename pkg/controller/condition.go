@@ -124,10 +124,8 @@ type conditions struct {
 
 func (r *conditions) register(m manager.Manager) error {
 	reported := changed(func(n *corev1.Node) any { return n.Status.Conditions })
-	return builder.ControllerManagedBy(m).Named("conditions").
-		For(&v1alpha1.GPUNode{}, builder.WithPredicates(gpuNodeChanged)).
+	return forGPUNodes(m, "conditions", 2, gpuNodeChanged).
 		Watches(&corev1.Node{}, &handler.EnqueueRequestForObject{}, builder.WithPredicates(reported)).
-		WithOptions(options(2)).
 		Complete(r)
 }
 

@@ -25,13 +25,16 @@ import (
 	"k8s.io/client-go/util/workqueue"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/ptr"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	ctrlconfig "sigs.k8s.io/controller-runtime/pkg/config"
 	ctrlcontroller "sigs.k8s.io/controller-runtime/pkg/controller"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
+	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/device"
 	"github.com/tandem-gpu/tandem/pkg/webhook"
 )
@@ -169,6 +172,11 @@ const (
 
 // options returns the options of a reconciler.
 func options(workers int) ctrlcontroller.Options { return optionsFor[reconcile.Request](workers) }
+
+// forGPUNodes begins a reconciler that runs for each GPUNode, and again after each change that the predicate selects.
+func forGPUNodes(m manager.Manager, name string, workers int, changes predicate.Predicate) *builder.Builder {
+	return builder.ControllerManagedBy(m).Named(name).For(&v1alpha1.GPUNode{}, builder.WithPredicates(changes)).WithOptions(options(workers))
+}
 
 // optionsFor returns the options of a reconciler with its own type of request.
 func optionsFor[T comparable](workers int) ctrlcontroller.TypedOptions[T] {

@@ -16,7 +16,6 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/klog/v2"
-	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/handler"
@@ -217,9 +216,7 @@ func (p indexedPods) Start(ctx context.Context) error {
 }
 
 func (d *daemons) register(m manager.Manager) error {
-	b := builder.ControllerManagedBy(m).Named("daemons").
-		For(&v1alpha1.GPUNode{}, builder.WithPredicates(daemonsChanged)).
-		WithOptions(options(4))
+	b := forGPUNodes(m, "daemons", 4, daemonsChanged)
 	// Without daemons the controller may not read pods of its namespace.
 	if d.config.Template != nil {
 		pods, err := daemonCache(m, d.config.Namespace)

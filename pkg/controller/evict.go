@@ -21,7 +21,6 @@ import (
 	"k8s.io/client-go/tools/events"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/ptr"
-	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
@@ -202,10 +201,7 @@ func (r *evictor) register(m manager.Manager) error {
 		}
 		return []any{n.UID, n.Spec.Taints, of}
 	})
-	return builder.ControllerManagedBy(m).Named("evict").
-		For(&v1alpha1.GPUNode{}, builder.WithPredicates(concerns)).
-		WithOptions(options(1)). // evictions is not safe for concurrent use
-		Complete(r)
+	return forGPUNodes(m, "evict", 1, concerns).Complete(r) // evictions is not safe for concurrent use
 }
 
 // Reconcile implements reconcile.Reconciler for one node. It is idempotent.

@@ -75,10 +75,8 @@ func (r *lifecycle) register(m manager.Manager) error {
 	concerns := changed(func(n *v1alpha1.GPUNode) any { return []any{n.UID, n.OwnerReferences, len(n.Spec.Maintenance)} })
 	never := predicate.NewPredicateFuncs(func(client.Object) bool { return false })
 	never.DeleteFunc = nil // every deletion
-	return builder.ControllerManagedBy(m).Named("lifecycle").
-		For(&v1alpha1.GPUNode{}, builder.WithPredicates(concerns)).
+	return forGPUNodes(m, "lifecycle", 1, concerns).
 		Watches(&corev1.Node{}, &handler.EnqueueRequestForObject{}, builder.WithPredicates(never)).
-		WithOptions(options(1)).
 		Complete(r)
 }
 

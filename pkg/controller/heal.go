@@ -19,7 +19,6 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/events"
 	"k8s.io/klog/v2"
-	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
@@ -127,11 +126,8 @@ type turn struct {
 const conflictsATurn = 16
 
 func (h *healer) register(m manager.Manager) error {
-	return builder.ControllerManagedBy(m).Named("heal").
-		For(&v1alpha1.GPUNode{}, builder.WithPredicates(gpuNodeChanged)).
-		// One worker: each reading of a Job counts the pods that were evicted before.
-		WithOptions(options(1)).
-		Complete(h)
+	// One worker: each reading of a Job counts the pods that were evicted before.
+	return forGPUNodes(m, "heal", 1, gpuNodeChanged).Complete(h)
 }
 
 // anotherTurn is when a pass goes on: at once, after the nodes that wait.

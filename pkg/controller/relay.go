@@ -14,7 +14,6 @@ import (
 	apiequality "k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/klog/v2"
-	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
@@ -98,12 +97,8 @@ type relay struct {
 }
 
 func (r *relay) register(m manager.Manager) error {
-	return builder.ControllerManagedBy(m).Named("relay").
-		// The generation also changes when a user edits the spec.
-		For(&v1alpha1.GPUNode{}, builder.WithPredicates(predicate.GenerationChangedPredicate{})).
-		WatchesRawSource(r.changes).
-		WithOptions(options(4)).
-		Complete(r)
+	// The generation also changes when a user edits the spec.
+	return forGPUNodes(m, "relay", 4, predicate.GenerationChangedPredicate{}).WatchesRawSource(r.changes).Complete(r)
 }
 
 // Reconcile implements reconcile.Reconciler for one node. It is idempotent. One run covers all claims that changed during the

@@ -200,12 +200,10 @@ const (
 )
 
 func (n *retrier) register(m manager.Manager) error {
-	return builder.ControllerManagedBy(m).Named("retry").
-		For(&v1alpha1.GPUNode{}, builder.WithPredicates(gpuNodeChanged)).
+	return forGPUNodes(m, "retry", 1, gpuNodeChanged).
 		WatchesRawSource(n.changes).
 		// Another pod of an allocated claim changes neither GPUNode nor claim.
 		Watches(&corev1.Pod{}, handler.EnqueueRequestsFromMapFunc(nodeOfPod), builder.WithPredicates(bindingChanged)).
-		WithOptions(options(1)).
 		Complete(n)
 }
 

@@ -18,7 +18,6 @@ import (
 	"k8s.io/client-go/kubernetes"
 	toolscache "k8s.io/client-go/tools/cache"
 	"k8s.io/klog/v2"
-	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
@@ -85,10 +84,8 @@ var devicesChanged = changed(func(n *v1alpha1.GPUNode) any {
 })
 
 func (r *tainter) register(m manager.Manager) error {
-	return builder.ControllerManagedBy(m).Named("taints").
-		For(&v1alpha1.GPUNode{}, builder.WithPredicates(devicesChanged)).
+	return forGPUNodes(m, "taints", 4, devicesChanged).
 		WatchesRawSource(r.rules.changes(handler.EnqueueRequestsFromMapFunc(r.nodes))).
-		WithOptions(options(4)).
 		Complete(r)
 }
 
