@@ -91,9 +91,7 @@ func endsAt(node *v1alpha1.GPUNode, pod *corev1.Pod, name string, taint v1alpha1
 	if !ends || taint.Effect != v1alpha1.TaintNoExecute {
 		return at, false
 	}
-	if taint.Since != nil {
-		at = taint.Since.Time
-	}
+	at = ptr.Deref(taint.Since, metav1.Time{}).Time
 	like := &corev1.Taint{Key: taint.Key, Value: taint.Value, Effect: corev1.TaintEffectNoExecute}
 	for _, t := range pod.Spec.Tolerations {
 		if t.ToleratesTaint(klog.Logger{}, like, false) {
@@ -138,17 +136,12 @@ func heldByPods(d v1alpha1.DeviceStatus) (pods []v1alpha1.PodReference) {
 
 // concerned returns the pods that taints of a node's devices may end, each once, by UID.
 func concerned(node *v1alpha1.GPUNode) (pods []v1alpha1.PodReference) {
-	seen := map[types.UID]bool{}
 	for _, d := range node.Status.Devices {
-		for _, p := range heldByPods(d) {
-			if p.Name != "" && !seen[p.UID] {
-				seen[p.UID] = true
-				pods = append(pods, p)
-			}
-		}
+		pods = append(pods, heldByPods(d)...)
 	}
-	slices.SortFunc(pods, func(a, b v1alpha1.PodReference) int { return cmp.Compare(a.UID, b.UID) })
-	return pods
+	pods = slices.DeleteFunc(pods, func(p v1alpha1.PodReference) bool { return p.Name == "" })
+	slices.SortStableFunc(pods, func(a, b v1alpha1.PodReference) int { return cmp.Compare(a.UID, b.UID) })
+	return slices.CompactFunc(pods, func(a, b v1alpha1.PodReference) bool { return a.UID == b.UID })
 }
 
 // evictor evicts the pods with limits from tainted devices. Kubernetes does that for pods with claims.
@@ -288,7 +281,7 @@ func (r *evictor) remove(ctx context.Context, node string, named v1alpha1.PodRef
 // is returned only if no other taint ends the pod now. It removes the entries of such rules from the node.
 func (r *evictor) plan(ctx context.Context, node *v1alpha1.GPUNode, pod *corev1.Pod) (Removal, error) {
 	var unread error
-	for range len(node.Spec.Taints) + 1 { // each round but the last one removes an entry
+	for { // each round but the last one removes an entry
 		plan := PlanRemoval(node, pod, r.limits, r.now())
 		if plan.Device == "" || plan.Due.After(r.now()) {
 			return plan, unread
@@ -305,7 +298,6 @@ func (r *evictor) plan(ctx context.Context, node *v1alpha1.GPUNode, pod *corev1.
 		}
 		node.Spec.Taints = slices.DeleteFunc(node.Spec.Taints, func(t v1alpha1.RuleTaint) bool { return t.Rule == plan.Taint.Rule })
 	}
-	return Removal{}, unread
 }
 
 // stands reports whether a rule still says what the GPUNode has of it. It may have ended or changed while no controller ran, or a moment ago, before

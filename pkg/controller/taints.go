@@ -41,10 +41,9 @@ func RuleTaints(rules []*resourceapi.DeviceTaintRule, driver, node string, devic
 		if selector == nil || effect != v1alpha1.TaintNoSchedule && effect != v1alpha1.TaintNoExecute || selector.Driver != nil && *selector.Driver != driver {
 			continue // the scheduler takes an effect that it does not know for None
 		}
-		relayed := v1alpha1.RuleTaint{Rule: rule.Name, Taint: v1alpha1.Taint{Key: taint.Key, Value: taint.Value, Effect: effect, Since: taint.TimeAdded}}
-		if relayed.Since == nil {
-			relayed.Since = &rule.CreationTimestamp
-		}
+		relayed := v1alpha1.RuleTaint{Rule: rule.Name, Taint: v1alpha1.Taint{
+			Key: taint.Key, Value: taint.Value, Effect: effect, Since: cmp.Or(taint.TimeAdded, &rule.CreationTimestamp),
+		}}
 		if selector.Pool != nil {
 			if relayed.Pool = *selector.Pool; device.NodeOfPool(relayed.Pool) != node {
 				continue
