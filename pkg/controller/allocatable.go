@@ -4,7 +4,6 @@ package controller
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"maps"
 	"slices"
@@ -343,12 +342,8 @@ func (r *resourceRecord) retired(status v1alpha1.GPUNodeStatus, resource corev1.
 }
 
 func (r *allocatable) patch(ctx context.Context, node *corev1.Node, record *nodeRecord, changes []change) (reconcile.Result, error) {
-	patch, err := allocatablePatch(changes)
-	if err != nil {
-		return reconcile.Result{}, err
-	}
 	from := node.ResourceVersion
-	err = r.client.Status().Patch(ctx, node, client.RawPatch(types.JSONPatchType, patch))
+	err := r.client.Status().Patch(ctx, node, allocatablePatch(changes))
 	if err != nil {
 		for _, c := range changes {
 			record.of(c.resource).observed = observed{}
@@ -379,7 +374,7 @@ func (r *allocatable) patch(ctx context.Context, node *corev1.Node, record *node
 }
 
 // allocatablePatch replaces a node's numbers if all of them still have their old values.
-func allocatablePatch(changes []change) ([]byte, error) {
+func allocatablePatch(changes []change) client.Patch {
 	var operations []map[string]string
 	for _, c := range changes {
 		path := "/status/allocatable/" + strings.NewReplacer("~", "~0", "/", "~1").Replace(string(c.resource))
@@ -387,11 +382,7 @@ func allocatablePatch(changes []change) ([]byte, error) {
 			map[string]string{"op": "test", "path": path, "value": c.old.String()},
 			map[string]string{"op": "replace", "path": path, "value": fmt.Sprint(c.want)})
 	}
-	patch, err := json.Marshal(operations)
-	if err != nil {
-		return nil, fmt.Errorf("encode allocatable: %w", err)
-	}
-	return patch, nil
+	return jsonPatch{types.JSONPatchType, operations}
 }
 
 // record returns the state of a node. Only the worker that reconciles the node uses it.

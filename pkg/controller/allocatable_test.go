@@ -405,7 +405,8 @@ func TestAllocatablePatchIsGuarded(t *testing.T) {
 }
 
 func TestAllocatablePatch(t *testing.T) {
-	patch, err := allocatablePatch([]change{{resource: "nvidia.com/gpu", old: resource.MustParse("8"), want: 7}, {resource: "nvidia.com/mig-1g.10gb", old: resource.MustParse("2"), want: 0}})
+	changes := []change{{resource: "nvidia.com/gpu", old: resource.MustParse("8"), want: 7}, {resource: "nvidia.com/mig-1g.10gb", old: resource.MustParse("2"), want: 0}}
+	patch, err := allocatablePatch(changes).Data(nil)
 	const want = `[{"op":"test","path":"/status/allocatable/nvidia.com~1gpu","value":"8"},{"op":"replace","path":"/status/allocatable/nvidia.com~1gpu","value":"7"},` +
 		`{"op":"test","path":"/status/allocatable/nvidia.com~1mig-1g.10gb","value":"2"},{"op":"replace","path":"/status/allocatable/nvidia.com~1mig-1g.10gb","value":"0"}]`
 	if err != nil || string(patch) != want {

@@ -5,7 +5,6 @@ package controller
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"slices"
@@ -165,13 +164,9 @@ func (r *conditions) Reconcile(ctx context.Context, request reconcile.Request) (
 
 // write writes one condition. An admission policy of an older chart denies a condition that it does not know.
 func (r *conditions) write(ctx context.Context, node *corev1.Node, condition corev1.NodeCondition) error {
-	patch, err := json.Marshal(map[string]any{"status": map[string]any{"conditions": []corev1.NodeCondition{condition}}})
-	if err != nil {
-		return fmt.Errorf("encode condition: %w", err)
-	}
-	err = r.client.Status().Patch(ctx, node.DeepCopy(), client.RawPatch(types.StrategicMergePatchType, patch))
-	if err != nil && !apierrors.IsNotFound(err) {
-		return fmt.Errorf("write condition %s of node %s: %w", condition.Type, node.Name, err)
+	patch := jsonPatch{types.StrategicMergePatchType, map[string]any{"status": map[string]any{"conditions": []corev1.NodeCondition{condition}}}}
+	if err := r.client.Status().Patch(ctx, node.DeepCopy(), patch); err != nil {
+		return client.IgnoreNotFound(fmt.Errorf("write condition %s of node %s: %w", condition.Type, node.Name, err))
 	}
 	return nil
 }

@@ -9,6 +9,7 @@ package controller
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
@@ -20,6 +21,7 @@ import (
 	resourceapi "k8s.io/api/resource/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/util/workqueue"
@@ -73,7 +75,7 @@ type Controller struct {
 
 // New is called once by main. It makes no request and starts nothing.
 func New(c Config) (*Controller, error) {
-	types, err := scheme()
+	known, err := scheme()
 	if err != nil {
 		return nil, err
 	}
@@ -90,8 +92,8 @@ func New(c Config) (*Controller, error) {
 		maps.Copy(cached.ByObject, hook.Watched())
 	}
 	m, err := manager.New(c.REST, manager.Options{
-		Scheme:         types,
-		MapperProvider: func(*rest.Config, *http.Client) (meta.RESTMapper, error) { return mapper(types), nil },
+		Scheme:         known,
+		MapperProvider: func(*rest.Config, *http.Client) (meta.RESTMapper, error) { return mapper(known), nil },
 		Cache:          cached,
 		Logger:         klog.Background(),
 		// main serves metrics and health.
@@ -185,6 +187,18 @@ func optionsFor[T comparable](workers int) ctrlcontroller.TypedOptions[T] {
 		RateLimiter:             workqueue.NewTypedItemExponentialFailureRateLimiter[T](firstRetry, lastRetry),
 	}
 }
+
+// jsonPatch is a patch of this kind with a value that is encoded when it is sent.
+type jsonPatch struct {
+	kind  types.PatchType
+	value any
+}
+
+// Type implements client.Patch.
+func (p jsonPatch) Type() types.PatchType { return p.kind }
+
+// Data implements client.Patch.
+func (p jsonPatch) Data(client.Object) ([]byte, error) { return json.Marshal(p.value) }
 
 // requeue is the end of a Reconcile. After an error the queue tries again with its own backoff; controller-runtime ignores, and complains
 // of, a time beside an error.

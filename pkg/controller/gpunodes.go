@@ -4,7 +4,6 @@ package controller
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"slices"
 	"time"
@@ -108,7 +107,8 @@ func (r *lifecycle) Reconcile(ctx context.Context, request reconcile.Request) (r
 	if len(object.Spec.Maintenance) > 0 {
 		return reconcile.Result{}, nil
 	}
-	silent, left := lastSeen(object).Add(availability.SilentAfter).Sub(r.now()), since.Add(goneFor).Sub(r.now())
+	seen := ptr.Deref(object.Status.Seen, object.CreationTimestamp)
+	silent, left := seen.Add(availability.SilentAfter).Sub(r.now()), since.Add(goneFor).Sub(r.now())
 	if wait := max(silent, left); wait > 0 {
 		return reconcile.Result{RequeueAfter: min(wait, availability.SilentAfter)}, nil
 	}
@@ -123,14 +123,11 @@ func (r *lifecycle) Reconcile(ctx context.Context, request reconcile.Request) (r
 
 // disown removes Nodes from the owners of a GPUNode.
 func (r *lifecycle) disown(ctx context.Context, object *v1alpha1.GPUNode) error {
-	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{
+	patch := jsonPatch{types.MergePatchType, map[string]any{"metadata": map[string]any{
 		"uid": object.UID, "resourceVersion": object.ResourceVersion,
 		"ownerReferences": slices.DeleteFunc(slices.Clone(object.OwnerReferences), isNode),
-	}})
-	if err != nil {
-		return fmt.Errorf("encode owners: %w", err)
-	}
-	if err := r.client.Patch(ctx, object, client.RawPatch(types.MergePatchType, patch)); err != nil {
+	}}}
+	if err := r.client.Patch(ctx, object, patch); err != nil {
 		return client.IgnoreNotFound(fmt.Errorf("remove the Node from the owners of GPUNode %s: %w", object.Name, err))
 	}
 	return nil
@@ -138,12 +135,4 @@ func (r *lifecycle) disown(ctx context.Context, object *v1alpha1.GPUNode) error 
 
 func isNode(owner metav1.OwnerReference) bool {
 	return owner.Kind == "Node" && owner.APIVersion == "v1"
-}
-
-// lastSeen returns when the agent wrote the status of a GPUNode last, or when it was created.
-func lastSeen(object *v1alpha1.GPUNode) time.Time {
-	if object.Status.Seen == nil {
-		return object.CreationTimestamp.Time
-	}
-	return object.Status.Seen.Time
 }

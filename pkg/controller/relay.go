@@ -5,7 +5,6 @@ package controller
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"fmt"
 	"maps"
 	"slices"
@@ -123,14 +122,11 @@ func (r *relay) Reconcile(ctx context.Context, request reconcile.Request) (recon
 // patchSpec replaces one list of the spec and leaves concurrent writes to the status and to the other lists alone. With the UID the API
 // server rejects the patch for a recreated object of the same name.
 func patchSpec[T any](ctx context.Context, c client.Client, node *v1alpha1.GPUNode, list string, value []T) error {
-	patch, err := json.Marshal(map[string]any{
+	patch := jsonPatch{types.MergePatchType, map[string]any{
 		"metadata": map[string]any{"uid": node.UID},
 		"spec":     map[string]any{list: append([]T{}, value...)},
-	})
-	if err != nil {
-		return fmt.Errorf("encode %s: %w", list, err)
-	}
-	if err := c.Patch(ctx, node, client.RawPatch(types.MergePatchType, patch)); err != nil {
+	}}
+	if err := c.Patch(ctx, node, patch); err != nil {
 		return client.IgnoreNotFound(fmt.Errorf("write %s of GPUNode %s: %w", list, node.Name, err))
 	}
 	return nil

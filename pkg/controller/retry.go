@@ -5,7 +5,6 @@ package controller
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"fmt"
 	"slices"
 	"strconv"
@@ -316,15 +315,11 @@ func (n *retrier) refused(pod *corev1.Pod) bool {
 }
 
 func (n *retrier) annotate(ctx context.Context, pod *corev1.Pod) error {
-	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{
+	patch := jsonPatch{types.MergePatchType, map[string]any{"metadata": map[string]any{
 		"uid":         pod.UID,
 		"annotations": map[string]string{RetryAnnotation: n.now().UTC().Format(time.RFC3339Nano)},
-	}})
-	if err != nil {
-		return fmt.Errorf("encode annotation: %w", err)
-	}
-	err = n.client.Patch(ctx, pod, client.RawPatch(types.MergePatchType, patch))
-	switch {
+	}}}
+	switch err := n.client.Patch(ctx, pod, patch); {
 	case apierrors.IsNotFound(err), apierrors.IsConflict(err): // It is gone, or is a later pod of the same name.
 		return nil
 	case err != nil:
