@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
-// Package regarding names the objects that events are about.
+// Package regarding names the objects that events are about, and bounds the texts of events.
 package regarding
 
 import (

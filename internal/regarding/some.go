@@ -21,3 +21,12 @@ func First(names []string, n int) string {
 	}
 	return text
 }
+
+// Shorten returns at most so many bytes of a text for an event or a status. Pure.
+func Shorten(text string, limit int) string {
+	const more = " …"
+	if len(text) <= limit {
+		return text
+	}
+	return strings.ToValidUTF8(text[:limit-len(more)], "") + more
+}

@@ -25,6 +25,7 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/podstatus"
+	"github.com/tandem-gpu/tandem/internal/regarding"
 	"github.com/tandem-gpu/tandem/pkg/mps"
 )
 
@@ -154,7 +155,7 @@ func lastLine(text string) string {
 
 // oneLine returns a message of one line, short enough for a list of messages.
 func oneLine(text string) string {
-	return shorten(strings.Join(strings.Fields(text), " "), 500)
+	return regarding.Shorten(strings.Join(strings.Fields(text), " "), 500)
 }
 
 // daemons runs the pods of the MPS daemons that GPUNodes request.

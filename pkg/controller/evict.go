@@ -28,6 +28,7 @@ import (
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/owner"
 	"github.com/tandem-gpu/tandem/internal/podstatus"
+	"github.com/tandem-gpu/tandem/internal/regarding"
 	"github.com/tandem-gpu/tandem/pkg/availability"
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
@@ -247,7 +248,7 @@ func (r *evictor) remove(ctx context.Context, node string, named v1alpha1.PodRef
 	}
 	say := func(kind, reason, format string, args ...any) {
 		has := fmt.Sprintf("Pod %s has %s of node %s, which has the taint %s", pod.Name, plan.Device, node, plan.Taint)
-		r.recorder.Eventf(pod, nil, kind, reason, "Evict", "%s", shorten(has+fmt.Sprintf(format, args...), noteLimit))
+		r.recorder.Eventf(pod, nil, kind, reason, "Evict", "%s", regarding.Shorten(has+fmt.Sprintf(format, args...), noteLimit))
 	}
 	losses := lossesOf(node, []string{plan.Device}, pod)
 	wait := max(plan.Due.Sub(r.now()), r.evictions.wait(losses))

@@ -7,7 +7,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strings"
 	"time"
 
 	batchv1 "k8s.io/api/batch/v1"
@@ -26,6 +25,7 @@ import (
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/owner"
 	"github.com/tandem-gpu/tandem/internal/podstatus"
+	"github.com/tandem-gpu/tandem/internal/regarding"
 )
 
 // EvictionPlan is what to do about a claim in conflict.
@@ -308,23 +308,14 @@ func (h *healer) evict(
 		return false, err
 	}
 	klog.FromContext(ctx).Info("Evicted pod of claim in conflict", "pod", klog.KObj(pod), "claim", klog.KObj(claim), "devices", conflict.Devices)
-	text := shorten(fmt.Sprintf("Pod %s was evicted because its claim %s cannot have the GPU that it was allocated; its owner creates a pod that gets another GPU: %s",
+	text := regarding.Shorten(fmt.Sprintf("Pod %s was evicted because its claim %s cannot have the GPU that it was allocated; its owner creates a pod that gets another GPU: %s",
 		pod.Name, claim.Name, conflict.Message), noteLimit)
-	for regarding, related := range map[client.Object]client.Object{pod: claim, claim: pod} {
-		h.recorder.Eventf(regarding, related, corev1.EventTypeNormal, "EvictedAfterConflict", "Evict", "%s", text)
+	for about, related := range map[client.Object]client.Object{pod: claim, claim: pod} {
+		h.recorder.Eventf(about, related, corev1.EventTypeNormal, "EvictedAfterConflict", "Evict", "%s", text)
 	}
 	return true, nil
 }
 
-// noteLimit is the longest note in bytes that the API server accepts in an event (k8s.io/kubernetes pkg/apis/core/validation).
+// noteLimit is the longest note in bytes that the API server accepts in an event (k8s.io/kubernetes pkg/apis/core/validation). A claim may
+// conflict on eight GPUs with holders that have long names.
 const noteLimit = 1024
-
-// shorten returns at most so many bytes of a text. A claim may conflict on eight GPUs with holders that have long names. It is a pure
-// function.
-func shorten(text string, limit int) string {
-	const more = " …"
-	if len(text) <= limit {
-		return text
-	}
-	return strings.ToValidUTF8(text[:limit-len(more)], "") + more
-}

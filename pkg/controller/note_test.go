@@ -5,23 +5,9 @@ package controller
 import (
 	"strings"
 	"testing"
-	"unicode/utf8"
 
 	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 )
-
-func TestNote(t *testing.T) {
-	// The API server accepts 1,024 bytes.
-	if got := shorten("short", 1024); got != "short" {
-		t.Errorf("%q", got)
-	}
-	for shift := range 4 {
-		got := shorten(strings.Repeat("x", shift)+strings.Repeat("ü", 1024), 1024)
-		if len(got) > 1024 || len(got) < 1023 || !utf8.ValidString(got) || !strings.HasSuffix(got, "ü …") {
-			t.Errorf("%d bytes, valid %t, ends in %q", len(got), utf8.ValidString(got), got[len(got)-8:])
-		}
-	}
-}
 
 // A claim for a whole node that lost every GPU of it has the longest story.
 func TestHealTellsLongStories(t *testing.T) {

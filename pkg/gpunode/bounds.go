@@ -4,9 +4,9 @@ package gpunode
 
 import (
 	"slices"
-	"strings"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/internal/regarding"
 )
 
 // bounded returns the status without what exceeds the bounds of the API, with the number of omitted entries. The API server would refuse
@@ -17,12 +17,12 @@ func bounded(status v1alpha1.GPUNodeStatus) v1alpha1.GPUNodeStatus {
 	status.Conflicts = cut(status.Conflicts, v1alpha1.MaxConflicts, &omitted)
 	status.Daemons = cut(status.Daemons, v1alpha1.MaxDaemons, &omitted)
 	status.UnknownDaemons = cut(status.UnknownDaemons, v1alpha1.MaxDaemons, &omitted)
-	status.Waiting = clip(status.Waiting, v1alpha1.MaxReason)
-	status.Holders = clip(status.Holders, v1alpha1.MaxLine)
+	status.Waiting = regarding.Shorten(status.Waiting, v1alpha1.MaxReason)
+	status.Holders = regarding.Shorten(status.Holders, v1alpha1.MaxLine)
 	most := mostTaints(status.Devices)
 	for i := range status.Devices {
 		d := &status.Devices[i]
-		d.UnhealthyReason = clip(d.UnhealthyReason, v1alpha1.MaxReason)
+		d.UnhealthyReason = regarding.Shorten(d.UnhealthyReason, v1alpha1.MaxReason)
 		d.Taints = cut(d.Taints, most, new(int)) // not omitted: the spec has the others
 		d.Holders = cut(d.Holders, v1alpha1.MaxHolders, &omitted)
 		for j := range d.Holders {
@@ -31,7 +31,7 @@ func bounded(status v1alpha1.GPUNodeStatus) v1alpha1.GPUNodeStatus {
 	}
 	for i := range status.Conflicts {
 		c := &status.Conflicts[i]
-		c.Message = clip(c.Message, v1alpha1.MaxMessage)
+		c.Message = regarding.Shorten(c.Message, v1alpha1.MaxMessage)
 		c.Pods = cut(c.Pods, v1alpha1.MaxPods, &omitted)
 	}
 	status.Omitted = int32(omitted)
@@ -59,13 +59,4 @@ func cut[T any](list []T, most int, omitted *int) []T {
 	}
 	*omitted += len(list) - most
 	return list[:most:most]
-}
-
-// clip returns at most so many bytes of a text.
-func clip(text string, most int) string {
-	const more = " …"
-	if len(text) <= most {
-		return text
-	}
-	return strings.ToValidUTF8(text[:most-len(more)], "") + more
 }
