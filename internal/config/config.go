@@ -264,9 +264,7 @@ func (c *Config) define(flags *flag.FlagSet) {
 	flags.BoolVar(&c.GDS, "gds-enabled", c.GDS, "give containers with a GPU the devices of GPUDirect Storage, where the node has them")
 	flags.BoolVar(&c.GDRCopy, "gdrcopy-enabled", c.GDRCopy, "give containers with a GPU the device of GDRCopy, where the node has it")
 	flags.BoolVar(&c.MOFED, "mofed-enabled", c.MOFED, "give containers with a GPU the devices of InfiniBand, where the node has them")
-	flags.Func("imex-channel-ids", "give containers with a GPU these IMEX channels, where the node has them: `list`, empty or 0", func(s string) error {
-		return c.setIMEXChannels(s)
-	})
+	flags.Func("imex-channel-ids", "give containers with a GPU these IMEX channels, where the node has them: `list`, empty or 0", c.setIMEXChannels)
 	flags.BoolVar(&c.IMEXRequired, "imex-required", c.IMEXRequired, "offer no GPU while the IMEX channel does not exist")
 	flags.BoolVar(&c.PartitionUUIDs, "partition-uuids", c.PartitionUUIDs,
 		"publish the UUID of a partition while it exists for a claim, for dcgm-exporter (two writes of a slice for each partition)")
@@ -298,7 +296,7 @@ func (c *Config) define(flags *flag.FlagSet) {
 		"write the labels to a NodeFeature object; Node Feature Discovery adds them to the node")
 	flags.BoolVar(&c.NoTimestamp, "no-timestamp", c.NoTimestamp, "leave out the label nvidia.com/gfd.timestamp")
 	flags.Func("sleep-interval", "how often removed labels are restored: `duration` of at least 1s, or infinite (default "+c.LabelInterval.String()+")",
-		func(s string) error { return c.setLabelInterval(s) })
+		c.setLabelInterval)
 	text(&c.MachineTypeFile, "machine-type-file",
 		"`file` with the machine's model for the label nvidia.com/gpu.machine; empty for DMI's product_name below --sysfs-root")
 	c.defineUnused(flags)

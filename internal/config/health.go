@@ -39,22 +39,10 @@ var faultActions = map[device.FaultClass][]device.FaultAction{
 }
 
 func (r HealthRule) of(class device.FaultClass) device.FaultAction {
-	switch class {
-	case device.FaultContained:
-		return r.Contained
-	case device.FaultFabric:
-		return r.Fabric
-	case device.FaultMemory:
-		return r.Memory
-	case device.FaultReset:
-		return r.Reset
-	case device.FaultReboot:
-		return r.Reboot
-	case device.FaultLost:
-		return r.Lost
-	default:
-		return ""
-	}
+	return map[device.FaultClass]device.FaultAction{
+		device.FaultContained: r.Contained, device.FaultFabric: r.Fabric, device.FaultMemory: r.Memory,
+		device.FaultReset: r.Reset, device.FaultReboot: r.Reboot, device.FaultLost: r.Lost,
+	}[class]
 }
 
 func (r HealthRule) check(p *problems, at string) {

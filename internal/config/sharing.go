@@ -350,12 +350,8 @@ func isIndex(text string) bool {
 }
 
 func isPartition(text string) bool {
-	return isIndexOfPartition(text) || strings.HasPrefix(text, "MIG-")
-}
-
-func isIndexOfPartition(text string) bool {
 	gpu, index, found := strings.Cut(text, ":")
-	return found && isIndex(gpu) && isIndex(index)
+	return found && isIndex(gpu) && isIndex(index) || strings.HasPrefix(text, "MIG-")
 }
 
 // matches reports whether the list names the GPU.

@@ -265,38 +265,21 @@ func clique(gpus []device.GPU) (clique string) {
 	return clique
 }
 
+// families are architectures by the major number of the compute capability.
+var families = map[string]string{
+	"1": "tesla", "2": "fermi", "3": "kepler", "5": "maxwell", "6": "pascal", "7": "turing", "8": "ada-lovelace", "9": "hopper",
+	"10": "blackwell", "12": "blackwell", "13": "rubin",
+}
+
 // family is the architecture of a compute capability.
 func family(major, minor string) string {
-	older, _ := strconv.Atoi(minor)
-	switch major {
-	case "1":
-		return "tesla"
-	case "2":
-		return "fermi"
-	case "3":
-		return "kepler"
-	case "5":
-		return "maxwell"
-	case "6":
-		return "pascal"
-	case "7":
-		if older < 5 {
-			return "volta"
-		}
-		return "turing"
-	case "8":
-		if older < 9 {
-			return "ampere"
-		}
-		return "ada-lovelace"
-	case "9":
-		return "hopper"
-	case "10", "12":
-		return "blackwell"
-	case "13":
-		return "rubin"
+	switch n, _ := strconv.Atoi(minor); {
+	case major == "7" && n < 5:
+		return "volta"
+	case major == "8" && n < 9:
+		return "ampere"
 	}
-	return "undefined"
+	return cmp.Or(families[major], "undefined")
 }
 
 var notInLabels = regexp.MustCompile(`[^A-Za-z0-9-_. ]`)
