@@ -25,7 +25,6 @@ import (
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/availability"
-	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 // Allocatable returns how many devices of a resource the scheduler may give to pods: the devices that kubelet's device manager
@@ -187,13 +186,8 @@ func (o *observed) judge(now time.Time, current, want, listed int64) (write bool
 
 // allocatable writes the allocatable numbers of Tandem's resources to the status of nodes.
 type allocatable struct {
-	client  client.Client
-	claims  claimReader
-	changes source.Source // of claims' allocations
-	limits  device.Resources
+	cluster
 	breaker *breaker
-	metrics *metrics
-	now     func() time.Time
 
 	nodes sync.Map // of *nodeRecord, by node
 }

@@ -184,7 +184,7 @@ func TestJudgeAllocatable(t *testing.T) {
 }
 
 func (w *world) allocatable() *allocatable {
-	return &allocatable{client: w.client, claims: w.claims(), limits: device.Resources{GPU: testResource}, breaker: w.breaker(), metrics: w.metrics, now: w.now}
+	return &allocatable{cluster: w.cluster(), breaker: w.breaker()}
 }
 
 func (w *world) offers() string {

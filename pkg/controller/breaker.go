@@ -75,12 +75,7 @@ func scheduled(pod *corev1.Pod) []corev1.PodCondition {
 // Tenants create pods, so it counts only pods that a scheduler bound to the node and that ask for no more than the node has: each
 // of them shows that the scheduler's number is wrong. And it bounds how often the pods of one namespace open it.
 type breaker struct {
-	client client.Reader
-	// live reads pods from the API server: the cache has Pending pods only.
-	live    client.Reader
-	limits  device.Resources
-	metrics *metrics
-	now     func() time.Time
+	cluster
 	// opened requests a reconciliation of a node's allocatable numbers.
 	opened chan event.GenericEvent
 
@@ -123,11 +118,8 @@ const (
 	staleAfter = time.Minute
 )
 
-func newBreaker(cached, live client.Reader, limits device.Resources, measured *metrics, now func() time.Time) *breaker {
-	return &breaker{
-		client: cached, live: live, limits: limits, metrics: measured, now: now,
-		opened: make(chan event.GenericEvent), offers: map[offer]*rejections{},
-	}
+func newBreaker(c cluster) *breaker {
+	return &breaker{cluster: c, opened: make(chan event.GenericEvent), offers: map[offer]*rejections{}}
 }
 
 func (b *breaker) register(m manager.Manager) error {

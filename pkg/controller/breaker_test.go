@@ -80,7 +80,7 @@ func TestRejected(t *testing.T) {
 
 // breaker returns a breaker whose openings no reconciler receives.
 func (w *world) breaker() *breaker {
-	b := newBreaker(w.client, w.client, device.Resources{GPU: testResource}, w.metrics, w.now)
+	b := newBreaker(w.cluster())
 	b.opened = make(chan event.GenericEvent, 100)
 	return b
 }

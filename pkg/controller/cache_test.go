@@ -54,7 +54,7 @@ func TestTrimmingChangesNoDecision(t *testing.T) {
 	})
 	byScheduler(pod)
 	trimPod(pod)
-	b := newBreaker(nil, nil, device.Resources{GPU: testResource}, nil, nil)
+	b := newBreaker(cluster{limits: device.Resources{GPU: testResource}})
 	if !b.of(pod) || !Retryable(pod, "node-1") || len(nodeOfPod(t.Context(), pod)) != 1 {
 		t.Errorf("the trimmed pod is not handled: %+v", pod)
 	}
@@ -83,7 +83,7 @@ func TestTrimmedGPUNodeChangesNoDecision(t *testing.T) {
 	whole.Spec.Claims = Relay([]resourceapi.ResourceClaim{*newClaim("a", "gpu-0")}, testDriver, "node-1")
 	trimmed := whole.DeepCopy()
 	trimGPUNode(trimmed)
-	ruled := &tainter{rules: rules(t, newRule("a", ofDevice("gpu-3")), newRule("b")), driver: testDriver}
+	ruled := &tainter{cluster: cluster{driver: testDriver}, rules: rules(t, newRule("a", ofDevice("gpu-3")), newRule("b"))}
 	decide := func(n *v1alpha1.GPUNode) []any {
 		number, known := Allocatable(n.Status, n.Spec.Claims, testResource)
 		condition, served := GPUsHealthy(n.Status)

@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"slices"
 	"strings"
-	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -116,10 +115,7 @@ func GPURepairNeeded(status v1alpha1.GPUNodeStatus) corev1.NodeCondition {
 }
 
 // conditions writes the conditions GPUsHealthy and GPURepairNeeded of nodes.
-type conditions struct {
-	client client.Client
-	now    func() time.Time
-}
+type conditions struct{ cluster }
 
 func (r *conditions) register(m manager.Manager) error {
 	reported := changed(func(n *corev1.Node) any { return n.Status.Conditions })

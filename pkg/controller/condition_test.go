@@ -92,7 +92,7 @@ func TestConditions(t *testing.T) {
 	gpus.Name = "node"
 	gpus.Status.Devices = []v1alpha1.DeviceStatus{{Name: "gpu-0"}, {Name: "gpu-1"}}
 	w := newWorld(t, interceptor.Funcs{}, node, gpus)
-	r := &conditions{client: w.client, now: func() time.Time { return w.clock }}
+	r := &conditions{w.cluster()}
 	writes := 0
 	expect := func(more int, status corev1.ConditionStatus, reason, repair string, since time.Time) {
 		t.Helper()
@@ -161,7 +161,8 @@ func TestConditionsWithoutADriver(t *testing.T) {
 					s.Devices[0].UnhealthyReason, s.Devices[0].Repair = "Fault: x", c.repair
 				}
 			}))
-			r := &conditions{client: w.cached(), now: w.now}
+			r := &conditions{w.cluster()}
+			r.client = w.cached()
 			expect := func(want string, healthy corev1.ConditionStatus) {
 				t.Helper()
 				w.twice(r, "node-1")

@@ -24,6 +24,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/events"
 	"k8s.io/client-go/util/workqueue"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/ptr"
@@ -35,6 +36,7 @@ import (
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 	"sigs.k8s.io/controller-runtime/pkg/predicate"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/pkg/device"
@@ -64,6 +66,21 @@ type Config struct {
 
 // limits returns the extended resources of Tandem's devices, for every MIG strategy.
 func (c Config) limits() device.Resources { return device.Resources{GPU: c.ResourceName} }
+
+// cluster is what the reconcilers share. Each uses a part of it.
+type cluster struct {
+	// client reads from a cache, which has Pending pods only and not all fields. live reads from the API server.
+	client client.Client
+	live   client.Reader
+	// claims are those with devices of the driver, and changes are those of their allocations.
+	claims   claimReader
+	changes  source.Source
+	driver   string
+	limits   device.Resources
+	recorder events.EventRecorder
+	metrics  *metrics
+	now      func() time.Time
+}
 
 // Controller runs the reconcilers while it leads. Its methods are safe for concurrent use.
 type Controller struct {
@@ -141,23 +158,25 @@ func (c *Controller) register(config Config) error {
 			return fmt.Errorf("add runnable %T: %w", r, err)
 		}
 	}
-	measured := newMetrics(config.Registerer)
 	config.Registerer.MustRegister(gpuNodes{cache: c.manager.GetCache(), synced: c.synced.Load})
 	config.Daemons.Namespace = config.Namespace
-	writer, live := c.manager.GetClient(), c.manager.GetAPIReader()
-	recorder := c.manager.GetEventRecorder("tandem-controller")
-	breaker := newBreaker(writer, live, config.limits(), measured, time.Now)
+	all := cluster{
+		client: c.manager.GetClient(), live: c.manager.GetAPIReader(), claims: claims, changes: claims.changes(),
+		driver: config.DriverName, limits: config.limits(), recorder: c.manager.GetEventRecorder("tandem-controller"),
+		metrics: newMetrics(config.Registerer), now: time.Now,
+	}
+	breaker := newBreaker(all)
 	for _, r := range []interface{ register(manager.Manager) error }{
-		&relay{client: writer, claims: claims, changes: claims.changes()},
-		&tainter{client: writer, rules: rules, driver: config.DriverName},
+		&relay{all},
+		&tainter{cluster: all, rules: rules},
 		breaker,
-		&allocatable{client: writer, claims: claims, changes: claims.changes(), limits: config.limits(), breaker: breaker, metrics: measured, now: time.Now},
-		&conditions{client: writer, now: time.Now},
-		&lifecycle{client: writer, live: live, now: time.Now, gone: map[string]time.Time{}},
-		&healer{client: writer, claims: claims, driver: config.DriverName, live: live, recorder: recorder, metrics: measured, evictions: newEvictions(time.Now), turns: map[string]turn{}},
-		&evictor{client: writer, live: live, recorder: recorder, metrics: measured, limits: config.limits(), evictions: newEvictions(time.Now), driver: config.DriverName, now: time.Now, turns: map[string]podTurn{}},
-		&retrier{client: writer, live: live, claims: claims, changes: claims.changes(), driver: config.DriverName, metrics: measured, now: time.Now, nodes: map[string]schedule{}},
-		&daemons{client: writer, config: config.Daemons, metrics: measured, now: time.Now},
+		&allocatable{cluster: all, breaker: breaker},
+		&conditions{all},
+		&lifecycle{cluster: all, gone: map[string]time.Time{}},
+		&healer{cluster: all, evictions: newEvictions(time.Now), turns: map[string]turn{}},
+		&evictor{cluster: all, evictions: newEvictions(time.Now), turns: map[string]podTurn{}},
+		&retrier{cluster: all, nodes: map[string]schedule{}},
+		&daemons{cluster: all, config: config.Daemons},
 	} {
 		if err := r.register(c.manager); err != nil {
 			return fmt.Errorf("register %T: %w", r, err)

@@ -160,12 +160,10 @@ func oneLine(text string) string {
 
 // daemons runs the pods of the MPS daemons that GPUNodes request.
 type daemons struct {
-	client client.Client
+	cluster
 	// pods reads the pods of daemons, including running ones. It is nil if the controller runs no daemons.
-	pods    client.Reader
-	config  DaemonPods
-	metrics *metrics
-	now     func() time.Time
+	pods   client.Reader
+	config DaemonPods
 }
 
 // daemonCache returns a cache of the daemons' pods. Standby replicas fill it too.

@@ -69,7 +69,7 @@ func daemonWorld(t *testing.T, funcs interceptor.Funcs, objects ...client.Object
 		}
 	}
 	w = newWorld(t, funcs, objects...)
-	return w, &daemons{client: w.client, pods: w.client, config: daemonPods(), metrics: w.metrics, now: w.now}
+	return w, &daemons{cluster: w.cluster(), pods: w.client, config: daemonPods()}
 }
 
 func (w *world) daemonPod(name string) *corev1.Pod {
@@ -147,7 +147,7 @@ func TestDaemonsGetOnePodEach(t *testing.T) {
 
 func TestTwoLeadersMakeOnePod(t *testing.T) {
 	w, first := daemonWorld(t, interceptor.Funcs{}, gpuNode(wanting("a")))
-	second := &daemons{client: w.client, pods: nothing{w.client}, config: daemonPods(), metrics: w.metrics, now: w.now}
+	second := &daemons{cluster: w.cluster(), pods: nothing{w.client}, config: daemonPods()}
 	w.once(first, types.NamespacedName{Name: "node-1"})
 	w.once(second, types.NamespacedName{Name: "node-1"})
 	if diff := cmp.Diff([]string{"a"}, w.names()); diff != "" {
@@ -509,7 +509,7 @@ func TestAPodOfARefusedDaemonIsLeft(t *testing.T) {
 func TestDaemonsAndClaimsAreWrittenApart(t *testing.T) {
 	w, d := daemonWorld(t, interceptor.Funcs{}, gpuNode(wanting("a")), newClaim("c", "gpu-0"))
 	d.config.Template = nil
-	r := &relay{client: w.client, claims: w.claims()}
+	r := w.relay()
 	w.twice(r, "node-1")
 	w.twice(d, "node-1")
 	w.twice(r, "node-1")

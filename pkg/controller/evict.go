@@ -18,7 +18,6 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/client-go/tools/events"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -147,14 +146,8 @@ func concerned(node *v1alpha1.GPUNode) (pods []v1alpha1.PodReference) {
 
 // evictor evicts the pods with limits from tainted devices. Kubernetes does that for pods with claims.
 type evictor struct {
-	client    client.Client
-	live      client.Reader
-	recorder  events.EventRecorder
-	metrics   *metrics
-	limits    device.Resources
+	cluster
 	evictions *evictions
-	driver    string
-	now       func() time.Time
 
 	turns map[string]podTurn // by node
 }

@@ -150,10 +150,7 @@ func limitedTo(name corev1.ResourceName, n string) func(*corev1.Pod) {
 }
 
 func (w *world) evictor() *evictor {
-	return &evictor{
-		client: w.client, live: w.client, recorder: w.recorder, metrics: w.metrics, limits: device.Resources{GPU: testResource},
-		evictions: newEvictions(w.now), driver: testDriver, now: w.now, turns: map[string]podTurn{},
-	}
+	return &evictor{cluster: w.cluster(), evictions: newEvictions(w.now), turns: map[string]podTurn{}}
 }
 
 func (w *world) evictions(result string) float64 {

@@ -62,10 +62,7 @@ const goneFor = time.Minute
 // deleted and registered again during the very repair that the maintenance is for. The garbage collector would delete these as well, so
 // lifecycle removes their Node from the owners. Agents of earlier versions wrote it.
 type lifecycle struct {
-	client client.Client
-	live   client.Reader
-	now    func() time.Time
-
+	cluster
 	// gone is since when a Node has been found gone, by name. A Node that is created again soon keeps its GPUNode, and so its MPS daemons.
 	gone map[string]time.Time
 }

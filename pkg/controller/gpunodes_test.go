@@ -90,7 +90,10 @@ func TestEndOfAGPUNode(t *testing.T) {
 					},
 				})
 			}
-			r := &lifecycle{client: read(c.cached, c.stale), live: read(c.live, nil), now: func() time.Time { return noon }, gone: map[string]time.Time{}}
+			r := &lifecycle{
+				cluster: cluster{client: read(c.cached, c.stale), live: read(c.live, nil), now: func() time.Time { return noon }},
+				gone:    map[string]time.Time{},
+			}
 			if !c.justGone {
 				r.gone["node-1"] = noon.Add(-time.Hour)
 			}
@@ -117,7 +120,7 @@ func TestNoNodeOwnsAGPUNode(t *testing.T) {
 	object.OwnerReferences = []metav1.OwnerReference{ofNode, other}
 	object.Spec.Maintenance = []v1alpha1.GPUMaintenance{{UUID: "GPU-1"}}
 	w := newWorld(t, interceptor.Funcs{}, object)
-	w.twice(&lifecycle{client: w.client, live: w.client, now: w.now, gone: map[string]time.Time{}}, "node-1")
+	w.twice(&lifecycle{cluster: w.cluster(), gone: map[string]time.Time{}}, "node-1")
 	now := w.gpuNode()
 	if diff := cmp.Diff([]metav1.OwnerReference{other}, now.OwnerReferences); diff != "" || len(now.Spec.Maintenance) != 1 {
 		t.Errorf("owners (-want +got):\n%s, spec %+v", diff, now.Spec)

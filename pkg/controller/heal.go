@@ -16,7 +16,6 @@ import (
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
-	"k8s.io/client-go/tools/events"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
@@ -104,13 +103,7 @@ func hasStarted(pod *corev1.Pod) bool {
 // healer evicts the pods of claims in conflict, so that their owners create pods that get other GPUs. TestClaimConflictsWithPod
 // fails without it.
 type healer struct {
-	client client.Client
-	claims claimReader
-	driver string
-	// live reads from the API server: an eviction needs the current state.
-	live      client.Reader
-	recorder  events.EventRecorder
-	metrics   *metrics
+	cluster
 	evictions *evictions
 
 	turns map[string]turn // by node

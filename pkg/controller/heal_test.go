@@ -126,9 +126,7 @@ func TestPlanEviction(t *testing.T) {
 }
 
 func (w *world) healer() *healer {
-	return &healer{
-		client: w.client, claims: w.claims(), driver: testDriver, live: w.client, recorder: w.recorder, metrics: w.metrics, evictions: newEvictions(w.now), turns: map[string]turn{},
-	}
+	return &healer{cluster: w.cluster(), evictions: newEvictions(w.now), turns: map[string]turn{}}
 }
 
 func losing(conflicts ...v1alpha1.ConflictingClaim) func(*v1alpha1.GPUNodeStatus) {

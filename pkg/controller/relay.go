@@ -18,7 +18,6 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	"sigs.k8s.io/controller-runtime/pkg/predicate"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
-	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	"github.com/tandem-gpu/tandem/internal/capacity"
@@ -89,11 +88,7 @@ func nodesOf(claim *resourceapi.ResourceClaim, driver string) []string {
 }
 
 // relay writes GPUNode.spec. It creates no GPUNode: each agent creates its own. TestPodRefusedForClaim fails without it.
-type relay struct {
-	client  client.Client
-	claims  claimReader
-	changes source.Source // of claims' allocations
-}
+type relay struct{ cluster }
 
 func (r *relay) register(m manager.Manager) error {
 	// The generation also changes when a user edits the spec.

@@ -51,7 +51,7 @@ func TestRelay(t *testing.T) {
 }
 
 func (w *world) relay() *relay {
-	return &relay{client: w.client, claims: w.claims()}
+	return &relay{w.cluster()}
 }
 
 func TestRelayWritesOnceAndEndsWithTheClaim(t *testing.T) {

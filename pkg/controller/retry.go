@@ -22,7 +22,6 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/manager"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
-	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
 	parametersv1beta1 "github.com/tandem-gpu/tandem/api/parameters/v1beta1"
@@ -168,15 +167,7 @@ func Refused(claim *resourceapi.ResourceClaim, driver string) bool {
 // retrier annotates pods that kubelet could start now. The e2e stories TestBareClaimWaitsForPod and TestReboot exceed their time
 // limits without it.
 type retrier struct {
-	client client.Client
-	// live reads pods from the API server: the cache has Pending pods only, and not all of their fields.
-	live    client.Reader
-	claims  claimReader
-	changes source.Source // of claims' allocations
-	driver  string
-	metrics *metrics
-	now     func() time.Time
-
+	cluster
 	nodes map[string]schedule
 }
 

@@ -162,7 +162,7 @@ func TestRetrysOfPartitions(t *testing.T) {
 // TestRetrysInVain: whether there is room for a partition is not known, and kubelet is not told for ever.
 func TestRetrysInVain(t *testing.T) {
 	clock := time.Unix(0, 0)
-	n := &retrier{now: func() time.Time { return clock }, nodes: map[string]schedule{}}
+	n := &retrier{cluster: cluster{now: func() time.Time { return clock }}, nodes: map[string]schedule{}}
 	for unsure, want := range map[bool]int{true: 5, false: 15} {
 		retries := 0
 		for range 20 * 60 {
@@ -226,8 +226,7 @@ func TestUnstarted(t *testing.T) {
 }
 
 func (w *world) retrier() *retrier {
-	claims := w.claims()
-	return &retrier{client: w.client, live: w.client, claims: claims, driver: testDriver, metrics: w.metrics, now: w.now, nodes: map[string]schedule{}}
+	return &retrier{cluster: w.cluster(), nodes: map[string]schedule{}}
 }
 
 func (w *world) retry(name string) string {

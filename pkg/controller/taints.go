@@ -68,9 +68,8 @@ func RuleTaints(rules []*resourceapi.DeviceTaintRule, driver, node string, devic
 
 // tainter writes GPUNode.spec.taints. TestDeviceTaintRule fails without it.
 type tainter struct {
-	client client.Client
-	rules  *ruleCache
-	driver string
+	cluster
+	rules *ruleCache
 }
 
 // devicesChanged leaves out what changes no taint. A rule may select a new device.

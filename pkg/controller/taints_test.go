@@ -191,8 +191,8 @@ func TestTainter(t *testing.T) {
 	evicts := newRule("a", inPool("node-1/gpu-03"), ofDevice("gpu-3"), func(r *resourceapi.DeviceTaintRule) {
 		r.Spec.Taint.Effect, r.Spec.Taint.TimeAdded = resourceapi.DeviceTaintEffectNoExecute, ptr.To(metav1.Unix(2, 0))
 	})
-	r := &tainter{rules: rules(t, newRule("b"), evicts, newRule("later", ofDevice("gpu-9-mig-1g10gb-19-0")), newRule("elsewhere", inPool("node-10"))), driver: testDriver}
 	w := newWorld(t, interceptor.Funcs{}, gpuNode())
+	r := &tainter{cluster: w.cluster(), rules: rules(t, newRule("b"), evicts, newRule("later", ofDevice("gpu-9-mig-1g10gb-19-0")), newRule("elsewhere", inPool("node-10")))}
 	r.client = w.cached()
 	w.set(func(s *v1alpha1.GPUNodeStatus) { s.Devices = []v1alpha1.DeviceStatus{{Name: "gpu-3", UUID: "GPU-3"}} })
 	w.twice(r, "node-1")
@@ -267,7 +267,7 @@ func TestNodesOfARule(t *testing.T) {
 		}
 		objects = append(objects, n)
 	}
-	r := &tainter{client: newWorld(t, interceptor.Funcs{}, objects...).client, driver: testDriver}
+	r := &tainter{cluster: newWorld(t, interceptor.Funcs{}, objects...).cluster()}
 	for _, c := range []struct {
 		rule *resourceapi.DeviceTaintRule
 		want []string

@@ -27,6 +27,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/tandem-gpu/tandem/api/gpunode/v1alpha1"
+	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
 const (
@@ -95,6 +96,14 @@ func (w *world) counting() interceptor.Funcs {
 			w.writes[sub+" "+obj.GetName()]++
 			return c.SubResource(sub).Create(ctx, obj, subObj, opts...)
 		},
+	}
+}
+
+// cluster is what a reconciler has of the world.
+func (w *world) cluster() cluster {
+	return cluster{
+		client: w.client, live: w.client, claims: w.claims(), driver: testDriver, limits: device.Resources{GPU: testResource},
+		recorder: w.recorder, metrics: w.metrics, now: w.now,
 	}
 }
 
