@@ -10,23 +10,29 @@ import (
 	"unicode"
 	"unicode/utf16"
 	"unicode/utf8"
+
+	"golang.org/x/text/runes"
+	"golang.org/x/text/transform"
 )
 
 // Plain replaces characters that control a terminal or the direction of text, line breaks among them, and bytes that are not UTF-8. With
 // ascii it also replaces what ASCII does not have.
-func Plain(text string, ascii bool) string { return replace(text, ascii, "") }
+func Plain(text string, ascii bool) string { return strings.Map(replacing(ascii, ""), text) }
+
+// lineBreaks stay in texts of several lines.
+const lineBreaks = "\n\t"
 
 // Lines is Plain for several lines: line breaks and tabs stay.
-func Lines(text string, ascii bool) string { return replace(text, ascii, "\n\t") }
+func Lines(text string, ascii bool) string { return strings.Map(replacing(ascii, lineBreaks), text) }
 
-// replace keeps the characters of kept, which are harmful to Plain.
-func replace(text string, ascii bool, kept string) string {
-	return strings.Map(func(r rune) rune {
+// replacing keeps the characters of kept, which are harmful to Plain.
+func replacing(ascii bool, kept string) func(rune) rune {
+	return func(r rune) rune {
 		if strings.ContainsRune(kept, r) || harmless(r) && !(ascii && r > unicode.MaxASCII) {
 			return r
 		}
 		return '?'
-	}, text)
+	}
 }
 
 // JSON escapes in a JSON text what Plain would replace. The text keeps its meaning, because JSON has these characters in strings only.
@@ -56,27 +62,6 @@ func escape(text string, surrogates bool) string {
 func harmless(r rune) bool { return unicode.IsPrint(r) && r != utf8.RuneError }
 
 // Writer returns a writer that passes Lines of what it gets on to w. Bytes of a character that never becomes complete are lost.
-func Writer(w io.Writer, ascii bool) io.Writer { return &writer{w: w, ascii: ascii} }
-
-type writer struct {
-	w     io.Writer
-	ascii bool
-	// rest is the beginning of a character, whose end is in the next Write.
-	rest []byte
-}
-
-func (w *writer) Write(data []byte) (int, error) {
-	text := append(w.rest, data...)
-	whole := len(text)
-	for i := max(0, len(text)-utf8.UTFMax+1); i < len(text); i++ {
-		if utf8.RuneStart(text[i]) && !utf8.FullRune(text[i:]) {
-			whole = i
-			break
-		}
-	}
-	w.rest = append([]byte(nil), text[whole:]...)
-	if _, err := io.WriteString(w.w, Lines(string(text[:whole]), w.ascii)); err != nil {
-		return 0, err
-	}
-	return len(data), nil
+func Writer(w io.Writer, ascii bool) io.Writer {
+	return transform.NewWriter(w, runes.Map(replacing(ascii, lineBreaks)))
 }
