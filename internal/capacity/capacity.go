@@ -25,14 +25,10 @@ func Consumed(claim *resourceapi.ResourceClaim, result resourceapi.DeviceRequest
 	memory, byMemory := result.ConsumedCapacity[Memory]
 	shares, byCount := result.ConsumedCapacity[Shares]
 	c = device.Consumed{Memory: max(0, memory.Value()), Shares: max(0, shares.Value())}
-	switch {
-	case byCount && c.Shares > 0, byMemory && c.Memory == 0:
+	if byCount && c.Shares > 0 || byMemory && (c.Memory == 0 || requestsMemory(claim, result.Request)) {
 		return c, true
-	case byMemory && requestsMemory(claim, result.Request):
-		return c, true
-	default:
-		return device.Consumed{}, false
 	}
+	return device.Consumed{}, false
 }
 
 // requestsMemory reports whether a request, or a subrequest ("request/subrequest"), requests an amount of memory.
