@@ -142,7 +142,6 @@ const tooFew = "number of replicas must be >= 2"
 
 var tooManyClients = fmt.Sprintf("maximum allowed replicas is %d with MPS, the most clients that a daemon serves", device.MPSClients)
 
-// policy returns the rule's policy for one GPU.
 func (r SharingRule) policy() device.Sharing {
 	if r.Strategy == notShared {
 		return device.Sharing{}
@@ -235,7 +234,6 @@ func (c *Config) setSharing(f fileSharing) error {
 	return errors.Join(slicedErr, mpsErr)
 }
 
-// replicated reads the resources of one strategy.
 func (c *Config) replicated(section *fileReplicated, path string, strategy device.SharingStrategy) (NodeSharing, error) {
 	switch {
 	case section == nil, len(section.Resources) == 0 && !section.RenameByDefault:

@@ -269,7 +269,6 @@ func (s *Store[K, V]) repair(lost func(K) bool) error {
 	return errors.Join(errs...)
 }
 
-// open opens the directory.
 func (s *Store[K, V]) open() error {
 	if err := os.MkdirAll(s.options.Dir, 0o700); err != nil {
 		return err

@@ -118,7 +118,6 @@ func served(status v1alpha1.GPUNodeStatus, resource corev1.ResourceName) bool {
 	return status.ExtendedResource != "" && resourcesOf(status)[resource]
 }
 
-// resourcesOf returns the extended resources of all devices of a node.
 func resourcesOf(status v1alpha1.GPUNodeStatus) map[corev1.ResourceName]bool {
 	resources := map[corev1.ResourceName]bool{}
 	for _, device := range status.Devices {
@@ -209,7 +208,6 @@ type resourceRecord struct {
 	serves bool
 }
 
-// of returns the record of a resource.
 func (n *nodeRecord) of(resource corev1.ResourceName) *resourceRecord {
 	if n.resources[resource] == nil {
 		n.resources[resource] = &resourceRecord{}

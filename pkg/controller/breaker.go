@@ -83,7 +83,6 @@ type breaker struct {
 	offers map[offer]*rejections
 }
 
-// offer is a resource of a node.
 type offer struct {
 	node     string
 	resource corev1.ResourceName

@@ -138,7 +138,6 @@ type allocatedClaims struct {
 	passed sets.Set[types.UID]
 }
 
-// watch lists and watches the claims that pass.
 func (f *allocatedClaims) watch(api kubernetes.Interface) toolscache.ListerWatcher {
 	claims := api.ResourceV1().ResourceClaims(metav1.NamespaceAll)
 	return toolscache.ToListWatcherWithWatchListSemantics(&toolscache.ListWatch{
@@ -175,7 +174,6 @@ func (w filteredWatch) Stop() {
 	}()
 }
 
-// passes reports whether to pass an event of a claim.
 func (f *allocatedClaims) passes(event watch.EventType, claim *resourceapi.ResourceClaim) bool {
 	if event == watch.Bookmark {
 		return true

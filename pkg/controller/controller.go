@@ -142,7 +142,6 @@ func New(c Config) (*Controller, error) {
 	return o, nil
 }
 
-// register adds the reconcilers.
 func (c *Controller) register(config Config) error {
 	api, err := claimClient(c.manager)
 	if err != nil {
@@ -191,7 +190,6 @@ const (
 	lastRetry  = 5 * time.Second
 )
 
-// options returns the options of a reconciler.
 func options(workers int) ctrlcontroller.Options { return optionsFor[reconcile.Request](workers) }
 
 // forGPUNodes begins a reconciler that runs for each GPUNode, and again after each change that the predicate selects.

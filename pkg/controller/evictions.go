@@ -81,7 +81,6 @@ func (e *evictions) wait(losses map[loss]time.Time) (longest time.Duration) {
 	return longest
 }
 
-// record records an eviction for the losses.
 func (e *evictions) record(losses map[loss]time.Time) {
 	now := e.now()
 	maps.DeleteFunc(e.losses, func(_ loss, v *evicted) bool { return now.Sub(v.next) >= evictionForget })

@@ -25,7 +25,6 @@ const (
 	writeTimeout = leaseDuration - renewDeadline - retryPeriod
 )
 
-// newLease returns the lock of the Lease that the leader holds.
 func newLease(c Config) (resourcelock.Interface, error) {
 	config := rest.AddUserAgent(rest.CopyConfig(c.REST), "leader-election")
 	config.Timeout = renewDeadline / 2

@@ -16,7 +16,6 @@ func setNode(gauge *prometheus.GaugeVec, node string, n int) {
 	gauge.WithLabelValues(node).Set(float64(n))
 }
 
-// Causes and results of evictions.
 const (
 	causeConflict, causeTaint    = "conflict", "taint"
 	resultEvicted, resultRefused = "evicted", "refused"

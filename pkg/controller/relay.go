@@ -77,7 +77,6 @@ func allocated(claim *resourceapi.ResourceClaim, driver string) func(yield func(
 	}
 }
 
-// nodesOf returns the nodes of a claim's devices.
 func nodesOf(claim *resourceapi.ResourceClaim, driver string) []string {
 	var nodes []string
 	for result := range allocated(claim, driver) {

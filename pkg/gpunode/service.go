@@ -145,7 +145,6 @@ func missedBy(t v1alpha1.RuleTaint, node string, gpus []device.GPU, pools map[st
 		"A rule without a pool selects devices of all nodes", t.Pool, regarding.Some(missed), in)
 }
 
-// event records an event on the node.
 func (o *Object) event(reason, format string, args ...any) {
 	o.config.Recorder.Eventf(regarding.Node(o.config.NodeName), corev1.EventTypeNormal, reason, format, args...)
 }

@@ -169,7 +169,6 @@ func (v *view) OutOfService() func(device.Device) string {
 	}
 }
 
-// release replaces the claims that were released.
 func (v *view) release(claims map[types.UID]bool) {
 	v.mu.Lock()
 	defer v.mu.Unlock()

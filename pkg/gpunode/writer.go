@@ -355,7 +355,6 @@ func (o *Object) request(ctx context.Context, operation string, r *rest.Request,
 	return stored, nil
 }
 
-// refresh reads the object.
 func (o *Object) refresh(ctx context.Context) error {
 	object := &v1alpha1.GPUNode{}
 	err := o.client.Get().Resource(resource).Name(o.config.NodeName).Timeout(requestTimeout).Do(ctx).Into(object)

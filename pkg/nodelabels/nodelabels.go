@@ -271,7 +271,6 @@ var families = map[string]string{
 	"10": "blackwell", "12": "blackwell", "13": "rubin",
 }
 
-// family is the architecture of a compute capability.
 func family(major, minor string) string {
 	switch n, _ := strconv.Atoi(minor); {
 	case major == "7" && n < 5:
