@@ -18,18 +18,15 @@ import (
 // Processes returns the process IDs, as the host counts them, of the processes with a CUDA context on the GPU or on a partition of it, and of
 // those with a graphics context only. pkg/handover calls it. Safe for concurrent use; it waits for other operations on the GPU.
 func (n *Node) Processes(ctx context.Context, uuid string) (compute, graphics []int, err error) {
-	all, err := operate(ctx, n, uuid, func(op *operation) (all [2][]int, err error) {
+	all, err := operate(ctx, n, uuid, "list processes on GPU "+uuid, func(op *operation) (all [2][]int, err error) {
 		if all[0], err = pidsOf(op.device.GetComputeRunningProcesses, op.device.GetMPSComputeRunningProcesses); err != nil {
 			return all, err
 		}
 		all[1], err = pidsOf(op.device.GetGraphicsRunningProcesses)
 		return all, err
 	}, nil)
-	if err != nil {
-		return nil, nil, fmt.Errorf("list processes on GPU %s: %w", uuid, err)
-	}
 	compute = all[0]
-	return compute, slices.DeleteFunc(all[1], func(pid int) bool { return slices.Contains(compute, pid) }), nil
+	return compute, slices.DeleteFunc(all[1], func(pid int) bool { return slices.Contains(compute, pid) }), err
 }
 
 // pidsOf returns the processes of some of NVML's lists. A list that the driver or the GPU lacks is empty.
@@ -49,23 +46,16 @@ func pidsOf(lists ...func() ([]gonvml.ProcessInfo, gonvml.Return)) (pids []int, 
 
 // Settings reads the settings of a GPU. pkg/handover calls it. Safe for concurrent use; it waits for other operations on the GPU.
 func (n *Node) Settings(ctx context.Context, uuid string) (gpu.Settings, error) {
-	settings, err := operate(ctx, n, uuid, (*operation).settings, nil)
-	if err != nil {
-		return gpu.Settings{}, fmt.Errorf("read settings of GPU %s: %w", uuid, err)
-	}
-	return settings, nil
+	return operate(ctx, n, uuid, "read settings of GPU "+uuid, (*operation).settings, nil)
 }
 
 // RestoreSettings sets the settings that differ from wanted. It leaves those that wanted does not have. pkg/handover calls it. Idempotent
 // and safe for concurrent use; it waits for other operations on the GPU.
 func (n *Node) RestoreSettings(ctx context.Context, uuid string, wanted gpu.Settings) error {
-	_, err := operate(ctx, n, uuid, func(op *operation) (struct{}, error) {
+	_, err := operate(ctx, n, uuid, "restore settings of GPU "+uuid, func(op *operation) (struct{}, error) {
 		return struct{}{}, op.restoreSettings(wanted)
 	}, nil) // nothing to revert: a caller whose ctx ended retries
-	if err != nil {
-		return fmt.Errorf("restore settings of GPU %s: %w", uuid, err)
-	}
-	return nil
+	return err
 }
 
 func (op *operation) settings() (s gpu.Settings, err error) {

@@ -38,16 +38,16 @@ type operation struct {
 }
 
 // operate runs an operation once it has the GPU to itself. ctx ends the wait, not a running operation: abandon, if not nil, gets its result
-// before the next operation starts. A do or abandon that changes the GPU must call publishPartitions at its end.
+// before the next operation starts. A do or abandon that changes the GPU must call publishPartitions at its end. about begins the error.
 func operate[T any](
-	ctx context.Context, n *Node, uuid string, do func(*operation) (T, error), abandon func(*operation, T),
+	ctx context.Context, n *Node, uuid, about string, do func(*operation) (T, error), abandon func(*operation, T),
 ) (T, error) {
 	var none T
 	leave, err := n.lockGPU(ctx, uuid)
 	if err != nil {
-		return none, err
+		return none, fmt.Errorf("%s: %w", about, err)
 	}
-	return await(ctx, func(answer func(T, error) bool) {
+	value, err := await(ctx, func(answer func(T, error) bool) {
 		defer leave()
 		op, err := n.openOperation(uuid)
 		if err != nil {
@@ -60,6 +60,10 @@ func operate[T any](
 			abandon(op, value)
 		}
 	})
+	if err != nil {
+		return none, fmt.Errorf("%s: %w", about, err)
+	}
+	return value, nil
 }
 
 // await runs work in a goroutine and returns its answer. ctx ends the wait, not the work: answer then returns false.
@@ -221,11 +225,7 @@ func (n *Node) Create(ctx context.Context, ref gpu.Ref, profile gpu.Profile) (gp
 		_ = op.destroy(ref.Placement)
 		n.publishPartitions(op)
 	}
-	p, err := operate(ctx, n, ref.GPU, create, takeBack)
-	if err != nil {
-		return gpu.Partition{}, fmt.Errorf("create partition %s at %s: %w", profile.Name, ref, err)
-	}
-	return p, nil
+	return operate(ctx, n, ref.GPU, fmt.Sprintf("create partition %s at %s", profile.Name, ref), create, takeBack)
 }
 
 func (op *operation) create(place gpu.Placement, profile gpu.Profile) (gpu.Partition, error) {
@@ -356,10 +356,8 @@ func (n *Node) Destroy(ctx context.Context, ref gpu.Ref) error {
 		}
 		return struct{}{}, err
 	}
-	if _, err := operate(ctx, n, ref.GPU, destroy, nil); err != nil {
-		return fmt.Errorf("destroy partition %s: %w", ref, err)
-	}
-	return nil
+	_, err := operate(ctx, n, ref.GPU, "destroy partition "+ref.String(), destroy, nil)
+	return err
 }
 
 func (op *operation) destroy(place gpu.Placement) error {
@@ -453,10 +451,8 @@ func (n *Node) switchMIG(ctx context.Context, uuid string, mode int, word string
 		defer n.publishPartitions(op)
 		return struct{}{}, op.setMode(mode)
 	}
-	if _, err := operate(ctx, n, uuid, set, nil); err != nil {
-		return fmt.Errorf("switch MIG mode of GPU %s %s: %w", uuid, word, err)
-	}
-	return nil
+	_, err := operate(ctx, n, uuid, fmt.Sprintf("switch MIG mode of GPU %s %s", uuid, word), set, nil)
+	return err
 }
 
 func (op *operation) setMode(mode int) error {

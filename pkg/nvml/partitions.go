@@ -282,11 +282,7 @@ func byProcesses(processes []int) string {
 // empty. It fails if anything cannot be read, because the caller is about to create or destroy. It is safe for concurrent use,
 // and waits for a running change of the same GPU.
 func (n *Node) Partitions(ctx context.Context, uuid string) ([]gpu.Partition, error) {
-	partitions, err := operate(ctx, n, uuid, (*operation).partitions, nil)
-	if err != nil {
-		return nil, fmt.Errorf("list the partitions of GPU %s: %w", uuid, err)
-	}
-	return partitions, nil
+	return operate(ctx, n, uuid, "list the partitions of GPU "+uuid, (*operation).partitions, nil)
 }
 
 func (op *operation) partitions() ([]gpu.Partition, error) {

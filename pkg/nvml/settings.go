@@ -34,22 +34,15 @@ var computeModes = map[gpu.ComputeMode]gonvml.ComputeMode{
 // driver is unloaded. The error is gpu.ErrUnsupported if the GPU has no such mode, as with MIG mode on. pkg/sharing calls it.
 // Idempotent and safe for concurrent use; it waits for other operations on the GPU.
 func (n *Node) SetComputeMode(ctx context.Context, uuid string, mode gpu.ComputeMode) (before gpu.ComputeMode, err error) {
-	before, err = operate(ctx, n, uuid, func(op *operation) (gpu.ComputeMode, error) {
+	about := fmt.Sprintf("set compute mode of GPU %s to %s", uuid, mode)
+	return operate(ctx, n, uuid, about, func(op *operation) (gpu.ComputeMode, error) {
 		return op.setComputeMode(mode)
 	}, nil) // nothing to revert: a caller whose ctx ended retries
-	if err != nil {
-		return "", fmt.Errorf("set compute mode of GPU %s to %s: %w", uuid, mode, err)
-	}
-	return before, nil
 }
 
 // ComputeMode reads the compute mode. Safe for concurrent use.
 func (n *Node) ComputeMode(ctx context.Context, uuid string) (gpu.ComputeMode, error) {
-	mode, err := operate(ctx, n, uuid, (*operation).computeMode, nil)
-	if err != nil {
-		return "", fmt.Errorf("read compute mode of GPU %s: %w", uuid, err)
-	}
-	return mode, nil
+	return operate(ctx, n, uuid, "read compute mode of GPU "+uuid, (*operation).computeMode, nil)
 }
 
 func (op *operation) computeMode() (gpu.ComputeMode, error) {
@@ -94,16 +87,14 @@ func settingError(ret gonvml.Return) error {
 // gpu.ErrUnsupported if the GPU has no time slices, the driver has no nvidia-smi that sets them, or the agent has no right to set
 // them. pkg/sharing calls it. Idempotent and safe for concurrent use; it waits for other operations on the GPU.
 func (n *Node) SetTimeSlice(ctx context.Context, uuid string, interval int) error {
+	about := fmt.Sprintf("set time slice of GPU %s to %d", uuid, interval)
 	if interval < 0 || interval > 3 {
-		return fmt.Errorf("set time slice of GPU %s to %d: not from 0 to 3", uuid, interval)
+		return fmt.Errorf("%s: not from 0 to 3", about)
 	}
-	_, err := operate(ctx, n, uuid, func(op *operation) (struct{}, error) {
+	_, err := operate(ctx, n, uuid, about, func(op *operation) (struct{}, error) {
 		return struct{}{}, n.runSMI("time slice of "+uuid, op.layout, "compute-policy", "-i", uuid, "--set-timeslice="+strconv.Itoa(interval))
 	}, nil) // nothing to revert: a caller whose ctx ended retries
-	if err != nil {
-		return fmt.Errorf("set time slice of GPU %s to %d: %w", uuid, interval, err)
-	}
-	return nil
+	return err
 }
 
 // refusals are nvidia-smi's exit statuses after which nothing was done, and a retry does not help (nvidia-smi(1), return value): its version
