@@ -123,7 +123,10 @@ type guard struct {
 	gonvml.Interface
 }
 
-func (g *guard) has(symbol string) bool { return g.Extensions().LookupSymbol(symbol) == nil }
+// has reports whether the library has a version of a function.
+func (g *guard) has(versions ...string) bool {
+	return lacks(g.Extensions().LookupSymbol, [][]string{versions}) == ""
+}
 
 func (g *guard) device(d gonvml.Device, ret gonvml.Return) (gonvml.Device, gonvml.Return) {
 	if ret != gonvml.SUCCESS {
@@ -153,9 +156,9 @@ type guardedDevice struct {
 // Wrapped implements record.Wrapper.
 func (d *guardedDevice) Wrapped() gonvml.Device { return d.Device }
 
-// guarded calls a function with one result if the library has it.
-func guarded[T any](d *guardedDevice, call func() (T, gonvml.Return), symbol string) (T, gonvml.Return) {
-	if !d.guard.has(symbol) {
+// guarded calls a function with one result if the library has a version of it.
+func guarded[T any](d *guardedDevice, call func() (T, gonvml.Return), versions ...string) (T, gonvml.Return) {
+	if !d.guard.has(versions...) {
 		var zero T
 		return zero, gonvml.ERROR_FUNCTION_NOT_FOUND
 	}
@@ -178,7 +181,7 @@ var migSymbols = [][]string{
 	{"nvmlGpuInstanceGetComputeInstanceById"}, {"nvmlGpuInstanceCreateComputeInstance"},
 	{"nvmlComputeInstanceGetInfo_v2", "nvmlComputeInstanceGetInfo"}, {"nvmlComputeInstanceDestroy"},
 	{"nvmlDeviceGetAttributes_v2", "nvmlDeviceGetAttributes"},
-	computeProcesses[0],
+	computeProcesses,
 }
 
 // GetMigMode returns NOT_SUPPORTED if any MIG function is missing: such a driver is older than MIG, or than this package's use of
@@ -216,34 +219,22 @@ func (d *guardedDevice) SetApplicationsClocks(memory, graphics uint32) gonvml.Re
 }
 
 func (d *guardedDevice) GetComputeRunningProcesses() ([]gonvml.ProcessInfo, gonvml.Return) {
-	return d.processes(d.Device.GetComputeRunningProcesses, computeProcesses)
+	return guarded(d, d.Device.GetComputeRunningProcesses, computeProcesses...)
 }
 
 // GetMPSComputeRunningProcesses came with R470.
 func (d *guardedDevice) GetMPSComputeRunningProcesses() ([]gonvml.ProcessInfo, gonvml.Return) {
-	return d.processes(d.Device.GetMPSComputeRunningProcesses, mpsProcesses)
+	return guarded(d, d.Device.GetMPSComputeRunningProcesses, threeVersions("nvmlDeviceGetMPSComputeRunningProcesses")...)
 }
 
 func (d *guardedDevice) GetGraphicsRunningProcesses() ([]gonvml.ProcessInfo, gonvml.Return) {
-	return d.processes(d.Device.GetGraphicsRunningProcesses, graphicsProcesses)
+	return guarded(d, d.Device.GetGraphicsRunningProcesses, threeVersions("nvmlDeviceGetGraphicsRunningProcesses")...)
 }
 
-// The lists of processes have had three versions, of which a driver may drop the first ones.
-var (
-	computeProcesses  = threeVersions("nvmlDeviceGetComputeRunningProcesses")
-	mpsProcesses      = threeVersions("nvmlDeviceGetMPSComputeRunningProcesses")
-	graphicsProcesses = threeVersions("nvmlDeviceGetGraphicsRunningProcesses")
-)
+var computeProcesses = threeVersions("nvmlDeviceGetComputeRunningProcesses")
 
-func threeVersions(name string) [][]string { return [][]string{{name + "_v3", name + "_v2", name}} }
-
-// processes calls list if the driver has a version of it.
-func (d *guardedDevice) processes(list func() ([]gonvml.ProcessInfo, gonvml.Return), versions [][]string) ([]gonvml.ProcessInfo, gonvml.Return) {
-	if lacks(d.guard.Extensions().LookupSymbol, versions) != "" {
-		return nil, gonvml.ERROR_FUNCTION_NOT_FOUND
-	}
-	return list()
-}
+// threeVersions are those of a list of processes. A driver may drop the first ones.
+func threeVersions(name string) []string { return []string{name + "_v3", name + "_v2", name} }
 
 func (d *guardedDevice) GetAddressingMode() (gonvml.DeviceAddressingMode, gonvml.Return) {
 	return guarded(d, d.Device.GetAddressingMode, "nvmlDeviceGetAddressingMode")
@@ -375,24 +366,16 @@ func (s *session) shutdown() {
 	s.library.Shutdown()
 }
 
-func (s *session) close() {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.users--; s.users > 0 {
-		return
-	}
-	if !s.holding || s.outdated.Load() {
-		s.shutdown()
-	}
-	s.idle.Notify()
-}
+func (s *session) close() { s.endUse(false) }
 
 // linger is how long the session stays open after an operation. A claim for a partition needs several operations, and each Init and each
 // first handle of a GPU takes the driver milliseconds to seconds under load.
 const linger = time.Second
 
 // closeLater is close for an operation: the next one is likely to follow.
-func (s *session) closeLater() {
+func (s *session) closeLater() { s.endUse(true) }
+
+func (s *session) endUse(another bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.users--; s.users > 0 {
@@ -400,7 +383,7 @@ func (s *session) closeLater() {
 	}
 	switch {
 	case s.holding && !s.outdated.Load():
-	case s.outdated.Load() || s.paused.Load() != nil:
+	case !another || s.outdated.Load() || s.paused.Load() != nil:
 		s.shutdown()
 	default:
 		var timer *time.Timer
