@@ -153,13 +153,7 @@ func (n *Node) Changed() <-chan struct{} { return n.changed.Changed() }
 // go. Between these scans it reads the health of the GPUs, once a second where that is cheap, and after each XID. Call Scan first: Run
 // begins with a wait. Run returns nil when ctx is done, and ErrDriverReplaced when only a new process can use the driver.
 func (n *Node) Run(ctx context.Context) error {
-	defer func() {
-		n.scanning.Lock()
-		defer n.scanning.Unlock()
-		if n.session != nil && n.whyNoCall() == nil {
-			n.endSessionUse(func(s *session) { s.setHold(false) })
-		}
-	}()
+	defer n.release()
 	n.mu.Lock()
 	wait, failure := awaitInterval, n.failure
 	n.mu.Unlock()

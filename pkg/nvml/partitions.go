@@ -403,10 +403,6 @@ func (op *operation) users(gpuInstance int) []int {
 
 // processesOf returns the processes that use a GPU or a MIG device, as far as NVML reports them.
 func processesOf(d gonvml.Device) []int {
-	processes, _ := d.GetComputeRunningProcesses() //nolint:errcheck // for the reader of an error
-	var ids []int
-	for _, p := range processes {
-		ids = append(ids, int(p.Pid))
-	}
+	ids, _ := pidsOf(d.GetComputeRunningProcesses) //nolint:errcheck // for the reader of an error
 	return ids
 }

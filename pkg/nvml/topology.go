@@ -8,7 +8,6 @@ import (
 	"cmp"
 	"maps"
 	"slices"
-	"strings"
 
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
 	"golang.org/x/sys/unix"
@@ -140,12 +139,7 @@ func busID(info gonvml.PciInfo) string {
 	for i, c := range info.BusId {
 		text[i] = byte(c)
 	}
-	id := strings.ToLower(unix.ByteSliceToString(text))
-	// NVML writes domains with 8 digits; those of Linux have 4 unless they need more.
-	if rest, ok := strings.CutPrefix(id, "0000"); ok && strings.Index(rest, ":") == 4 {
-		return rest
-	}
-	return id
+	return kernelAddress(unix.ByteSliceToString(text))
 }
 
 var linkLevels = map[gonvml.GpuTopologyLevel]gpu.Link{
