@@ -9,7 +9,6 @@ import (
 	"fmt"
 	"path/filepath"
 	"strconv"
-	"strings"
 	"time"
 
 	"github.com/NVIDIA/go-nvlib/pkg/nvlib/device"
@@ -70,17 +69,10 @@ func (r *reader) readAll(g *gpu.GPU, d gonvml.Device) (complete bool) {
 	return complete
 }
 
-// nodeMemory returns the node's memory in bytes; zero if it cannot be read.
-func (h Host) nodeMemory() uint64 {
-	for line := range strings.Lines(contents(h.ProcRoot, "meminfo")) {
-		if fields := strings.Fields(line); len(fields) > 1 && fields[0] == "MemTotal:" {
-			kibibytes, err := strconv.ParseUint(fields[1], 10, 53)
-			if err == nil {
-				return kibibytes << 10
-			}
-		}
-	}
-	return 0
+// nodeMemory returns the node's memory in bytes; zero if it cannot be read. The kernel writes it into the first line.
+func (h Host) nodeMemory() (kibibytes uint64) {
+	_, _ = fmt.Sscanf(contents(h.ProcRoot, "meminfo"), "MemTotal: %d", &kibibytes)
+	return kibibytes << 10
 }
 
 // readECC reads whether ECC is on.

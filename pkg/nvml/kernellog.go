@@ -82,25 +82,15 @@ func parseRecord(line string, boot time.Time) (event gpu.XIDEvent, found bool) {
 	if !whole || !strings.HasPrefix(text, "NVRM: ") {
 		return gpu.XIDEvent{}, false
 	}
-	var header [3]uint64 // priority, sequence, microseconds
-	fields := strings.SplitN(prefix, ",", len(header)+1)
-	if len(fields) < len(header) {
-		return gpu.XIDEvent{}, false
-	}
-	for i := range header {
-		n, err := strconv.ParseUint(fields[i], 10, 63)
-		if err != nil {
-			return gpu.XIDEvent{}, false
-		}
-		header[i] = n
-	}
+	var priority, sequence, microseconds uint64
+	_, err := fmt.Sscanf(prefix, "%d,%d,%d,", &priority, &sequence, &microseconds)
 	// The facility is above the three bits of the level, and zero for the kernel: a process that writes to the file has another one.
-	if header[0]>>3 != 0 {
+	if err != nil || priority>>3 != 0 {
 		return gpu.XIDEvent{}, false
 	}
 	event = gpu.XIDEvent{
-		GPUInstance: gpu.NoInstance, ComputeInstance: gpu.NoInstance, Sequence: header[1],
-		Time: boot.Add(time.Duration(header[2]) * time.Microsecond), Message: text,
+		GPUInstance: gpu.NoInstance, ComputeInstance: gpu.NoInstance, Sequence: sequence,
+		Time: boot.Add(time.Duration(microseconds) * time.Microsecond), Message: text,
 	}
 	if strings.HasPrefix(text, loadText) {
 		return event, true
