@@ -175,10 +175,8 @@ func (n *Node) inspectEdits(ctx context.Context, r *Report) {
 	edits, err := n.ContainerEdits(ctx)
 	if err == nil {
 		r.CDI, err = edits.Spec()
+		r.CDIFailed = map[string]string{}
 		for uuid, failure := range edits.Failed {
-			if r.CDIFailed == nil {
-				r.CDIFailed = map[string]string{}
-			}
 			r.CDIFailed[uuid] = failure.Error()
 		}
 	}

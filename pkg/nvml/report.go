@@ -205,17 +205,12 @@ func (r Report) writeCalls(t *text) {
 		ret    int
 		code   string
 	}
-	var rows []row
 	grouped := map[row][]record.Call{}
 	for _, c := range r.Calls {
 		key := row{c.Method, c.Return, c.Code}
-		if grouped[key] == nil {
-			rows = append(rows, key)
-		}
 		grouped[key] = append(grouped[key], c)
 	}
-	// GPUs are read at the same time, so the calls have no order.
-	slices.SortFunc(rows, func(a, b row) int {
+	rows := slices.SortedFunc(maps.Keys(grouped), func(a, b row) int {
 		return cmp.Or(strings.Compare(a.method, b.method), cmp.Compare(a.ret, b.ret), strings.Compare(a.code, b.code))
 	})
 	for _, key := range rows {

@@ -7,10 +7,10 @@ package nvml
 import (
 	"context"
 	"errors"
+	"sync"
 	"time"
 
 	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
-	"golang.org/x/sync/errgroup"
 	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
@@ -22,8 +22,9 @@ import (
 // of a partition. pkg/health calls it once, after the first Scan. It returns nil.
 func (n *Node) WatchXIDs(ctx context.Context, handle func(gpu.XIDEvent)) error {
 	events := make(chan gpu.XIDEvent)
-	group, ctx := errgroup.WithContext(ctx)
-	group.Go(func() error {
+	var reading sync.WaitGroup
+	defer reading.Wait()
+	reading.Go(func() {
 		n.readXIDs(ctx, func(e gpu.XIDEvent) {
 			select {
 			case events <- e:
@@ -33,24 +34,20 @@ func (n *Node) WatchXIDs(ctx context.Context, handle func(gpu.XIDEvent)) error {
 			case <-ctx.Done():
 			}
 		})
-		return nil
 	})
-	group.Go(func() error {
-		for ctx.Err() == nil {
-			changed := n.endings.Changed()
-			for _, e := range n.takeEndedXIDs() {
-				handle(e)
-			}
-			select {
-			case e := <-events:
-				handle(e)
-			case <-changed:
-			case <-ctx.Done():
-			}
+	for ctx.Err() == nil {
+		changed := n.endings.Changed()
+		for _, e := range n.takeEndedXIDs() {
+			handle(e)
 		}
-		return nil
-	})
-	return group.Wait()
+		select {
+		case e := <-events:
+			handle(e)
+		case <-changed:
+		case <-ctx.Done():
+		}
+	}
+	return nil
 }
 
 // sourceRetry is how long after a source of XIDs has failed the next attempt begins.
