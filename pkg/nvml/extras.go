@@ -29,24 +29,30 @@ type Extras struct {
 	IMEXRequired bool
 }
 
-// extraNodes are the nodes of the extras that are asked for, as patterns.
-func (e Extras) extraNodes() (patterns []string) {
-	for _, extra := range []struct {
-		asked    bool
-		patterns []string
-	}{
-		{e.GDS, []string{"/dev/nvidia-fs*"}},
-		{e.GDRCopy, []string{"/dev/gdrdrv"}},
-		{e.MOFED, []string{"/dev/infiniband/uverbs*", "/dev/infiniband/rdma_cm"}},
-	} {
-		if extra.asked {
-			patterns = append(patterns, extra.patterns...)
-		}
+// extra is one kind of devices that is asked for: what nvcdi calls it, and its nodes as patterns.
+type extra struct {
+	what  string
+	mode  nvcdi.Mode
+	id    string
+	nodes []string
+}
+
+func (e Extras) asked() (all []extra) {
+	if e.GDS {
+		all = append(all, extra{"the devices of gds", nvcdi.ModeGds, "all", []string{"/dev/nvidia-fs*"}})
+	}
+	if e.GDRCopy {
+		all = append(all, extra{"the devices of gdrcopy", nvcdi.ModeGdrcopy, "all", []string{"/dev/gdrdrv"}})
+	}
+	if e.MOFED {
+		nodes := []string{"/dev/infiniband/uverbs*", "/dev/infiniband/rdma_cm"}
+		all = append(all, extra{"the devices of mofed", nvcdi.ModeMofed, "all", nodes})
 	}
 	for _, channel := range e.IMEXChannels {
-		patterns = append(patterns, imexChannel(channel))
+		what := fmt.Sprintf("IMEX channel %d", channel)
+		all = append(all, extra{what, nvcdi.ModeImex, fmt.Sprint(channel), []string{imexChannel(channel)}})
 	}
-	return patterns
+	return all
 }
 
 func imexChannel(number int) string {
@@ -59,15 +65,14 @@ func extraRoots(devRoot string) []string { return slices.Compact([]string{devRoo
 // traceExtras returns the nodes of the extras that there are, with their numbers.
 func (o Options) traceExtras(devRoot string) (trace string) {
 	for _, root := range extraRoots(devRoot) {
-		for _, pattern := range o.Extras.extraNodes() {
-			paths, err := filepath.Glob(o.onHost(filepath.Join(root, pattern)))
-			if err != nil {
-				continue
-			}
-			for _, path := range paths {
-				var info unix.Stat_t
-				if unix.Stat(path, &info) == nil {
-					trace += fmt.Sprintf("%s=%x ", path, info.Rdev)
+		for _, extra := range o.Extras.asked() {
+			for _, pattern := range extra.nodes {
+				paths, _ := filepath.Glob(o.onHost(filepath.Join(root, pattern))) //nolint:errcheck // the patterns are right
+				for _, path := range paths {
+					var info unix.Stat_t
+					if unix.Stat(path, &info) == nil {
+						trace += fmt.Sprintf("%s=%x ", path, info.Rdev)
+					}
 				}
 			}
 		}
@@ -77,32 +82,20 @@ func (o Options) traceExtras(devRoot string) (trace string) {
 
 // addExtras adds the extras that are asked for and exist.
 func (n *Node) addExtras(ctx context.Context, at attachment, to *specs.ContainerEdits) error {
-	asked := n.options.Extras
-	for _, extra := range []struct {
-		asked bool
-		mode  nvcdi.Mode
-	}{{asked.GDS, nvcdi.ModeGds}, {asked.GDRCopy, nvcdi.ModeGdrcopy}, {asked.MOFED, nvcdi.ModeMofed}} {
-		if !extra.asked {
+	for _, extra := range n.options.Extras.asked() {
+		if extra.mode == nvcdi.ModeImex && !n.options.hasExtra(at.layout.devRoot, extra.nodes[0]) {
 			continue
 		}
-		if err := n.addExtra(ctx, at, to, extra.mode, "all"); err != nil {
-			return fmt.Errorf("find the devices of %s: %w", extra.mode, err)
-		}
-	}
-	for _, channel := range asked.IMEXChannels {
-		if !n.options.hasChannel(at.layout.devRoot, channel) {
-			continue
-		}
-		if err := n.addExtra(ctx, at, to, nvcdi.ModeImex, fmt.Sprint(channel)); err != nil {
-			return fmt.Errorf("find IMEX channel %d: %w", channel, err)
+		if err := n.addExtra(ctx, at, to, extra); err != nil {
+			return fmt.Errorf("find %s: %w", extra.what, err)
 		}
 	}
 	return n.options.missingChannel(at.layout.devRoot)
 }
 
-func (o Options) hasChannel(devRoot string, channel int) bool {
+func (o Options) hasExtra(devRoot, node string) bool {
 	return slices.ContainsFunc(extraRoots(devRoot), func(root string) bool {
-		_, err := os.Stat(o.onHost(filepath.Join(root, imexChannel(channel))))
+		_, err := os.Stat(o.onHost(filepath.Join(root, node)))
 		return err == nil
 	})
 }
@@ -110,7 +103,7 @@ func (o Options) hasChannel(devRoot string, channel int) bool {
 // missingChannel returns an error if an IMEX channel is required and does not exist.
 func (o Options) missingChannel(devRoot string) error {
 	for _, channel := range o.Extras.IMEXChannels {
-		if o.Extras.IMEXRequired && !o.hasChannel(devRoot, channel) {
+		if o.Extras.IMEXRequired && !o.hasExtra(devRoot, imexChannel(channel)) {
 			// The words of NVIDIA's device plugin.
 			return fmt.Errorf("requested IMEX channel channel%d does not exist", channel)
 		}
@@ -119,20 +112,19 @@ func (o Options) missingChannel(devRoot string) error {
 }
 
 // addExtra adds the devices of one of nvcdi's modes, from the first root that has any.
-func (n *Node) addExtra(ctx context.Context, at attachment, to *specs.ContainerEdits, mode nvcdi.Mode, id string) error {
-	var err error
+func (n *Node) addExtra(ctx context.Context, at attachment, to *specs.ContainerEdits, e extra) error {
+	var last error
 	for _, root := range extraRoots(at.layout.devRoot) {
-		var lib nvcdi.Interface
-		lib, err = nvcdi.New(
-			nvcdi.WithLogger(toolkitLogger{klog.FromContext(ctx).V(6)}), nvcdi.WithMode(mode), nvcdi.WithNvmlLib(at.session.library),
+		lib, err := nvcdi.New(
+			nvcdi.WithLogger(toolkitLogger{klog.FromContext(ctx).V(6)}), nvcdi.WithMode(e.mode), nvcdi.WithNvmlLib(at.session.library),
 			nvcdi.WithDriverRoot(n.options.onHost(at.layout.driverRoot)), nvcdi.WithDevRoot(n.options.onHost(root)),
 			nvcdi.WithFeatureFlags(nvcdi.FeatureDisableNvsandboxUtils),
 		)
 		if err != nil {
 			return err
 		}
-		var found []specs.Device
-		found, err = lib.GetDeviceSpecsByID(id)
+		found, err := lib.GetDeviceSpecsByID(e.id)
+		last = err
 		for _, d := range found {
 			if len(d.ContainerEdits.DeviceNodes) == 0 {
 				continue
@@ -143,5 +135,5 @@ func (n *Node) addExtra(ctx context.Context, at attachment, to *specs.ContainerE
 			return nil
 		}
 	}
-	return err
+	return last
 }
