@@ -356,41 +356,19 @@ func list(v reflect.Value, rename func(string) string) any {
 	}
 }
 
-// codeOf returns the name of a return code in nvml.h without its prefix. go-nvml has the names only while no library is open.
+// codeOf returns the name of a return code in nvml.h without its prefix.
 func codeOf(ret gonvml.Return) string {
 	return cmp.Or(codes[ret], fmt.Sprint("unknown return code ", int(ret)))
 }
 
-var codes = map[gonvml.Return]string{
-	gonvml.SUCCESS:                         "SUCCESS",
-	gonvml.ERROR_UNINITIALIZED:             "ERROR_UNINITIALIZED",
-	gonvml.ERROR_INVALID_ARGUMENT:          "ERROR_INVALID_ARGUMENT",
-	gonvml.ERROR_NOT_SUPPORTED:             "ERROR_NOT_SUPPORTED",
-	gonvml.ERROR_NO_PERMISSION:             "ERROR_NO_PERMISSION",
-	gonvml.ERROR_ALREADY_INITIALIZED:       "ERROR_ALREADY_INITIALIZED",
-	gonvml.ERROR_NOT_FOUND:                 "ERROR_NOT_FOUND",
-	gonvml.ERROR_INSUFFICIENT_SIZE:         "ERROR_INSUFFICIENT_SIZE",
-	gonvml.ERROR_INSUFFICIENT_POWER:        "ERROR_INSUFFICIENT_POWER",
-	gonvml.ERROR_DRIVER_NOT_LOADED:         "ERROR_DRIVER_NOT_LOADED",
-	gonvml.ERROR_TIMEOUT:                   "ERROR_TIMEOUT",
-	gonvml.ERROR_IRQ_ISSUE:                 "ERROR_IRQ_ISSUE",
-	gonvml.ERROR_LIBRARY_NOT_FOUND:         "ERROR_LIBRARY_NOT_FOUND",
-	gonvml.ERROR_FUNCTION_NOT_FOUND:        "ERROR_FUNCTION_NOT_FOUND",
-	gonvml.ERROR_CORRUPTED_INFOROM:         "ERROR_CORRUPTED_INFOROM",
-	gonvml.ERROR_GPU_IS_LOST:               "ERROR_GPU_IS_LOST",
-	gonvml.ERROR_RESET_REQUIRED:            "ERROR_RESET_REQUIRED",
-	gonvml.ERROR_OPERATING_SYSTEM:          "ERROR_OPERATING_SYSTEM",
-	gonvml.ERROR_LIB_RM_VERSION_MISMATCH:   "ERROR_LIB_RM_VERSION_MISMATCH",
-	gonvml.ERROR_IN_USE:                    "ERROR_IN_USE",
-	gonvml.ERROR_MEMORY:                    "ERROR_MEMORY",
-	gonvml.ERROR_NO_DATA:                   "ERROR_NO_DATA",
-	gonvml.ERROR_VGPU_ECC_NOT_SUPPORTED:    "ERROR_VGPU_ECC_NOT_SUPPORTED",
-	gonvml.ERROR_INSUFFICIENT_RESOURCES:    "ERROR_INSUFFICIENT_RESOURCES",
-	gonvml.ERROR_FREQ_NOT_SUPPORTED:        "ERROR_FREQ_NOT_SUPPORTED",
-	gonvml.ERROR_ARGUMENT_VERSION_MISMATCH: "ERROR_ARGUMENT_VERSION_MISMATCH",
-	gonvml.ERROR_DEPRECATED:                "ERROR_DEPRECATED",
-	gonvml.ERROR_NOT_READY:                 "ERROR_NOT_READY",
-	gonvml.ERROR_GPU_NOT_FOUND:             "ERROR_GPU_NOT_FOUND",
-	gonvml.ERROR_INVALID_STATE:             "ERROR_INVALID_STATE",
-	gonvml.ERROR_UNKNOWN:                   "ERROR_UNKNOWN",
-}
+// codes are taken before any library is open: from then on go-nvml has the library's texts in place of the names. It lacks some names.
+var codes = func() map[gonvml.Return]string {
+	names := map[gonvml.Return]string{
+		gonvml.ERROR_NOT_READY: "ERROR_NOT_READY", gonvml.ERROR_GPU_NOT_FOUND: "ERROR_GPU_NOT_FOUND",
+		gonvml.ERROR_INVALID_STATE: "ERROR_INVALID_STATE", gonvml.ERROR_UNKNOWN: "ERROR_UNKNOWN",
+	}
+	for ret := gonvml.SUCCESS; ret <= gonvml.ERROR_DEPRECATED; ret++ {
+		names[ret] = ret.Error()
+	}
+	return names
+}()
