@@ -185,14 +185,11 @@ func deviceEdits(lib nvcdi.Interface, g gpu.GPU) (specs.Device, error) {
 	if len(devices) != 1 {
 		return specs.Device{}, fmt.Errorf("nvcdi answers with %d devices", len(devices))
 	}
-	if node := gpuDevice(g.Minor).path; !hasNode(devices[0].ContainerEdits, node) {
+	node := gpuDevice(g.Minor).path
+	if !slices.ContainsFunc(devices[0].ContainerEdits.DeviceNodes, func(d *specs.DeviceNode) bool { return d.Path == node }) {
 		return specs.Device{}, fmt.Errorf("%s does not exist", node)
 	}
 	return devices[0], nil
-}
-
-func hasNode(edits specs.ContainerEdits, path string) bool {
-	return slices.ContainsFunc(edits.DeviceNodes, func(d *specs.DeviceNode) bool { return d.Path == path })
 }
 
 // toHost replaces the agent's paths by host paths. All of them are below the host root as mounted in the agent. Paths in the
@@ -208,23 +205,20 @@ func (n *Node) toHost(devRoot string, spec *specs.Spec) error {
 	if err := container.Transform(spec); err != nil {
 		return err
 	}
-	dropEqualHostPaths(spec)
+	dropEqualHostPaths(spec.ContainerEdits)
+	for _, d := range spec.Devices {
+		dropEqualHostPaths(d.ContainerEdits)
+	}
 	// Two of nvcdi's searches may find the same file, and the order is that of the search.
 	return transform.NewSimplifier().Transform(spec)
 }
 
 // dropEqualHostPaths keeps the spec readable for runtimes with CDI 0.4, in which a node has no host path.
-func dropEqualHostPaths(spec *specs.Spec) {
-	drop := func(edits specs.ContainerEdits) {
-		for _, d := range edits.DeviceNodes {
-			if d.HostPath == d.Path {
-				d.HostPath = ""
-			}
+func dropEqualHostPaths(edits specs.ContainerEdits) {
+	for _, d := range edits.DeviceNodes {
+		if d.HostPath == d.Path {
+			d.HostPath = ""
 		}
-	}
-	drop(spec.ContainerEdits)
-	for _, d := range spec.Devices {
-		drop(d.ContainerEdits)
 	}
 }
 
@@ -282,21 +276,15 @@ func (c capabilities) of(p gpu.Partition) (caps [2]int, err error) {
 	return caps, nil
 }
 
-// capabilityNode returns the path of a capability's device in a container.
-func capabilityNode(minor int) string { return fmt.Sprintf("/dev/nvidia-caps/nvidia-cap%d", minor) }
-
 // PartitionEdits returns the CDI edits of a new partition, besides the common edits: the same as ContainerEdits once the
 // inventory contains it. It calls the driver only for a partition with graphics. It is safe for concurrent use; paths are the
 // host's.
-func (n *Node) PartitionEdits(ctx context.Context, p gpu.Partition) (specs.Device, error) {
-	device, err := n.oneEdits(ctx, p)
-	if err != nil {
-		return specs.Device{}, fmt.Errorf("container edits of partition %s (%s): %w", p.Name(), p.UUID, err)
-	}
-	return device, nil
-}
-
-func (n *Node) oneEdits(ctx context.Context, p gpu.Partition) (specs.Device, error) {
+func (n *Node) PartitionEdits(ctx context.Context, p gpu.Partition) (_ specs.Device, err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("container edits of partition %s (%s): %w", p.Name(), p.UUID, err)
+		}
+	}()
 	if graphics(p) {
 		edits, err := n.ContainerEdits(ctx)
 		if err != nil {

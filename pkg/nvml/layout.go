@@ -226,25 +226,16 @@ func contents(dir, file string) string {
 	return strings.TrimSpace(string(text))
 }
 
-func (h Host) findDevRoot(driverRoot string) string {
-	if h.DevRoot != Auto {
-		return filepath.Clean(h.DevRoot)
-	}
-	return h.devRootOf(driverRoot)
-}
-
 // deviceNodes returns /dev/nvidia* below a root of the agent.
 func deviceNodes(root string) []string {
 	nodes, err := filepath.Glob(filepath.Join(root, "dev", "nvidia*"))
 	if err != nil {
 		return nil
 	}
-	return slices.DeleteFunc(nodes, func(path string) bool { return !isCharDevice(path) })
-}
-
-func isCharDevice(path string) bool {
-	info, err := os.Lstat(path)
-	return err == nil && info.Mode()&os.ModeCharDevice != 0
+	return slices.DeleteFunc(nodes, func(path string) bool {
+		info, err := os.Lstat(path)
+		return err != nil || info.Mode()&os.ModeCharDevice == 0
+	})
 }
 
 // ldconfigPaths are the host's paths of ldconfig, which the update-ldcache hook runs.

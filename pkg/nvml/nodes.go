@@ -88,7 +88,7 @@ func gpuDevice(minor int) charDevice {
 
 // capabilityDevice has the mode of /proc/driver/nvidia/capabilities/…/access (DeviceFileMode).
 func capabilityDevice(minor int) charDevice {
-	return charDevice{capabilityNode(minor), driverCaps, uint32(minor), 0o444}
+	return charDevice{fmt.Sprintf("/dev/nvidia-caps/nvidia-cap%d", minor), driverCaps, uint32(minor), 0o444}
 }
 
 // checkDevice returns why a node cannot be given to containers.
@@ -261,10 +261,13 @@ func loadModule(root, module string) error {
 	return nil
 }
 
-// devRootOf returns the root directory whose /dev has the driver's nodes: the driver's own, unless the host's has more of them. NVML,
+// findDevRoot returns the root directory whose /dev has the driver's nodes: the driver's own, unless the host's has more of them. NVML,
 // opened by root, creates nvidiactl and the GPUs' nodes in the /dev that the agent sees, but neither nvidia-uvm nor any node in the
 // driver's /dev. Nodes with other numbers than the driver's do not count.
-func (h Host) devRootOf(driverRoot string) string {
+func (h Host) findDevRoot(driverRoot string) string {
+	if h.DevRoot != Auto {
+		return filepath.Clean(h.DevRoot)
+	}
 	numbers := h.majors()
 	count := func(root string) (usable int) {
 		for _, d := range controlDevices {
