@@ -9,7 +9,6 @@ import (
 	"context"
 	"encoding/json"
 	"fmt"
-	"maps"
 	"os"
 	"path/filepath"
 	"reflect"
@@ -321,16 +320,13 @@ func lowerCamel(name string) string {
 	return string(letters)
 }
 
-// byHandle sorts "gpu2" before "gpu10".
-func byHandle(a, b string) int { return cmp.Or(cmp.Compare(len(a), len(b)), strings.Compare(a, b)) }
-
-// handlesOf returns the handles of calls in order, each once.
-func handlesOf(calls []record.Call) []string {
-	set := map[string]bool{}
+// handlesOf returns the handles of calls, each once and "gpu2" before "gpu10".
+func handlesOf(calls []record.Call) (handles []string) {
 	for _, c := range calls {
 		if c.On != "" {
-			set[c.On] = true
+			handles = append(handles, c.On)
 		}
 	}
-	return slices.SortedFunc(maps.Keys(set), byHandle)
+	slices.SortFunc(handles, func(a, b string) int { return cmp.Or(cmp.Compare(len(a), len(b)), strings.Compare(a, b)) })
+	return slices.Compact(handles)
 }

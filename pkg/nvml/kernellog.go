@@ -44,9 +44,8 @@ func followKernelLog(ctx context.Context, log io.ReadCloser, handle func(gpu.XID
 	for ctx.Err() == nil {
 		line, err := lines.ReadSlice('\n')
 		switch {
-		case errors.Is(err, unix.EPIPE): // records were overwritten before they were read
-			continue
-		case errors.Is(err, bufio.ErrBufferFull): // no record of the driver is so long
+		// Records were overwritten before they were read; no record of the driver is so long.
+		case errors.Is(err, unix.EPIPE), errors.Is(err, bufio.ErrBufferFull):
 			continue
 		case ctx.Err() != nil:
 			return nil
@@ -122,13 +121,12 @@ func slot(address string) string {
 // kernelAddress returns a PCI address as the kernel writes it: lower case, with a domain of four digits where they suffice. NVML writes
 // eight.
 func kernelAddress(address string) string {
-	address = strings.ToLower(address)
-	domain, rest, found := strings.Cut(address, ":")
-	for found && len(domain) > 4 && domain[0] == '0' {
-		domain = domain[1:]
-	}
+	domain, rest, found := strings.Cut(strings.ToLower(address), ":")
 	if !found {
-		return address
+		return domain
+	}
+	for len(domain) > 4 && domain[0] == '0' {
+		domain = domain[1:]
 	}
 	return domain + ":" + rest
 }

@@ -50,7 +50,7 @@ type Node struct {
 	scanning sync.Mutex
 	// attachment is written with both scanning and mu locked. Either lock suffices to read it.
 	attachment
-	traces traces
+	traces string
 	// loaded is the load of the kernel module that traces is of.
 	loaded uint64
 	// renewed is set when the driver was found again or a late call has returned. publish then notifies once and resets it.

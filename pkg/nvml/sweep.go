@@ -407,27 +407,20 @@ func (n *Node) removeEndedCalls() {
 	}
 }
 
-// traces are the driver's traces in the file system. They change when the driver is removed, upgraded or loaded again, or when
+// traces returns the driver's traces in the file system. They change when the driver is removed, upgraded or loaded again, or when
 // device nodes come, go or change their numbers.
-type traces struct {
-	module, library, nodes string
-	// majors are the driver's entries in /proc/devices.
-	majors string
-}
-
-func (o Options) traces(l layout) traces {
-	t := traces{module: o.moduleVersion(), majors: fmt.Sprint(o.majors())}
+func (o Options) traces(l layout) string {
+	all := fmt.Sprintln(o.moduleVersion(), o.majors())
 	var file unix.Stat_t
 	if unix.Stat(l.library, &file) == nil {
-		t.library = fmt.Sprint(file.Size, file.Mtim, file.Dev, file.Ino)
+		all += fmt.Sprintln(file.Size, file.Mtim, file.Dev, file.Ino)
 	}
 	for _, node := range deviceNodes(o.onHost(l.devRoot)) {
 		if unix.Lstat(node, &file) == nil {
-			t.nodes += fmt.Sprintf("%s=%x ", filepath.Base(node), file.Rdev)
+			all += fmt.Sprintf("%s=%x ", filepath.Base(node), file.Rdev)
 		}
 	}
-	t.nodes += o.traceExtras(l.devRoot)
-	return t
+	return all + o.traceExtras(l.devRoot)
 }
 
 // driverMoved reports whether another driver is to be used. It costs as much as the health of eight GPUs.
