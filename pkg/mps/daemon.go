@@ -205,7 +205,7 @@ func (d Daemon) start(p program, holder *Holder) (*process, error) {
 	cmd.Stdout, cmd.Stderr = r.output, r.output
 	cmd.SysProcAttr.Pdeathsig = syscall.SIGKILL
 	// The daemon inherits the lock, so the directory stays locked while it lives, also if this process is killed.
-	cmd.ExtraFiles = []*os.File{holder.Lock()}
+	cmd.ExtraFiles = []*os.File{holder.lock}
 	started := make(chan error)
 	go func() {
 		// Pdeathsig is sent when the thread ends that started the process.

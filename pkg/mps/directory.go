@@ -268,9 +268,6 @@ func (h *Holder) Publish(ready Ready) error {
 	return nil
 }
 
-// Lock returns the locked file. A process that inherits it has the lock as well.
-func (h *Holder) Lock() *os.File { return h.lock }
-
 // Await waits until the daemon is ready with the settings of this hash (Settings.Hash). It returns an error when ctx is done or the
 // directory is removed. The agent calls it.
 func Await(ctx context.Context, dir, hash string) (Ready, error) {

@@ -75,12 +75,10 @@ func (h *Holder) ended() error {
 		return fmt.Errorf("read lock of MPS daemon: %w", err)
 	}
 	switch now, err := os.Stat(filepath.Join(h.dir, lockFile)); {
-	case errors.Is(err, fs.ErrNotExist):
+	case errors.Is(err, fs.ErrNotExist), err == nil && !os.SameFile(own, now):
 		return ErrGone
 	case err != nil:
 		return fmt.Errorf("read lock of MPS daemon: %w", err)
-	case !os.SameFile(own, now):
-		return ErrGone
 	}
 	switch _, err := os.Stat(filepath.Join(h.dir, requestedFile)); {
 	case err == nil:
