@@ -111,6 +111,17 @@ func (p *Policy) Join(ctx context.Context, claim Claim, d device.Device, share d
 	return clientDevices, nil
 }
 
+// admit returns an error for a claim whose namespace may not be a client of the device's daemon. A claim whose pods run stays a client.
+// The error reaches the claim's namespace, which must not learn the names of others.
+func (p *Policy) admit(claim Claim, ref device.Ref) error {
+	now, exists := p.inventory.Inventory().ByRef(ref)
+	if !exists || now.Sharing().Admits(claim.Namespace) || p.runs(Key{OwnerOf(claim.UID), ref}) {
+		return nil
+	}
+	return fmt.Errorf("the node's sharing policy does not admit clients of namespace %s: ask for another GPU, "+
+		"or add the namespace to sharing.namespaces of the node configuration", claim.Namespace)
+}
+
 func (p *Policy) awaitPolicy(ctx context.Context, claim Claim, d device.Device) (daemon string, err error) {
 	key := Key{OwnerOf(claim.UID), d.Ref()}
 	waits := false
