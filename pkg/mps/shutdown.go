@@ -17,15 +17,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// How a daemon is shut down, from top to bottom. Agent and supervisor meet in the daemon's directory only:
-//
-//	agent       Stop            removes the file "wanted"
-//	supervisor  Holder.Await    returns ErrStopped (or ErrGone, or the end of its pod)
-//	            Holder.Retract  removes the file "ready", so that no new client connects
-//	            Daemon.end      ends the daemon: quit, then SIGTERM, then SIGKILL
-//	            Holder.Release  unlocks the file "lock"
-//	agent       Stop            returns, because the lock is free
-//	            Remove          removes the directory
+// How a daemon is shut down, from top to bottom (docs/design/0014-paths.md).
 
 // Stop makes the supervisor end its daemon and start no other one before Make is called. It waits until the directory has no daemon,
 // whether its supervisor ended it or was killed. A missing directory has none. It is idempotent. The agent calls it.
