@@ -52,10 +52,7 @@ func (n *Node) Settings(ctx context.Context, uuid string) (gpu.Settings, error) 
 // RestoreSettings sets the settings that differ from wanted. It leaves those that wanted does not have. pkg/handover calls it. Idempotent
 // and safe for concurrent use; it waits for other operations on the GPU.
 func (n *Node) RestoreSettings(ctx context.Context, uuid string, wanted gpu.Settings) error {
-	_, err := operate(ctx, n, uuid, "restore settings of GPU "+uuid, func(op *operation) (struct{}, error) {
-		return struct{}{}, op.restoreSettings(wanted)
-	}, nil) // nothing to revert: a caller whose ctx ended retries
-	return err
+	return change(ctx, n, uuid, "restore settings of GPU "+uuid, func(op *operation) error { return op.restoreSettings(wanted) })
 }
 
 func (op *operation) settings() (s gpu.Settings, err error) {

@@ -66,6 +66,12 @@ func operate[T any](
 	return value, nil
 }
 
+// change is operate for what has no value, and nothing to revert where a caller whose ctx ended retries.
+func change(ctx context.Context, n *Node, uuid, about string, do func(*operation) error) error {
+	_, err := operate(ctx, n, uuid, about, func(op *operation) (struct{}, error) { return struct{}{}, do(op) }, nil)
+	return err
+}
+
 // await runs work in a goroutine and returns its answer. ctx ends the wait, not the work: answer then returns false.
 func await[T any](ctx context.Context, work func(answer func(T, error) bool)) (T, error) {
 	type outcome struct {
@@ -345,7 +351,7 @@ func (n *Node) Destroy(ctx context.Context, ref gpu.Ref) error {
 	if ref.Whole() || ref.Compute != (gpu.Placement{}) {
 		return fmt.Errorf("destroy partition %s: not the placement of a GPU instance", ref)
 	}
-	destroy := func(op *operation) (struct{}, error) {
+	return change(ctx, n, ref.GPU, "destroy partition "+ref.String(), func(op *operation) error {
 		defer n.publishPartitions(op)
 		before := op.gpu.Partitions
 		err := op.destroy(ref.Placement)
@@ -354,10 +360,8 @@ func (n *Node) Destroy(ctx context.Context, ref gpu.Ref) error {
 				n.endXIDs(op.gpu, p.GPUInstance)
 			}
 		}
-		return struct{}{}, err
-	}
-	_, err := operate(ctx, n, ref.GPU, "destroy partition "+ref.String(), destroy, nil)
-	return err
+		return err
+	})
 }
 
 func (op *operation) destroy(place gpu.Placement) error {
@@ -447,12 +451,10 @@ func (n *Node) DisableMIG(ctx context.Context, uuid string) error {
 }
 
 func (n *Node) switchMIG(ctx context.Context, uuid string, mode int, word string) error {
-	set := func(op *operation) (struct{}, error) {
+	return change(ctx, n, uuid, fmt.Sprintf("switch MIG mode of GPU %s %s", uuid, word), func(op *operation) error {
 		defer n.publishPartitions(op)
-		return struct{}{}, op.setMode(mode)
-	}
-	_, err := operate(ctx, n, uuid, fmt.Sprintf("switch MIG mode of GPU %s %s", uuid, word), set, nil)
-	return err
+		return op.setMode(mode)
+	})
 }
 
 func (op *operation) setMode(mode int) error {

@@ -91,10 +91,9 @@ func (n *Node) SetTimeSlice(ctx context.Context, uuid string, interval int) erro
 	if interval < 0 || interval > 3 {
 		return fmt.Errorf("%s: not from 0 to 3", about)
 	}
-	_, err := operate(ctx, n, uuid, about, func(op *operation) (struct{}, error) {
-		return struct{}{}, n.runSMI("time slice of "+uuid, op.layout, "compute-policy", "-i", uuid, "--set-timeslice="+strconv.Itoa(interval))
-	}, nil) // nothing to revert: a caller whose ctx ended retries
-	return err
+	return change(ctx, n, uuid, about, func(op *operation) error {
+		return n.runSMI("time slice of "+uuid, op.layout, "compute-policy", "-i", uuid, "--set-timeslice="+strconv.Itoa(interval))
+	})
 }
 
 // refusals are nvidia-smi's exit statuses after which nothing was done, and a retry does not help (nvidia-smi(1), return value): its version
