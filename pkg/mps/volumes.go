@@ -91,9 +91,6 @@ func (d Daemon) labelVolumes(ctx context.Context, dirs ...string) {
 // node, which a client that is root can create. Linux has MS_NOSYMFOLLOW from 5.10 on.
 const distrusted = unix.MS_NOSYMFOLLOW | unix.MS_NODEV | unix.MS_NOSUID
 
-// errFollows means that the kernel does not know MS_NOSYMFOLLOW.
-var errFollows = errors.New("the kernel follows links all the same (it can do without from Linux 5.10 on)")
-
 // distrustClients makes the daemon's mounts of the volumes that clients write to follow no links and open no devices. The mounts of clients
 // stay as they are. It needs SYS_ADMIN, which only a privileged pod has, and starts the daemon without as well: docs/user/sharing.md says
 // what remains.
@@ -141,7 +138,8 @@ func distrust(dir string) error {
 		return &os.PathError{Op: "statfs", Path: dir, Err: err}
 	}
 	if s.Flags&stNoSymFollow == 0 {
-		return &os.PathError{Op: "remount", Path: dir, Err: errFollows}
+		err := errors.New("the kernel follows links all the same (it can do without from Linux 5.10 on)")
+		return &os.PathError{Op: "remount", Path: dir, Err: err}
 	}
 	return nil
 }

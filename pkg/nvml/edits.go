@@ -31,9 +31,6 @@ import (
 
 var _ cdi.Source = (*Node)(nil)
 
-// controlNode is the device that each user of a GPU opens first.
-const controlNode = "/dev/nvidiactl"
-
 // ContainerEdits returns the CDI edits of each GPU that answers and of each partition, by nvcdi, with host paths. It fails if the
 // driver's files cannot be found, and for one GPU if that GPU's files are missing or it does not answer in time. It takes about
 // ten milliseconds. No scan waits for it, and it waits for no scan, but for the end of a reset.

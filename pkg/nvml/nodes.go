@@ -77,7 +77,7 @@ type charDevice struct {
 
 // controlDevices are what every CUDA program opens. The numbers are those of nvidia-modprobe (nvidia-modprobe-utils.h).
 var controlDevices = []charDevice{
-	{controlNode, driverGPU, 255, 0o666},
+	{"/dev/nvidiactl", driverGPU, 255, 0o666},
 	{"/dev/nvidia-uvm", driverUVM, 0, 0o666},
 	{"/dev/nvidia-uvm-tools", driverUVM, 1, 0o666},
 }

@@ -34,7 +34,13 @@ var (
 )
 
 func main() {
-	source, err := Source()
+	var out bytes.Buffer
+	out.WriteString(header)
+	write(&out, "recordedLibrary", "Interface", reflect.TypeFor[gonvml.Interface]())
+	for _, handle := range handles {
+		write(&out, "recorded"+handle.Name(), handle.Name(), handle)
+	}
+	source, err := format.Source(out.Bytes())
 	if err == nil {
 		err = os.WriteFile(os.Args[1], source, 0o644)
 	}
@@ -42,17 +48,6 @@ func main() {
 		fmt.Fprintln(os.Stderr, "gen:", err)
 		os.Exit(1)
 	}
-}
-
-// Source is the text of the generated file, formatted.
-func Source() ([]byte, error) {
-	var out bytes.Buffer
-	out.WriteString(header)
-	write(&out, "recordedLibrary", "Interface", reflect.TypeFor[gonvml.Interface]())
-	for _, handle := range handles {
-		write(&out, "recorded"+handle.Name(), handle.Name(), handle)
-	}
-	return format.Source(out.Bytes())
 }
 
 func write(out *bytes.Buffer, name, inner string, of reflect.Type) {
