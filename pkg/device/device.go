@@ -142,14 +142,12 @@ func (inv Inventory) ByName(name string) (Device, bool) {
 			continue // A dynamic GPU has hundreds of names.
 		}
 		named := func(p Partition) bool { return p.Name() == name }
-		if i := slices.IndexFunc(g.Partitions, named); i >= 0 {
-			return Device{g, g.Partitions[i]}, true
+		partitions := g.Partitions
+		if g.Dynamic && !slices.ContainsFunc(partitions, named) {
+			partitions = g.Possible()
 		}
-		if !g.Dynamic {
-			continue
-		}
-		if possible := g.Possible(); slices.ContainsFunc(possible, named) {
-			return Device{g, possible[slices.IndexFunc(possible, named)]}, true
+		if i := slices.IndexFunc(partitions, named); i >= 0 {
+			return Device{g, partitions[i]}, true
 		}
 	}
 	return Device{}, false

@@ -134,20 +134,14 @@ func (h Health) Repair() Repair { return WorstRepair(h.Needs, h.ownRepair()) }
 
 // ownRepair is that of the reason.
 func (h Health) ownRepair() Repair {
-	switch h.Class() {
-	case FaultReset:
-		if h.Reason == ReasonDrainP2P {
-			return RepairNone
-		}
+	switch class := h.Class(); {
+	case h.Reason == ReasonDrainP2P:
+		return RepairNone
+	case !h.MayEndByReset():
+		return RepairReplace
+	case class == FaultReset, class == FaultMemory, class == FaultContained:
 		return RepairReset
-	case FaultMemory:
-		if !h.MayEndByReset() {
-			return RepairReplace
-		}
-		return RepairReset
-	case FaultContained:
-		return RepairReset
-	case FaultReboot, FaultLost:
+	case class == FaultReboot, class == FaultLost:
 		return RepairReboot
 	default:
 		return RepairNone

@@ -148,15 +148,12 @@ func (d Device) Share(c Consumed) Share {
 	switch {
 	case share.Count > uint64(policy.Shares):
 		share.OfCount = otherShares
-		return share
 	case share.Count > 0:
 		share.OfCount = uint64(policy.Shares)
-		return share
-	case share.Bytes == 0, policy.Claims == Unlimited:
-		return share
-	default:
+	case share.Bytes > 0 && policy.Claims != Unlimited:
 		return ShareOf(share.Bytes, memory)
 	}
+	return share
 }
 
 // shared are the offers of a device to limits: itself, or its replicas. There are none, for that reason, of a device that only
@@ -164,16 +161,16 @@ func (d Device) Share(c Consumed) Share {
 func (r Resources) shared(resource string, d Device) (offers []Offer, leftOut string) {
 	sharing := d.Sharing()
 	replicas := sharing.ReplicasOf(resource)
-	share := Replica(d.MemoryBytes(), replicas.Count)
-	if sharing.Claims == ByCount && replicas.Count >= 2 {
-		share = Share{Of: d.MemoryBytes(), Count: uint64(max(1, sharing.Shares/replicas.Count)), OfCount: uint64(sharing.Shares)}
-	}
 	switch {
 	case replicas.Count >= 2:
 	case sharing.Strategy == MPS:
 		return nil, leftOutForClaims
 	default:
 		return []Offer{{Resource: resource, Device: d}}, ""
+	}
+	share := Replica(d.MemoryBytes(), replicas.Count)
+	if sharing.Claims == ByCount {
+		share = Share{Of: d.MemoryBytes(), Count: uint64(max(1, sharing.Shares/replicas.Count)), OfCount: uint64(sharing.Shares)}
 	}
 	if replicas.Renamed {
 		resource += SharedSuffix
@@ -219,3 +216,13 @@ const (
 	ComputeModeExclusiveProcess ComputeMode = "ExclusiveProcess" // one; under MPS, its server
 	ComputeModeProhibited       ComputeMode = "Prohibited"       // none
 )
+
+// Settings of a GPU that stay when the process that changed them has ended, until the driver is unloaded (nvidia-smi(1), "-c" and "-ac").
+// They are comparable.
+type Settings struct {
+	// ComputeMode is empty for a GPU that has none, such as one in MIG mode.
+	ComputeMode ComputeMode `json:"computeMode,omitempty"`
+	// MemoryClock and GraphicsClock are the application clocks in MHz; zero for a GPU that has none.
+	MemoryClock   uint32 `json:"memoryClock,omitempty"`
+	GraphicsClock uint32 `json:"graphicsClock,omitempty"`
+}
