@@ -7,6 +7,7 @@ package availability
 
 import (
 	"iter"
+	"slices"
 
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
@@ -117,12 +118,9 @@ func Check[D Hardware[D], U User[D]](healthy bool, request Use[D], uses iter.Seq
 	if !healthy {
 		return Unhealthy
 	}
-	found := map[Reason]bool{}
-	for _, conflict := range Conflicts(request, uses) {
-		found[conflict.Use().Reason] = true
-	}
+	conflicts := Conflicts(request, uses)
 	for _, reason := range precedence {
-		if found[reason] {
+		if slices.ContainsFunc(conflicts, func(u U) bool { return u.Use().Reason == reason }) {
 			return reason
 		}
 	}

@@ -71,7 +71,8 @@ func NewNode(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim) No
 	}
 	for _, d := range status.Devices {
 		for i, h := range d.Holders {
-			use := Use[Name]{Holder: Holder{Claim, string(h.UID)}, Device: StatusName(d), Share: n.heldShare(d.Name, h), Reason: HeldByClaim}
+			share := n.share(d.Name, h.Shared || h.Memory > 0, h.Memory, h.Shares)
+			use := Use[Name]{Holder: Holder{Claim, string(h.UID)}, Device: StatusName(d), Share: share, Reason: HeldByClaim}
 			switch {
 			case h.Kind == v1alpha1.HolderPod:
 				// The status does not contain the device ID that identifies a pod in the ledger.
@@ -88,16 +89,13 @@ func NewNode(status v1alpha1.GPUNodeStatus, claims []v1alpha1.AllocatedClaim) No
 
 // onPartitions replaces the use of a whole GPU by the partitions of it that the same holder was allocated.
 func onPartitions(use Use[Name], allocated []Name) []Use[Name] {
-	if use.Device.Partition != "" || slices.Contains(allocated, use.Device) {
-		return []Use[Name]{use}
-	}
 	var uses []Use[Name]
 	for _, name := range allocated {
-		if name.GPU == use.Device.GPU {
+		if use.Device.Partition == "" && name.GPU == use.Device.GPU {
 			uses = append(uses, Use[Name]{Holder: use.Holder, Device: name, Reason: use.Reason})
 		}
 	}
-	if len(uses) == 0 {
+	if len(uses) == 0 || slices.Contains(allocated, use.Device) {
 		return []Use[Name]{use}
 	}
 	return uses
@@ -156,10 +154,6 @@ func (n Node) Status(published string) (status v1alpha1.DeviceStatus, known bool
 func (n Node) AllocatedShare(claim v1alpha1.AllocatedClaim, published string) device.Share {
 	share, shared := claim.ShareOf(published)
 	return n.share(published, shared, share.Memory, share.Shares)
-}
-
-func (n Node) heldShare(published string, h v1alpha1.DeviceHolder) device.Share {
-	return n.share(published, h.Shared || h.Memory > 0, h.Memory, h.Shares)
 }
 
 // Left is the function Left for a shared device of a GPUNode status.
