@@ -25,30 +25,14 @@ func (s *Specs) WriteClientDevice(name string, edits specs.ContainerEdits) (qual
 	defer s.mu.Unlock()
 	file := s.clients[name]
 	if file == nil {
-		file = &clientFile{specFile: specFile{ownedFile: ownedFile{path: s.clientPath(name)}}}
+		file = newDeviceFile(clientClass, s.clientPath(name))
 	}
-	file.edits = edits
-	if err := s.updateClient(name, file); err != nil {
+	file.entry = specs.Device{Name: name, ContainerEdits: edits}
+	if err := s.update(file); err != nil {
 		return "", err
 	}
 	s.clients[name] = file
 	return parser.QualifiedName(vendor, clientClass, s.names.Load().of(clientClass, name)), nil
-}
-
-// clientFile is the spec file of one client device.
-type clientFile struct {
-	specFile
-	edits specs.ContainerEdits
-}
-
-// updateClient writes the file of a client device. Under s.mu.
-func (s *Specs) updateClient(name string, f *clientFile) error {
-	entries := s.written.entries(clientClass, []specs.Device{{Name: name, ContainerEdits: f.edits}})
-	data, err := encode(clientClass, specs.ContainerEdits{}, entries)
-	if err != nil {
-		return err
-	}
-	return f.write(data, s.written.mode())
 }
 
 // RemoveClientDevices removes the client device name, and all named name.<suffix>, also those of an earlier process. Idempotent.
@@ -73,7 +57,7 @@ func (s *Specs) removeClients(match func(name string) bool) error {
 	if err := errors.Join(errs...); err != nil {
 		return err
 	}
-	maps.DeleteFunc(s.clients, func(name string, _ *clientFile) bool { return match(name) })
+	maps.DeleteFunc(s.clients, func(name string, _ *deviceFile) bool { return match(name) })
 	return nil
 }
 

@@ -330,11 +330,5 @@ func (s *Specs) rename() error {
 	if s.main.want != nil {
 		errs = append(errs, s.write(s.common, s.devices))
 	}
-	for _, uuid := range slices.Sorted(maps.Keys(s.partitions)) {
-		errs = append(errs, s.update(s.partitions[uuid]))
-	}
-	for _, name := range slices.Sorted(maps.Keys(s.clients)) {
-		errs = append(errs, s.updateClient(name, s.clients[name]))
-	}
-	return errors.Join(errs...)
+	return errors.Join(append(errs, each(s.partitions, s.update), each(s.clients, s.update))...)
 }

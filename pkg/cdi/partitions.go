@@ -18,14 +18,20 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/device"
 )
 
-// partitionFile is the spec file of one partition. It repeats the common edits: a container with no other device needs the driver.
-type partitionFile struct {
+// deviceFile is the spec file of one partition or client device.
+type deviceFile struct {
 	specFile
+	class string
 	entry specs.Device
-	// common are those of the file until the Source has answered.
+	// common are those of a partition, which its file repeats: a container with no other device needs the driver. Until the Source has
+	// answered they are those of the file.
 	common specs.ContainerEdits
 	// of is the partition that the entry was made for; nil in a file of an earlier process.
 	of *device.Partition
+}
+
+func newDeviceFile(class, path string) *deviceFile {
+	return &deviceFile{specFile: specFile{ownedFile: ownedFile{path: path}}, class: class}
 }
 
 // Add writes an entry for a partition that Prepare has just made to a file of its own. The file exists when Add returns, and is
@@ -52,7 +58,7 @@ func (s *Specs) Add(ctx context.Context, p device.Partition) error {
 	}
 	f := s.partitions[entry.Name]
 	if f == nil {
-		f = &partitionFile{specFile: specFile{ownedFile: ownedFile{path: s.partitionPath(entry.Name)}}}
+		f = newDeviceFile(class, s.partitionPath(entry.Name))
 	}
 	f.entry, f.common, f.of = entry, s.common, &p
 	if s.unwritable = s.update(f); s.unwritable != nil {
@@ -102,9 +108,9 @@ func (s *Specs) hasEntry(uuid string) bool {
 	return s.partitions[uuid] != nil || hasName(s.devices, uuid)
 }
 
-// update writes a partition's file. Under s.mu.
-func (s *Specs) update(f *partitionFile) error {
-	data, err := encode(class, f.common, s.written.entries(class, []specs.Device{f.entry}))
+// update writes the file of a device. Under s.mu.
+func (s *Specs) update(f *deviceFile) error {
+	data, err := encode(f.class, f.common, s.written.entries(f.class, []specs.Device{f.entry}))
 	if err != nil {
 		return err
 	}
@@ -133,7 +139,8 @@ func (s *Specs) loadPartitions() (entries []specs.Device, err error) {
 			}
 			continue
 		}
-		f := &partitionFile{specFile: specFile{ownedFile: ownedFile{path: path}}, entry: devices[0], common: found.ContainerEdits}
+		f := newDeviceFile(class, path)
+		f.entry, f.common = devices[0], found.ContainerEdits
 		if err := f.adopt(); err != nil {
 			return nil, err
 		}

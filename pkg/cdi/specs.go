@@ -81,11 +81,11 @@ type Specs struct {
 	broken, unwritable error
 	// placeholders are names that get a placeholder device while no device has them.
 	placeholders map[string]bool
-	partitions   map[string]*partitionFile // by UUID
+	partitions   map[string]*deviceFile // by UUID
 	// adds counts the calls of Add that had a partition written or found written; added has the number of the last one, by UUID.
 	adds    uint64
 	added   map[string]uint64
-	clients map[string]*clientFile // by name
+	clients map[string]*deviceFile // by name
 	// written are the names in the files, and names those in answers: the files have them first. unsaved is set until NamesFile has written.
 	written *names
 	unsaved bool
@@ -130,9 +130,9 @@ func New(options Options) *Specs {
 		options:      options,
 		refreshing:   make(chan struct{}, 1),
 		placeholders: map[string]bool{},
-		partitions:   map[string]*partitionFile{},
+		partitions:   map[string]*deviceFile{},
 		added:        map[string]uint64{},
-		clients:      map[string]*clientFile{},
+		clients:      map[string]*deviceFile{},
 		written:      &names{},
 		absent:       errors.New("its CDI device is not written yet"),
 		asked:        make(chan struct{}),
@@ -224,13 +224,7 @@ func (s *Specs) settle() error {
 	if s.main.want != nil {
 		errs = append(errs, s.restore())
 	}
-	for _, uuid := range slices.Sorted(maps.Keys(s.partitions)) {
-		errs = append(errs, s.partitions[uuid].repair())
-	}
-	for _, name := range slices.Sorted(maps.Keys(s.clients)) {
-		errs = append(errs, s.clients[name].repair())
-	}
-	errs = append(errs, s.settleNames(used))
+	errs = append(errs, each(s.partitions, (*deviceFile).repair), each(s.clients, (*deviceFile).repair), s.settleNames(used))
 	if s.unwritable != nil || s.wanted != nil {
 		s.unwritable = s.tryWriting()
 	}
@@ -374,10 +368,17 @@ func (s *Specs) tryApply(edits answer) error {
 	}
 	s.common, s.devices, s.broken = edits.Common, devices, nil
 	maps.DeleteFunc(s.added, func(uuid string, _ uint64) bool { return !s.hasEntry(uuid) })
+	return each(s.partitions, func(f *deviceFile) error {
+		f.common = s.common
+		return s.update(f)
+	})
+}
+
+// each calls do for all files in the order of their names, so that the error of one cause is always the same.
+func each(files map[string]*deviceFile, do func(*deviceFile) error) error {
 	var errs []error
-	for _, uuid := range slices.Sorted(maps.Keys(s.partitions)) {
-		s.partitions[uuid].common = s.common
-		errs = append(errs, s.update(s.partitions[uuid]))
+	for _, name := range slices.Sorted(maps.Keys(files)) {
+		errs = append(errs, do(files[name]))
 	}
 	return errors.Join(errs...)
 }
