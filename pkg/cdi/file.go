@@ -179,12 +179,10 @@ func (f *specFile) adopt() (err error) {
 	if f.want, err = os.ReadFile(f.path); err == nil {
 		err = f.accept()
 	}
-	if err == nil {
-		f.mode = fs.FileMode(f.seen.Load().Mode).Perm()
-	}
 	if err != nil {
 		return fmt.Errorf("read the CDI spec of an earlier agent: %w", err)
 	}
+	f.mode = fs.FileMode(f.seen.Load().Mode).Perm()
 	return nil
 }
 

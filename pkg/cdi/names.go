@@ -72,8 +72,7 @@ func readNames(path string) (*names, error) {
 	if err == nil {
 		return n, nil
 	}
-	aside := path + ".unreadable"
-	return &names{}, errors.Join(fmt.Errorf("read %s: %w", path, err), os.Rename(path, aside))
+	return &names{}, errors.Join(fmt.Errorf("read %s: %w", path, err), os.Rename(path, path+".unreadable"))
 }
 
 // save returns once the names are on the disk, also for a machine that crashes.
@@ -109,15 +108,10 @@ func syncDir(path string) error {
 func (n *names) switched() *names {
 	next := &names{Secret: !n.Secret, Key: n.Key, AllFormer: true}
 	if len(next.Key) == 0 {
-		next.Key = newKey()
+		next.Key = make([]byte, keySize)
+		_, _ = rand.Read(next.Key) // it returns no error (crypto/rand)
 	}
 	return next
-}
-
-func newKey() []byte {
-	key := make([]byte, keySize)
-	_, _ = rand.Read(key) // it returns no error (crypto/rand)
-	return key
 }
 
 func (n *names) equal(other *names) bool {

@@ -6,6 +6,8 @@ import (
 	"cmp"
 	"context"
 	"fmt"
+
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 )
 
 // knowledge is what Has, Problem and Unwritable answer from. It is immutable.
@@ -88,9 +90,7 @@ func (s *Specs) Changed() <-chan struct{} { return s.changed.Changed() }
 
 // setAsked records that the Source was asked. Under s.mu.
 func (s *Specs) setAsked() {
-	select {
-	case <-s.asked:
-	default:
+	if !broadcast.Happened(s.asked) {
 		close(s.asked)
 	}
 }

@@ -45,30 +45,24 @@ var enableCDI = regexp.MustCompile(`(?m)^\s*enable_cdi\s*=\s*(true|false)\s*(?:#
 // enables it; CRI-O 1.28 supports the CRI field of Kubernetes 1.28 (KEP-4009); cri-dockerd passes CDI devices since pull
 // request 522 of November 2025, to a Docker whose feature "cdi" must be enabled.
 func JudgeRuntime(reported, hostRoot string) (support RuntimeSupport, why string) {
-	support, why = judgeSupport(reported, hostRoot)
-	if trusts := runtimes.TrustsImages(reported); support == RuntimeSupports && trusts != "" {
-		return RuntimeTrustsImages, trusts
-	}
-	return support, why
-}
-
-func judgeSupport(reported, hostRoot string) (support RuntimeSupport, why string) {
 	name, text, _ := strings.Cut(reported, "://")
 	v, err := version.ParseGeneric(text)
 	switch {
 	case err != nil:
-		return RuntimeSupports, ""
 	case name == "containerd" && v.LessThan(version.MajorMinor(1, 7)):
 		return RuntimeLacks, fmt.Sprintf("containerd %s does not support CDI: use 2.0 or newer, or 1.7 with enable_cdi = true", text)
 	case name == "containerd":
-		return judgeContainerd(text, v.AtLeast(version.MajorMinor(2, 0)), hostRoot)
+		support, why = judgeContainerd(text, v.AtLeast(version.MajorMinor(2, 0)), hostRoot)
 	case name == "cri-o" && v.LessThan(version.MajorMinor(1, 28)):
 		return RuntimeLacks, fmt.Sprintf("CRI-O %s does not accept CDI devices from kubelet: use the release of your Kubernetes version", text)
 	case name == "docker":
 		return RuntimeNeedsSetting, fmt.Sprintf("Docker %s gets CDI devices only from cri-dockerd of 2026 or newer, and injects them only with "+
 			"\"features\": {\"cdi\": true}", text)
 	}
-	return RuntimeSupports, ""
+	if trusts := runtimes.TrustsImages(reported); support == RuntimeSupports && trusts != "" {
+		return RuntimeTrustsImages, trusts
+	}
+	return support, why
 }
 
 // judgeContainerd reads enable_cdi, whose default is off before 2.0 and on since.

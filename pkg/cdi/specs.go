@@ -180,9 +180,7 @@ func (s *Specs) Ensure(ctx context.Context, uuids ...string) error {
 
 // repair restores hook and main spec. It returns false until this process has written a spec.
 func (s *Specs) repair() (written bool, err error) {
-	select {
-	case <-s.asked:
-	default:
+	if !broadcast.Happened(s.asked) {
 		return false, nil
 	}
 	if s.main.intact() && s.options.Hook.intact() {
@@ -274,7 +272,8 @@ func (s *Specs) Run(ctx context.Context) error {
 				logged = failure.Error()
 				klog.FromContext(ctx).Error(failure, "Cannot update the CDI specs, trying again", "path", s.main.path)
 			}
-			if s.unlinked() {
+			// A directory without a name exists only as a mount of this process.
+			if dir, err := stampOf(s.options.Dir); err == nil && dir.Nlink == 0 {
 				return fmt.Errorf("write the CDI specs: the host's directory %s, which this container has mounted, was removed", s.options.Dir)
 			}
 		}
@@ -289,12 +288,6 @@ func (s *Specs) Run(ctx context.Context) error {
 			refresh = err != nil
 		}
 	}
-}
-
-// unlinked reports whether the directory exists only as a mount of this process.
-func (s *Specs) unlinked() bool {
-	dir, err := stampOf(s.options.Dir)
-	return err == nil && dir.Nlink == 0
 }
 
 // delays are those between attempts while the files cannot be written.
