@@ -215,15 +215,21 @@ func isPodRoot(name string) bool {
 
 // eachPod visits the cgroups of pods below a kubepods directory: guaranteed ones in it, others one level down.
 func eachPod(root string, visit func(path, uid string)) error {
-	names, err := directories(root)
-	if err != nil {
+	entries, err := os.ReadDir(root)
+	switch {
+	case errors.Is(err, fs.ErrNotExist), isGone(err):
+		return nil
+	case err != nil:
 		return err
 	}
-	for _, name := range names {
-		path := filepath.Join(root, name)
-		if uid, ok := podOf(name); ok {
+	for _, entry := range entries {
+		if !entry.IsDir() {
+			continue
+		}
+		path := filepath.Join(root, entry.Name())
+		if uid, ok := podOf(entry.Name()); ok {
 			visit(path, uid)
-		} else if isClass(name) {
+		} else if isClass(entry.Name()) {
 			if err := eachPod(path, visit); err != nil {
 				return err
 			}
@@ -249,23 +255,6 @@ func podOf(name string) (uid string, ok bool) {
 		return strings.ReplaceAll(slice[i+len("-pod"):], "_", "-"), true
 	}
 	return strings.CutPrefix(name, "pod")
-}
-
-func directories(path string) ([]string, error) {
-	entries, err := os.ReadDir(path)
-	if errors.Is(err, fs.ErrNotExist) || isGone(err) {
-		return nil, nil
-	}
-	if err != nil {
-		return nil, err
-	}
-	var names []string
-	for _, entry := range entries {
-		if entry.IsDir() {
-			names = append(names, entry.Name())
-		}
-	}
-	return names, nil
 }
 
 // hasProcess reports whether a cgroup or one below it has a process. A cgroup that vanishes meanwhile has none.
