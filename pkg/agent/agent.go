@@ -38,9 +38,8 @@ type Agent struct {
 	api          *rest.Config
 	client       kubernetes.Interface
 	dynamic      dynamic.Interface
-	// reload reads the configuration anew, with a file of its directory (config.LoadChosen), apart from the node's mode label.
-	reload func(name string) (config.Chosen, error)
-	// openDriver, where set, changes how the driver is opened.
+	// reload and openDriver are as in Options.
+	reload     func(name string) (config.Chosen, error)
 	openDriver func(o nvml.Options, nodeName string) nvml.Options
 	// stuck returns the threads of the agent that keep it from starting again (stuckThreads).
 	stuck    func(context.Context) []int
@@ -166,7 +165,10 @@ func (a *Agent) serve(ctx context.Context) error {
 	if err = a.openLedger(ctx, c); err == nil {
 		err = errors.Join(a.serveNode(ctx, c), c.Ledger.Close())
 	}
-	return errors.Join(unlessStopped(ctx, err), c.Resources.Close())
+	if ctx.Err() != nil && (errors.Is(err, context.Canceled) || Restarts(err)) {
+		err = nil // of interrupted calls, or that asks for a new start
+	}
+	return errors.Join(err, c.Resources.Close())
 }
 
 // components are what the node's APIs are served from.
@@ -190,14 +192,6 @@ func (a *Agent) newComponents() (components, error) {
 // library (package nvml), and a new start with a changed configuration or driver has no state to convert.
 func Restarts(err error) bool {
 	return errors.Is(err, nvml.ErrDriverReplaced) || errors.Is(err, errReconfigured) || errors.Is(err, errDriverArrived)
-}
-
-// unlessStopped drops the errors of interrupted calls, and those that ask for a new start.
-func unlessStopped(ctx context.Context, err error) error {
-	if ctx.Err() != nil && (errors.Is(err, context.Canceled) || Restarts(err)) {
-		return nil
-	}
-	return err
 }
 
 // serveNode serves the node until ctx is done. The watch of pods ends last: an Allocate in flight may wait for it, and an error would fail

@@ -19,6 +19,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/cdi"
 	"github.com/tandem-gpu/tandem/pkg/gpunode"
 	"github.com/tandem-gpu/tandem/pkg/ledger"
+	"github.com/tandem-gpu/tandem/pkg/nodelabels"
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 	"github.com/tandem-gpu/tandem/pkg/wiring"
 )
@@ -56,7 +57,9 @@ func (a *Agent) serveAPIs(ctx context.Context, c components) error {
 			return nil
 		})
 	}
-	group.Go(func() error { return a.newLabels(ctx, c, c.Views.Configured, a.metrics).Run(ctx) })
+	group.Go(func() error {
+		return nodelabels.NewWriter(a.labelConfig(ctx, c, c.Views.Configured, a.metrics)).Run(ctx)
+	})
 	group.Go(func() error { return c.Health.Run(ctx) })
 	// Claims are served in every mode: those that have devices may still have to be prepared, and must be unprepared.
 	group.Go(func() error { return claims.Run(ctx) })

@@ -47,15 +47,12 @@ func Inspect(ctx context.Context, c config.Inspect, openDriver func(nvml.Options
 	return errors.Join(report.Err(), writeSpec(c.SpecDir, report))
 }
 
-// anyNode is the node's name in slices that are printed where the agent has none.
-const anyNode = "node"
-
-// writeSlices writes the slices of a new node with the GPUs of the report.
+// writeSlices writes the slices of a new node with the GPUs of the report. Where the agent has no node name it is "node".
 func writeSlices(out io.Writer, c config.Config, report nvml.Report) error {
 	if report.Err() != nil {
 		return nil // the caller reports it
 	}
-	template := driver.Template(c.DriverName, cmp.Or(c.NodeName, anyNode), wiring.GPUPolicy(c).Apply(report.Devices()),
+	template := driver.Template(c.DriverName, cmp.Or(c.NodeName, "node"), wiring.GPUPolicy(c).Apply(report.Devices()),
 		c.OfferedToClaims, wiring.Strict(c))
 	for _, slice := range template {
 		text, err := yaml.Marshal(slice)

@@ -20,11 +20,7 @@ import (
 	"github.com/tandem-gpu/tandem/pkg/nvml"
 )
 
-// newLabels returns the writer of the node's labels. They describe devices, the inventory with the sharing policy.
-func (a *Agent) newLabels(ctx context.Context, c components, devices device.Source, registerer prometheus.Registerer) *nodelabels.Writer {
-	return nodelabels.NewWriter(a.labelConfig(ctx, c, devices, registerer))
-}
-
+// labelConfig is that of the writer of the node's labels. They describe devices, the inventory with the sharing policy.
 func (a *Agent) labelConfig(ctx context.Context, c components, devices device.Source, registerer prometheus.Registerer) nodelabels.Config {
 	options := nodelabels.Options{Resources: a.config.Resources(), Machine: a.readMachine(ctx)}
 	if !a.config.NoTimestamp {
@@ -79,7 +75,7 @@ func (a *Agent) labelWithoutGPU(ctx context.Context, c components) (stop func())
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		// The metrics are those of newLabels' writer, which runs while the node has GPUs.
+		// The metrics are those of the writer that runs while the node has GPUs.
 		config := a.labelConfig(ctx, c, c.driver, prometheus.NewRegistry())
 		want := config.Want
 		config.Want = func() (map[string]string, bool) {

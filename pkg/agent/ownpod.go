@@ -12,6 +12,7 @@ import (
 
 	"k8s.io/klog/v2"
 
+	"github.com/tandem-gpu/tandem/internal/broadcast"
 	"github.com/tandem-gpu/tandem/pkg/podstate"
 )
 
@@ -25,19 +26,13 @@ var errPodGone = errors.New("the API server no longer has the agent's pod")
 
 // endWithPod returns errPodGone once the agent's pod is gone, and nil when ctx is done. An API server that is away says nothing.
 func (a *Agent) endWithPod(ctx context.Context, pods *podstate.Pods) error {
-	ticker := time.NewTicker(a.times.ownPod)
-	defer ticker.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return nil
-		case <-ticker.C:
-		}
+	for broadcast.Sleep(ctx, a.times.ownPod) {
 		if err := a.podGone(pods); err != nil {
 			klog.FromContext(ctx).Error(err, "Ending, so that the next agent can serve the node")
 			return err
 		}
 	}
+	return nil
 }
 
 func (a *Agent) podGone(pods *podstate.Pods) error {

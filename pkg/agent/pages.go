@@ -8,7 +8,6 @@ import (
 	"fmt"
 	"io"
 	"os"
-	"strconv"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -60,11 +59,7 @@ func unchanged(smaps io.Reader, file string) (ranges []pageRange, err error) {
 			if !candidate {
 				continue
 			}
-			start, end, _ := strings.Cut(fields[0], "-")
-			if current.start, err = strconv.ParseUint(start, 16, 64); err == nil {
-				current.end, err = strconv.ParseUint(end, 16, 64)
-			}
-			if err != nil {
+			if _, err := fmt.Sscanf(fields[0], "%x-%x", &current.start, &current.end); err != nil {
 				return nil, fmt.Errorf("parse mapping %q: %w", fields[0], err)
 			}
 		case candidate && fields[0] == "Anonymous:":

@@ -3,6 +3,7 @@
 package agent
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -12,11 +13,14 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promauto"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/klog/v2"
 
 	"github.com/tandem-gpu/tandem/internal/broadcast"
+	"github.com/tandem-gpu/tandem/internal/config"
 	"github.com/tandem-gpu/tandem/internal/regarding"
+	"github.com/tandem-gpu/tandem/internal/runtimes"
 	"github.com/tandem-gpu/tandem/internal/version"
 	"github.com/tandem-gpu/tandem/pkg/cdi"
 	"github.com/tandem-gpu/tandem/pkg/gpunode"
@@ -205,18 +209,32 @@ type metrics struct {
 func newMetrics() metrics {
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
-	build := prometheus.NewGaugeVec(prometheus.GaugeOpts{
+	factory := promauto.With(registry)
+	factory.NewGaugeVec(prometheus.GaugeOpts{
 		Name: "tandem_build_info", Help: "Version and commit of the running agent; always 1.",
-	}, []string{"version", "commit"})
-	build.WithLabelValues(version.Version, version.Commit).Set(1)
-	modes := prometheus.NewGaugeVec(prometheus.GaugeOpts{
-		Name: "tandem_mode", Help: "1 for the mode of the node: Dual, ClaimsOnly, DevicePluginOnly or Split.",
-	}, []string{"mode"})
-	rejected := prometheus.NewGauge(prometheus.GaugeOpts{
-		Name: "tandem_config_rejected", Help: "1 while the newest configuration of the node (file and label) is wrong and the previous one is in use.",
-	})
-	registry.MustRegister(build, modes, rejected)
-	return metrics{Registry: registry, modes: modes, rejected: rejected}
+	}, []string{"version", "commit"}).WithLabelValues(version.Version, version.Commit).Set(1)
+	return metrics{
+		Registry: registry,
+		modes: factory.NewGaugeVec(prometheus.GaugeOpts{
+			Name: "tandem_mode", Help: "1 for the mode of the node: Dual, ClaimsOnly, DevicePluginOnly or Split.",
+		}, []string{"mode"}),
+		rejected: factory.NewGauge(prometheus.GaugeOpts{
+			Name: "tandem_config_rejected", Help: "1 while the newest configuration of the node (file and label) is wrong and the previous one is in use.",
+		}),
+	}
+}
+
+// deviceNames is implemented by cdi.Specs.
+type deviceNames interface{ UseSecretNames(secret bool) }
+
+// chooseNames selects secret names of CDI devices where the configuration, or a flaw of the container runtime, requires them. version is empty
+// while it is not known.
+func (a *Agent) chooseNames(names deviceNames, version string) {
+	if a.config.CDIDeviceNames != config.CDINamesAuto {
+		names.UseSecretNames(a.config.CDIDeviceNames == config.CDINamesSecret)
+	} else if version != "" {
+		names.UseSecretNames(runtimes.TakesDevices(version))
+	}
 }
 
 // checkRuntime writes an event on the node if its container runtime does not inject CDI devices, or may not: containers would start without
@@ -225,12 +243,9 @@ func newMetrics() metrics {
 func (a *Agent) checkRuntime(ctx context.Context, self *podstate.Node, names deviceNames) error {
 	version := ""
 	next := func() bool {
-		now := self.RuntimeVersion()
-		changed := now != "" && now != version
-		if changed {
-			version = now
-		}
-		return changed
+		before := version
+		version = cmp.Or(self.RuntimeVersion(), before)
+		return version != before
 	}
 	for broadcast.Await(ctx, self.Changed, next) {
 		a.chooseNames(names, version)
