@@ -219,11 +219,9 @@ func (a *Agent) serveWithDriver(ctx context.Context, c components) error {
 	group.Go(func() error { defer close(chosen); return a.choose(choosing, c.Node) })
 	c.endChoice = func() { stop(); <-chosen }
 	group.Go(func() error {
-		if a.config.Unchosen {
-			// The agent restarts with a configuration, which says where the driver is, as soon as the node's label is known.
-			if !broadcast.Sleep(ctx, a.times.answerWait) {
-				return nil
-			}
+		// Without a chosen configuration, which says where the driver is, the agent restarts with one as soon as the node's label is known.
+		if a.config.Unchosen && !broadcast.Sleep(ctx, a.times.answerWait) {
+			return nil
 		}
 		paused := &pause{Agent: a, c: c}
 		if err := paused.begin(ctx); err != nil {

@@ -71,10 +71,7 @@ func driverAway(missing error) bool {
 
 // labelWithoutGPU removes the labels of a node that has lost its last GPU, until stop is called. stop waits for its end.
 func (a *Agent) labelWithoutGPU(ctx context.Context, c components) (stop func()) {
-	ctx, cancel := context.WithCancel(ctx)
-	ended := make(chan struct{})
-	go func() {
-		defer close(ended)
+	return meanwhile(ctx, func(ctx context.Context) {
 		// The metrics are those of the writer that runs while the node has GPUs.
 		config := a.labelConfig(ctx, c, c.driver, prometheus.NewRegistry())
 		want := config.Want
@@ -83,11 +80,7 @@ func (a *Agent) labelWithoutGPU(ctx context.Context, c components) (stop func())
 			return labels, known && len(labels) == 0
 		}
 		_ = nodelabels.NewWriter(config).Run(ctx) // it returns nil
-	}()
-	return func() {
-		cancel()
-		<-ended
-	}
+	})
 }
 
 // longestMachine bounds the file with the machine's model. A label has at most 63 characters of it.

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"runtime/debug"
 	"slices"
+	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -97,14 +98,9 @@ const scanPatience = 5 * time.Second
 // During the first scan it leaves a status of this boot as it is, because the ledger is about to confirm its holders. After a scan without
 // a GPU, nothing is held.
 func (a *Agent) reportWaiting(ctx context.Context, c components, scanning bool) (stop func()) {
-	ctx, cancel := context.WithCancel(ctx)
-	ended := make(chan struct{})
-	go func() {
-		defer close(ended)
-		if scanning {
-			if !broadcast.Sleep(ctx, scanPatience) {
-				return
-			}
+	return meanwhile(ctx, func(ctx context.Context) {
+		if scanning && !broadcast.Sleep(ctx, scanPatience) {
+			return
 		}
 		object, err := gpunode.New(gpunode.Config{
 			REST: a.api, NodeName: a.config.NodeName, Registerer: prometheus.NewRegistry(), Facts: gpunode.Facts{BootID: a.bootID},
@@ -119,10 +115,17 @@ func (a *Agent) reportWaiting(ctx context.Context, c components, scanning bool) 
 			}
 			return "the agent reads the node's GPUs"
 		}})
-	}()
+	})
+}
+
+// meanwhile runs a function until stop is called, which waits for its end.
+func meanwhile(ctx context.Context, run func(context.Context)) (stop func()) {
+	ctx, cancel := context.WithCancel(ctx)
+	var running sync.WaitGroup
+	running.Go(func() { run(ctx) })
 	return func() {
 		cancel()
-		<-ended
+		running.Wait()
 	}
 }
 
