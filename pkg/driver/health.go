@@ -7,6 +7,7 @@ package driver
 import (
 	"context"
 	"reflect"
+	"slices"
 	"strings"
 	"time"
 
@@ -33,8 +34,12 @@ func (s *session) WatchHealthStatus(ctx context.Context, reports chan<- kubeletp
 		health := s.deviceHealth(s.Inventory.Inventory())
 		if again || !reflect.DeepEqual(sent, health) {
 			sent = health
+			report, now := kubeletplugin.DeviceHealthReport{Devices: slices.Clone(health)}, time.Now()
+			for i := range report.Devices {
+				report.Devices[i].LastUpdated = now
+			}
 			select {
-			case reports <- kubeletplugin.DeviceHealthReport{Devices: updated(health, time.Now())}:
+			case reports <- report:
 			case <-ctx.Done():
 				return nil
 			case <-s.ctx.Done():
@@ -76,14 +81,4 @@ func (d *Driver) deviceHealth(inv device.Inventory) (all []kubeletplugin.DeviceH
 // bounded returns as much of a message as the API accepts.
 func bounded(text string) string {
 	return strings.ToValidUTF8(text[:min(len(text), corev1.ResourceHealthMessageMaxLength)], "")
-}
-
-// updated returns the devices with the time of their health.
-func updated(devices []kubeletplugin.DeviceHealth, now time.Time) []kubeletplugin.DeviceHealth {
-	stamped := make([]kubeletplugin.DeviceHealth, len(devices))
-	for i, d := range devices {
-		stamped[i] = d
-		stamped[i].LastUpdated = now
-	}
-	return stamped
 }

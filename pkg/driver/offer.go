@@ -97,12 +97,12 @@ func (o *Offer) Pools(f Facts) (map[string]resourceslice.Pool, time.Time) {
 func (o *Offer) SetPublished(published []resourceapi.ResourceSlice) {
 	found := map[string]sourcePools{}
 	for _, slice := range published {
+		from := ownPool
+		if slice.Spec.Pool.Name == o.NodeName {
+			from = nodePool
+		}
 		for _, d := range slice.Spec.Devices {
-			if slice.Spec.Pool.Name == o.NodeName {
-				found[device.GPUName(d.Name)] |= nodePool
-			} else {
-				found[device.GPUName(d.Name)] |= ownPool
-			}
+			found[device.GPUName(d.Name)] |= from
 		}
 	}
 	o.inGPUPool = map[string]bool{}
@@ -309,12 +309,7 @@ func (a *allocated) add(ref device.Ref, profileID int, from sourcePools) {
 
 // poolsKnown reports whether it is known from which pool each device was allocated.
 func (a *allocated) poolsKnown() bool {
-	for _, from := range a.from {
-		if from == 0 {
-			return false
-		}
-	}
-	return true
+	return !slices.Contains(slices.Collect(maps.Values(a.from)), 0)
 }
 
 // blocks reports whether allocations prevent ref from being allocated in the node pool: those of other devices that overlap it, and

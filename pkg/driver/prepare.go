@@ -248,9 +248,11 @@ func (d *Driver) applySharing(ctx context.Context, preparations []*preparation) 
 			all.Go(func() {
 				if g.share {
 					g.clientDevices, g.err = d.joinPolicy(ctx, p, g)
-				} else {
-					g.clientDevices, g.err = d.applyGroup(ctx, p, g)
+					return
 				}
+				// What the claim's parameters request.
+				group := sharing.Group{Claim: p.sharingClaim(), Devices: g.devices, Sharing: g.sharing}
+				g.clientDevices, g.err = d.Sharing.Apply(ctx, group, func() error { return d.reserved(p) })
 			})
 		}
 	}
@@ -270,12 +272,6 @@ func (d *Driver) applySharing(ctx context.Context, preparations []*preparation) 
 		}
 	}
 	return ok
-}
-
-// applyGroup applies the settings that the claim's parameters request.
-func (d *Driver) applyGroup(ctx context.Context, p *preparation, g *sharedGroup) (clientDevices []string, err error) {
-	group := sharing.Group{Claim: p.sharingClaim(), Devices: g.devices, Sharing: g.sharing}
-	return d.Sharing.Apply(ctx, group, func() error { return d.reserved(p) })
 }
 
 // joinPolicy makes a claim with a share of a GPU a client of the GPU's daemon, if the node's policy is MPS.

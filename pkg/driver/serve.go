@@ -5,6 +5,7 @@
 package driver
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -87,17 +88,14 @@ func (d *Driver) serve(ctx context.Context) error {
 	if d.HeldOnly == nil {
 		group.Go(func() error { return d.publish(ctx) })
 		group.Go(func() error { return d.writeConditions(ctx) })
-	}
-	if d.HeldOnly == nil && d.Strict {
-		group.Go(func() error { return d.confirmAllocations(ctx) })
+		if d.Strict {
+			group.Go(func() error { return d.confirmAllocations(ctx) })
+		}
 	}
 	err = group.Wait()
 	// Calls that wait for a device fail now.
 	cancel(err)
-	if cause := context.Cause(s.ctx); err == nil && cause != nil {
-		err = cause
-	}
-	return err
+	return cmp.Or(err, context.Cause(s.ctx))
 }
 
 // guardSockets ends the session when its sockets are gone or another driver with our name appears. While the other driver is
