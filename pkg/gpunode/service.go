@@ -96,8 +96,13 @@ func tainted(status v1alpha1.GPUNodeStatus) taintedDevices {
 	return found
 }
 
-func without(names, others []string) []string {
-	return slices.DeleteFunc(slices.Clone(names), func(name string) bool { return slices.Contains(others, name) })
+func without(names, others []string) (left []string) {
+	for _, name := range names {
+		if !slices.Contains(others, name) {
+			left = append(left, name)
+		}
+	}
+	return left
 }
 
 // reportMissed reports rules that do not select what they seem to mean, once each. It reports nothing before the driver has placed the GPUs.

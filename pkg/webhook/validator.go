@@ -83,7 +83,11 @@ func Mistakes(kind, driver string, object, before []byte) (field.ErrorList, erro
 		all = append(all, wrong...)
 		all = append(all, p.beyond(e, decoded)...)
 	}
-	return parametersv1beta1.Few(p.path, all, mistakesMax), nil
+	if len(all) > mistakesMax {
+		more := fmt.Sprintf("and %d more mistakes", len(all)-mistakesMax)
+		all = append(all[:mistakesMax:mistakesMax], field.Invalid(p.path, field.OmitValueType{}, more))
+	}
+	return all, nil
 }
 
 // parameters of one object for one driver.

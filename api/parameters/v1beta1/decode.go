@@ -55,7 +55,7 @@ func Decode(raw []byte, path *field.Path) (Parameters, field.ErrorList) {
 	}
 	sharing, wrong := wire.sharing(path)
 	if all = append(all, wrong...); len(all) > 0 {
-		return Parameters{}, Few(path, all, mistakesMax)
+		return Parameters{}, few(path, all)
 	}
 	p.Sharing = sharing
 	return p, nil
@@ -83,13 +83,13 @@ const (
 	echoMax = 64
 )
 
-// Few returns the first errors, at most so many, and one with the number of the rest.
-func Few(path *field.Path, all field.ErrorList, most int) field.ErrorList {
-	if len(all) <= most {
+// few returns the first errors, and one with the number of the rest.
+func few(path *field.Path, all field.ErrorList) field.ErrorList {
+	if len(all) <= mistakesMax {
 		return all
 	}
-	more := fmt.Sprintf("and %d more mistakes", len(all)-most)
-	return append(all[:most:most], field.Invalid(path, field.OmitValueType{}, more))
+	more := fmt.Sprintf("and %d more mistakes", len(all)-mistakesMax)
+	return append(all[:mistakesMax:mistakesMax], field.Invalid(path, field.OmitValueType{}, more))
 }
 
 // echo shortens input for an error text.
