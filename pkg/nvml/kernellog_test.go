@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	gonvml "github.com/NVIDIA/go-nvml/pkg/nvml"
 	"github.com/google/go-cmp/cmp"
 
 	gpu "github.com/tandem-gpu/tandem/pkg/device"
@@ -67,6 +68,19 @@ func TestAddresses(t *testing.T) {
 	} {
 		if got := slot(address); got != want {
 			t.Errorf("%q is %q, want %q", address, got, want)
+		}
+	}
+}
+
+// The other end of an NVLink is found by the address that its GPU has, also in a domain of more than four digits.
+func TestAddressOfALink(t *testing.T) {
+	for address, want := range map[string]string{"00000000:3B:00.0": "0000:3b:00.0", "00010002:3B:00.0": "10002:3b:00.0"} {
+		var info gonvml.PciInfo
+		for i, c := range []byte(address) {
+			info.BusId[i] = int8(c)
+		}
+		if got := busID(info); got != want {
+			t.Errorf("%s is %s, want %s", address, got, want)
 		}
 	}
 }

@@ -36,7 +36,7 @@ func List() []Mutation {
 			Name: "share-without-memory", Tier: Test, Package: "./cli/explain", By: "TestExplainShares",
 			What: "a holder's share without memory of its own counts as the whole device",
 			Harm: "a shared GPU is shown as held, and a pod is told to wait",
-			Changes: []Change{Edit("pkg/availability", "Node", "heldShare",
+			Changes: []Change{Edit("pkg/availability", "", "NewNode",
 				"h.Shared || h.Memory > 0", "h.Memory > 0")},
 		},
 		{
