@@ -74,7 +74,7 @@ func Allocatable(
 			}
 		}
 		switch {
-		case !allocated && len(device.Holders) == 0:
+		case !allocated && !takesNone(device) && len(device.Holders) == 0:
 			free++
 		case !allocated && !takesNone(device):
 			value++

@@ -64,6 +64,12 @@ func TestAllocatable(t *testing.T) {
 			}
 			s.Devices[0].Maintenance = &v1alpha1.DeviceMaintenance{}
 		}, want: 7},
+		"under maintenance, and its pod has just ended": {change: func(s *v1alpha1.GPUNodeStatus) {
+			for i := range 7 {
+				s.Devices[i].Holders = []v1alpha1.DeviceHolder{limit}
+			}
+			s.Devices[7].Maintenance = &v1alpha1.DeviceMaintenance{} // and kubelet still lists it
+		}, want: 7},
 		"one under maintenance, one tainted, and one GPU is free": {change: func(s *v1alpha1.GPUNodeStatus) {
 			for i := range 7 {
 				s.Devices[i].Holders = []v1alpha1.DeviceHolder{limit}
