@@ -73,7 +73,7 @@ unit: ## unit tests with the race detector
 
 .PHONY: contract
 contract: ## agent and controller as programs, with a real API server and a fake kubelet (RUN=regexp, CLUSTERS=2)
-	$(call run,hack/cmd/stories) -of ./test/contract -race $(if $(RUN),-run '$(RUN)') $(if $(CLUSTERS),-clusters $(CLUSTERS))
+	$(call run,hack/cmd/stories) -of ./test/contract -race -timeout 1h $(if $(RUN),-run '$(RUN)') $(if $(CLUSTERS),-clusters $(CLUSTERS))
 
 .PHONY: intruder
 intruder: ## attacks on an API server with the chart's roles and policies, and what the product expects of an API server

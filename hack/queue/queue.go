@@ -47,6 +47,15 @@ func (q Queue) Take(ctx context.Context, likes ...func(name string) bool) (name 
 	return name, ok && err == nil, err
 }
 
+// Left is the number of names that are left.
+func (q Queue) Left(ctx context.Context) (count int, err error) {
+	err = q.change(ctx, func(names []string) []string {
+		count = len(names)
+		return names
+	})
+	return count, err
+}
+
 func (q Queue) change(ctx context.Context, with func([]string) []string) error {
 	unlock, err := filelock.Wait(ctx, q.path+".lock")
 	if err != nil {

@@ -23,6 +23,9 @@ func TestEachNameOnce(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	if left, err := q.Left(t.Context()); left != count || err != nil {
+		t.Errorf("%d names are left (%v), want %d", left, err, count)
+	}
 	taken := make([][]string, takers)
 	var all sync.WaitGroup
 	for i := range takers {
@@ -51,6 +54,9 @@ func TestEachNameOnce(t *testing.T) {
 	}
 	if name, ok, err := q.Take(t.Context()); ok || err != nil {
 		t.Errorf("take from an empty queue: %q, %v, %v", name, ok, err)
+	}
+	if left, err := q.Left(t.Context()); left != 0 || err != nil {
+		t.Errorf("%d names are left of an empty queue (%v)", left, err)
 	}
 }
 

@@ -50,7 +50,7 @@ func Fill(ctx context.Context, node *cluster.Node, dir string) (*Filler, error) 
 }
 
 // Take removes files, given by a pattern of the shell, and at once fills what becomes free. The owner of the files may find the room
-// between the two, and write them again: the caller repeats Take until it has seen what the loss causes.
+// between the two, and write them again: call Take until the effect of the loss is seen.
 func (f *Filler) Take(ctx context.Context, files string) error {
 	_, err := run(ctx, f.node, "sh", "-c", "rm -f "+files+"; cat /dev/zero >> "+filepath.Join(f.dir, fillFile)+" 2> /dev/null; true")
 	return err

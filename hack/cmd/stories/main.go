@@ -29,14 +29,14 @@ import (
 // converter makes events of what the stories' program prints.
 const converter = "bin/hack/test2json"
 
-// script is a package of stories, by its directory: ./test/e2e.
-type script string
+// suite is a package of stories, by its directory: ./test/e2e.
+type suite string
 
 // name is what the stories are called in what is printed, and in the names of files.
-func (s script) name() string { return filepath.Base(string(s)) }
+func (s suite) name() string { return filepath.Base(string(s)) }
 
 // program plays the stories.
-func (s script) program() string { return "bin/hack/" + s.name() + ".test" }
+func (s suite) program() string { return "bin/hack/" + s.name() + ".test" }
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
@@ -67,7 +67,7 @@ func run(ctx context.Context, args []string) (err error) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, *timeout)
 	defer cancel()
-	stories := script(*of)
+	stories := suite(*of)
 	if err := stories.compile(ctx, *race); err != nil {
 		return err
 	}
@@ -106,7 +106,7 @@ func (s *stage) playAll(ctx context.Context, names []string, only string, cluste
 	}()
 	first, most := clusters, clusters
 	if clusters == 0 {
-		most = carried()
+		most = max(1, carried())
 		first = min(runtime.NumCPU(), most)
 	}
 	if _, kept := os.LookupEnv(keepVariable); kept || strings.Contains(only, "/") {
@@ -123,7 +123,7 @@ func (s *stage) playAll(ctx context.Context, names []string, only string, cluste
 	if err != nil {
 		return err
 	}
-	s.printf("%d stories on %d clusters or more, at most %d", len(names), first, most)
+	s.printf("%d stories on %d to %d clusters", len(names), first, most)
 	err = s.play(ctx, r, order(names, took), only, first, most)
 	return errors.Join(err, took.add(s.took))
 }
@@ -152,7 +152,7 @@ func (s *stage) summarize(took time.Duration) error {
 }
 
 // compile makes the programs.
-func (s script) compile(ctx context.Context, race bool) (err error) {
+func (s suite) compile(ctx context.Context, race bool) (err error) {
 	tmp, err := os.MkdirTemp("", "tandem-"+s.name()+"-build-")
 	if err != nil {
 		return fmt.Errorf("make directory for the compiler: %w", err)
@@ -171,8 +171,8 @@ func (s script) compile(ctx context.Context, race bool) (err error) {
 	return nil
 }
 
-// list are the stories whose names match, in the order of the source.
-func (s script) list(ctx context.Context, only string) ([]string, error) {
+// list are the stories whose names match, sorted.
+func (s suite) list(ctx context.Context, only string) ([]string, error) {
 	binary, err := filepath.Abs(s.program())
 	if err != nil {
 		return nil, err

@@ -46,7 +46,7 @@ func readDurations() (durations, error) {
 	return took, nil
 }
 
-// add keeps newer durations for the next run.
+// add keeps newer durations for the next run. Runs at the same time may lose those of each other.
 func (d durations) add(newer durations) error {
 	maps.Copy(d, newer)
 	path, err := durationsFile()
@@ -58,10 +58,11 @@ func (d durations) add(newer durations) error {
 		err = os.MkdirAll(filepath.Dir(path), 0o755)
 	}
 	if err == nil {
-		err = os.WriteFile(path+".new", data, 0o644)
-	}
-	if err == nil {
-		err = os.Rename(path+".new", path)
+		next := fmt.Sprintf("%s.%d", path, os.Getpid())
+		err = os.WriteFile(next, data, 0o644)
+		if err == nil {
+			err = os.Rename(next, path)
+		}
 	}
 	if err != nil {
 		return fmt.Errorf("keep durations: %w", err)
@@ -90,14 +91,14 @@ const (
 	// instancesOfAll are inotify instances for mostClusters: each has some 40, of kubelets, containerds, API server and agents.
 	instancesOfAll, mostClusters = 1024, 8
 	// A machine whose CPUs were idle for this share of the window carries one cluster more.
-	idleWindow, idleEnough = 45 * time.Second, 0.4
+	idleWindow, idleEnough = 45 * time.Second, 0.5
 )
 
-// carried is how many clusters the memory of the machine carries.
+// carried is how many clusters more the memory of the machine carries now; zero if it cannot be read.
 func carried() int {
 	meminfo, err := os.ReadFile("/proc/meminfo")
 	if err != nil {
-		return 1
+		return 0
 	}
 	return carriedBy(string(meminfo))
 }
@@ -106,16 +107,16 @@ func carriedBy(meminfo string) int {
 	for line := range strings.Lines(meminfo) {
 		var available int
 		if _, err := fmt.Sscanf(line, "MemAvailable: %d kB", &available); err == nil {
-			return max(1, min(available/memoryEach, mostClusters))
+			return min(available/memoryEach, mostClusters)
 		}
 	}
-	return 1
+	return 0
 }
 
 // cpuTimes are the ticks that the CPUs have been idle, and all their ticks.
 type cpuTimes struct{ idle, all float64 }
 
-// readTimes returns those since the machine started; zeros where /proc/stat cannot be read, which adds no cluster.
+// readTimes returns those since the machine started; zeros where /proc/stat cannot be read.
 func readTimes() cpuTimes {
 	stat, err := os.ReadFile("/proc/stat")
 	if err != nil {
@@ -139,9 +140,9 @@ func timesIn(stat string) (t cpuTimes) {
 	return t
 }
 
-// idleSince is the share of the time after earlier in which the CPUs were idle.
+// idleSince is the share of the time after earlier in which the CPUs were idle; zero if either could not be read.
 func (t cpuTimes) idleSince(earlier cpuTimes) float64 {
-	if t.all <= earlier.all {
+	if t.all <= earlier.all || earlier.all == 0 {
 		return 0
 	}
 	return (t.idle - earlier.idle) / (t.all - earlier.all)

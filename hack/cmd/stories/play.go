@@ -36,7 +36,7 @@ const (
 
 // stage is where the stories are played. Its methods may be called at the same time by several clusters.
 type stage struct {
-	stories script
+	stories suite
 	mu      sync.Mutex
 	results results.Results
 	// took is how long stories took that passed, in seconds.
@@ -46,7 +46,7 @@ type stage struct {
 }
 
 // newStage announces the stories that are to be played.
-func newStage(stories script, names []string) (*stage, error) {
+func newStage(stories suite, names []string) (*stage, error) {
 	s := &stage{stories: stories, took: durations{}}
 	if path := os.Getenv(results.Variable); path != "" {
 		file, err := os.Create(path)
@@ -88,17 +88,20 @@ func (s *stage) add(e results.Event) error {
 	return nil
 }
 
-// play begins with some clusters, and adds one as often as the machine was idle, up to most. It returns when all have ended. ctx limits their
-// time: the limit of package testing would end a program before it has removed its cluster.
+// play begins with some clusters, and adds one after each window in which the CPUs were idle, up to most in all. It returns when all have
+// ended. ctx limits their time: the limit of package testing would end a program before it has removed its cluster.
 func (s *stage) play(ctx context.Context, r *leftovers.Run, names []string, only string, first, most int) error {
 	flags := []string{"-test.v=test2json", "-test.count=1", "-test.timeout=0", "-test.run=" + cmp.Or(only, ".")}
 	env := append(os.Environ(), r.Env())
+	left := func() (int, error) { return 0, nil }
 	if !strings.Contains(only, "/") {
 		path := filepath.Join(r.Dir, "queue")
-		if _, err := queue.Write(path, names); err != nil {
+		q, err := queue.Write(path, names)
+		if err != nil {
 			return err
 		}
 		env = append(env, queueVariable+"="+path)
+		left = func() (int, error) { return q.Left(ctx) }
 	}
 	ended := make(chan error)
 	begun, running := 0, 0
@@ -123,12 +126,18 @@ func (s *stage) play(ctx context.Context, r *leftovers.Run, names []string, only
 			running--
 		case <-windows.C:
 			now := readTimes()
-			// A cluster that has ended has found the queue empty, or is broken.
-			if idle := now.idleSince(before); begun == running && begun < most && idle > idleEnough {
+			idle := now.idleSince(before)
+			before = now
+			// A cluster that has ended has found the queue empty, or is broken. Other programs may have taken the memory meanwhile.
+			if ctx.Err() != nil || begun > running || begun >= most || idle <= idleEnough || carried() == 0 {
+				continue
+			}
+			if waiting, err := left(); err != nil {
+				errs = append(errs, err)
+			} else if waiting > 0 {
 				s.printf("one cluster more: the CPUs were idle for %.0f %% of the last %v", 100*idle, idleWindow)
 				begin()
 			}
-			before = now
 		}
 	}
 	return errors.Join(errs...)
@@ -156,12 +165,13 @@ func (s *stage) playOn(label string, cmd *exec.Cmd) error {
 	}
 	err = convert.Start()
 	read.Close()
-	if err == nil {
-		err = cmd.Start()
-	}
 	if err != nil {
 		write.Close()
 		return fmt.Errorf("%s: %w", label, err)
+	}
+	if err := cmd.Start(); err != nil {
+		write.Close()
+		return errors.Join(fmt.Errorf("%s: %w", label, err), convert.Wait())
 	}
 	var last []string
 	failed := false
