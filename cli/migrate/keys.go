@@ -183,7 +183,7 @@ func isEmpty(value any) bool {
 // hasNothing reports whether a value and all in it are not set.
 func hasNothing(value any) bool { return hasOnly(value, isUnset) }
 
-// hasOnly reports whether a value, or all in it if it is a map, is so.
+// hasOnly reports whether is holds for a value or, in a map, for all values.
 func hasOnly(value any, is func(any) bool) bool {
 	inside, ok := value.(map[string]any)
 	if !ok {

@@ -47,7 +47,7 @@ func Inspect(ctx context.Context, c config.Inspect, openDriver func(nvml.Options
 	return errors.Join(report.Err(), writeSpec(c.SpecDir, report))
 }
 
-// writeSlices writes the slices of a new node with the GPUs of the report. Where the agent has no node name it is "node".
+// writeSlices writes the slices of a new node with the GPUs of the report. Without a node name, the slices have "node".
 func writeSlices(out io.Writer, c config.Config, report nvml.Report) error {
 	if report.Err() != nil {
 		return nil // the caller reports it

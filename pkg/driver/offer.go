@@ -309,7 +309,12 @@ func (a *allocated) add(ref device.Ref, profileID int, from sourcePools) {
 
 // poolsKnown reports whether it is known from which pool each device was allocated.
 func (a *allocated) poolsKnown() bool {
-	return !slices.Contains(slices.Collect(maps.Values(a.from)), 0)
+	for _, from := range a.from {
+		if from == 0 {
+			return false
+		}
+	}
+	return true
 }
 
 // blocks reports whether allocations prevent ref from being allocated in the node pool: those of other devices that overlap it, and

@@ -89,7 +89,7 @@ func (r *resets) begin(uuid string) (before attempts, may bool) {
 	return before, true
 }
 
-// end is put after an attempt. It returns how long the GPU waits for the next one.
+// end ends an attempt, and returns how long the GPU waits for the next one.
 func (r *resets) end(uuid string, now attempts) time.Duration {
 	delay := min(resetRetry<<min(max(now.done+now.failed-1, 0), 10), maxResetRetry)
 	now.next = time.Now().Add(delay)

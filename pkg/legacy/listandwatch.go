@@ -3,7 +3,6 @@
 package legacy
 
 import (
-	"cmp"
 	"context"
 	"maps"
 	"slices"
@@ -189,7 +188,10 @@ func (s *service) ListAndWatch(_ *pluginapi.Empty, stream grpc.ServerStreamingSe
 
 // devices returns the devices of a resource. A resource that is not served has none.
 func (r *lists) devices(resource string) *resourceDevices {
-	return cmp.Or(r.table.Load().of[resource], &resourceDevices{resource: resource, config: r.Config})
+	if c := r.table.Load().of[resource]; c != nil {
+		return c
+	}
+	return &resourceDevices{resource: resource, config: r.Config}
 }
 
 // current returns the published lists by resource, which do not change.

@@ -17,7 +17,7 @@ import (
 	"k8s.io/klog/v2"
 )
 
-// How a daemon is shut down, from top to bottom (docs/design/0014-paths.md).
+// The steps of a shutdown, in the order of this file, are in docs/design/0014-paths.md.
 
 // Stop makes the supervisor end its daemon and start no other one before Make is called. It waits until the directory has no daemon,
 // whether its supervisor ended it or was killed. A missing directory has none. It is idempotent. The agent calls it.

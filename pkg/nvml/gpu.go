@@ -70,7 +70,8 @@ func (r *reader) readAll(g *gpu.GPU, d gonvml.Device) (complete bool) {
 }
 
 // nodeMemory returns the node's memory in bytes; zero if it cannot be read. The kernel writes it into the first line.
-func (h Host) nodeMemory() (kibibytes uint64) {
+func (h Host) nodeMemory() uint64 {
+	var kibibytes uint64
 	_, _ = fmt.Sscanf(contents(h.ProcRoot, "meminfo"), "MemTotal: %d", &kibibytes)
 	return kibibytes << 10
 }

@@ -44,8 +44,8 @@ func followKernelLog(ctx context.Context, log io.ReadCloser, handle func(gpu.XID
 	for ctx.Err() == nil {
 		line, err := lines.ReadSlice('\n')
 		switch {
-		// Records were overwritten before they were read; no record of the driver is so long.
-		case errors.Is(err, unix.EPIPE), errors.Is(err, bufio.ErrBufferFull):
+		case errors.Is(err, unix.EPIPE), // records were overwritten before they were read
+			errors.Is(err, bufio.ErrBufferFull): // no record of the driver is so long
 			continue
 		case ctx.Err() != nil:
 			return nil

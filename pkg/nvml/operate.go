@@ -66,7 +66,7 @@ func operate[T any](
 	return value, nil
 }
 
-// change is operate for what has no value, and nothing to revert where a caller whose ctx ended retries.
+// change is operate for operations that return no value. Nothing is reverted: a caller whose ctx ended retries.
 func change(ctx context.Context, n *Node, uuid, about string, do func(*operation) error) error {
 	_, err := operate(ctx, n, uuid, about, func(op *operation) (struct{}, error) { return struct{}{}, do(op) }, nil)
 	return err

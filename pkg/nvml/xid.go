@@ -23,7 +23,6 @@ import (
 func (n *Node) WatchXIDs(ctx context.Context, handle func(gpu.XIDEvent)) error {
 	events := make(chan gpu.XIDEvent)
 	var reading sync.WaitGroup
-	defer reading.Wait()
 	reading.Go(func() {
 		n.readXIDs(ctx, func(e gpu.XIDEvent) {
 			select {
@@ -47,6 +46,7 @@ func (n *Node) WatchXIDs(ctx context.Context, handle func(gpu.XIDEvent)) error {
 		case <-ctx.Done():
 		}
 	}
+	reading.Wait()
 	return nil
 }
 

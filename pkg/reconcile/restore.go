@@ -342,7 +342,7 @@ type uses struct {
 	consumed map[podstate.PoolDevice]device.Consumed
 }
 
-// usesOf returns none of a claim that is nil.
+// usesOf returns no uses for a nil claim.
 func (r *Reconciler) usesOf(claim *resourceapi.ResourceClaim) uses {
 	u := uses{consumed: map[podstate.PoolDevice]device.Consumed{}}
 	if claim == nil || claim.Status.Allocation == nil {

@@ -361,7 +361,7 @@ func codeOf(ret gonvml.Return) string {
 	return cmp.Or(codes[ret], fmt.Sprint("unknown return code ", int(ret)))
 }
 
-// codes are taken before any library is open: from then on go-nvml has the library's texts in place of the names. It lacks some names.
+// codes are taken before any library is open: from then on go-nvml has the library's texts in place of the names. go-nvml lacks some names.
 var codes = func() map[gonvml.Return]string {
 	names := map[gonvml.Return]string{
 		gonvml.ERROR_NOT_READY: "ERROR_NOT_READY", gonvml.ERROR_GPU_NOT_FOUND: "ERROR_GPU_NOT_FOUND",
