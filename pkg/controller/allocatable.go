@@ -74,10 +74,12 @@ func Allocatable(
 			}
 		}
 		switch {
-		case !allocated && !takesNone(device) && len(device.Holders) == 0:
-			free++
 		case !allocated && !takesNone(device):
-			value++
+			if len(device.Holders) == 0 {
+				free++
+			} else {
+				value++
+			}
 		case !asking && heldByPod(device):
 			awaited++
 		}

@@ -107,12 +107,7 @@ func (r *Reconciler) waitsFor(h ledger.Hold) string {
 	case len(parts) == 0:
 		parts = append(parts, "the agent is examining its pods")
 	}
-	text := strings.Join(parts, "; ")
-	if len(text) > maxWaitsFor {
-		const more = " …"
-		text = strings.ToValidUTF8(text[:maxWaitsFor-len(more)], "") + more
-	}
-	return text
+	return regarding.Shorten(strings.Join(parts, "; "), maxWaitsFor)
 }
 
 func (r *Reconciler) keeper(pod ledger.Pod) string {
