@@ -106,7 +106,7 @@ func (s *stage) playAll(ctx context.Context, names []string, only string, cluste
 	}()
 	first, most := clusters, clusters
 	if clusters == 0 {
-		most = max(1, carried())
+		most = max(1, s.machine.carried())
 		first = min(runtime.NumCPU(), most)
 	}
 	if _, kept := os.LookupEnv(keepVariable); kept || strings.Contains(only, "/") {

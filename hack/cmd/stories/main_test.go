@@ -3,13 +3,19 @@
 package main
 
 import (
+	"errors"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
+	"github.com/prometheus/procfs"
+
+	"github.com/tandem-gpu/tandem/hack/leftovers"
 	"github.com/tandem-gpu/tandem/hack/results"
 )
 
@@ -43,12 +49,18 @@ end() { printf '\x16--- %s: %s (1.50s)\n\x16PASS\n' "$1" "$2"; }
 	return resultsFile
 }
 
-// A run succeeds only if all stories have ended, each well or with a known reason for a skip. The file of results says the same.
-func TestRunsThatFail(t *testing.T) {
-	convert := filepath.Join(t.TempDir(), "test2json")
-	if out, err := exec.Command("go", "build", "-o", convert, "cmd/test2json").CombinedOutput(); err != nil {
+func buildConverter(t *testing.T) (path string) {
+	t.Helper()
+	path = filepath.Join(t.TempDir(), "test2json")
+	if out, err := exec.Command("go", "build", "-o", path, "cmd/test2json").CombinedOutput(); err != nil {
 		t.Fatalf("build test2json: %v\n%s", err, out)
 	}
+	return path
+}
+
+// A run succeeds only if all stories have ended, each well or with a known reason for a skip. The file of results says the same.
+func TestRunsThatFail(t *testing.T) {
+	convert := buildConverter(t)
 	for _, c := range []struct {
 		name, script, err         string
 		played, skipped, unplayed int
@@ -93,6 +105,48 @@ func TestRunsThatFail(t *testing.T) {
 			}
 			if c.name == "a failure" && (len(r.Failed) != 1 || r.Failed[0].Text != "    c_test.go:1: bad") {
 				t.Errorf("failed: %q", r.Failed)
+			}
+		})
+	}
+}
+
+// A cluster is added while the CPUs are idle and stories are left. Each program says in a file that it was started.
+func TestClustersAreAdded(t *testing.T) {
+	convert := buildConverter(t)
+	const idle = `
+echo >> $PROC/started
+ticks=1000
+idle() { ticks=$((ticks + 1000)); printf 'cpu  1 0 1 %d 0 0 0 0 0 0\n' $ticks > $PROC/new && mv $PROC/new $PROC/stat; sleep 0.02; }
+clusters() { wc -l < $PROC/started; }
+`
+	for _, c := range []struct {
+		name, script string
+		clusters     int
+	}{
+		{"a story is left", `[ $(clusters) = 2 ] && run TestB && end PASS TestB && exit
+			for i in $(seq 500); do [ $(clusters) = 2 ] && break; idle; done; run TestA; end PASS TestA`, 2},
+		{"none is left", `> $STORIES_QUEUE; for i in $(seq 20); do idle; done; for n in TestA TestB; do run $n; end PASS $n; done`, 1},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			checkout(t, convert, idle+c.script)
+			names := []string{"TestA", "TestB"}
+			s, err := newStage(stories, names)
+			if err != nil {
+				t.Fatal(err)
+			}
+			proc := t.TempDir()
+			t.Setenv("PROC", proc)
+			s.machine, s.window = machineIn(t, proc, "MemAvailable:   12000000 kB\n", "cpu  1 0 1 1000 0 0 0 0 0 0\n"), 20*time.Millisecond
+			r, err := leftovers.Begin(t.Context(), io.Discard)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := errors.Join(s.play(t.Context(), r, names, "", 1, 2), s.summarize(0), s.close(), r.End(t.Context())); err != nil {
+				t.Error(err)
+			}
+			started, err := os.ReadFile(filepath.Join(proc, "started"))
+			if got := strings.Count(string(started), "\n"); got != c.clusters || err != nil {
+				t.Errorf("%d clusters (%v), want %d", got, err, c.clusters)
 			}
 		})
 	}
@@ -146,6 +200,21 @@ func TestDurations(t *testing.T) {
 	}
 }
 
+// machineIn has these files, in a directory for /proc.
+func machineIn(t *testing.T, dir, meminfo, stat string) machine {
+	t.Helper()
+	for name, text := range map[string]string{"meminfo": meminfo, "stat": stat} {
+		if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	proc, err := procfs.NewFS(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return machine{proc}
+}
+
 func TestCarried(t *testing.T) {
 	for meminfo, want := range map[string]int{
 		"MemTotal:       16000000 kB\nMemAvailable:   12000000 kB\n": 5,
@@ -153,22 +222,23 @@ func TestCarried(t *testing.T) {
 		"MemAvailable:   500000000 kB\n":                             8,
 		"":                                                           0,
 	} {
-		if got := carriedBy(meminfo); got != want {
+		if got := machineIn(t, t.TempDir(), meminfo, "").carried(); got != want {
 			t.Errorf("%q carries %d clusters, want %d", meminfo, got, want)
 		}
 	}
 }
 
 func TestIdle(t *testing.T) {
-	earlier := timesIn("cpu  100 0 50 800 40 0 10 0 0 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n")
-	later := timesIn("cpu  140 0 70 820 60 0 10 0 900 0\n") // a guest's time is part of the user's
+	times := func(stat string) cpuTimes { return machineIn(t, t.TempDir(), "", stat).cpuTimes() }
+	earlier := times("cpu  10000 0 5000 80000 4000 0 1000 0 0 0\ncpu0 1 1 1 1 1 1 1 1 0 0\n")
+	later := times("cpu  14000 0 7000 82000 6000 0 1000 0 90000 0\n") // a guest's time is part of the user's
 	if idle := later.idleSince(earlier); idle != 0.2 {
 		t.Errorf("idle for %v of the time, want 0.2", idle)
 	}
-	if idle := timesIn("").idleSince(earlier); idle != 0 {
+	if idle := times("").idleSince(earlier); idle != 0 {
 		t.Errorf("idle for %v of no time", idle)
 	}
-	if idle := later.idleSince(timesIn("")); idle != 0 {
+	if idle := later.idleSince(times("")); idle != 0 {
 		t.Errorf("idle for %v of a time whose beginning is not known", idle)
 	}
 }

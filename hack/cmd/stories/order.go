@@ -14,9 +14,6 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strconv"
-	"strings"
-	"time"
 
 	"github.com/tandem-gpu/tandem/hack/binaries"
 )
@@ -83,67 +80,4 @@ func order(names []string, took durations) []string {
 	}
 	slices.SortStableFunc(names, func(a, b string) int { return cmp.Compare(of(b), of(a)) })
 	return names
-}
-
-const (
-	// memoryEach is what a cluster needs, in KiB.
-	memoryEach = 2 << 20
-	// instancesOfAll are inotify instances for mostClusters: each has some 40, of kubelets, containerds, API server and agents.
-	instancesOfAll, mostClusters = 1024, 8
-	// A machine whose CPUs were idle for this share of the window carries one cluster more.
-	idleWindow, idleEnough = 45 * time.Second, 0.5
-)
-
-// carried is how many clusters more the memory of the machine carries now; zero if it cannot be read.
-func carried() int {
-	meminfo, err := os.ReadFile("/proc/meminfo")
-	if err != nil {
-		return 0
-	}
-	return carriedBy(string(meminfo))
-}
-
-func carriedBy(meminfo string) int {
-	for line := range strings.Lines(meminfo) {
-		var available int
-		if _, err := fmt.Sscanf(line, "MemAvailable: %d kB", &available); err == nil {
-			return min(available/memoryEach, mostClusters)
-		}
-	}
-	return 0
-}
-
-// cpuTimes are the ticks that the CPUs have been idle, and all their ticks.
-type cpuTimes struct{ idle, all float64 }
-
-// readTimes returns those since the machine started; zeros where /proc/stat cannot be read.
-func readTimes() cpuTimes {
-	stat, err := os.ReadFile("/proc/stat")
-	if err != nil {
-		return cpuTimes{}
-	}
-	return timesIn(string(stat))
-}
-
-// timesIn takes the first line of /proc/stat (proc_stat(5)): user, nice, system, idle, iowait, irq, softirq, steal.
-func timesIn(stat string) (t cpuTimes) {
-	line, _, _ := strings.Cut(stat, "\n")
-	for i, field := range strings.Fields(strings.TrimPrefix(line, "cpu ")) {
-		ticks, err := strconv.ParseFloat(field, 64)
-		if err != nil || i > 7 {
-			return t
-		}
-		if t.all += ticks; i == 3 {
-			t.idle = ticks
-		}
-	}
-	return t
-}
-
-// idleSince is the share of the time after earlier in which the CPUs were idle; zero if either could not be read.
-func (t cpuTimes) idleSince(earlier cpuTimes) float64 {
-	if t.all <= earlier.all || earlier.all == 0 {
-		return 0
-	}
-	return (t.idle - earlier.idle) / (t.all - earlier.all)
 }

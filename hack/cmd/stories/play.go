@@ -18,6 +18,8 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/prometheus/procfs"
+
 	"github.com/tandem-gpu/tandem/hack/leftovers"
 	"github.com/tandem-gpu/tandem/hack/queue"
 	"github.com/tandem-gpu/tandem/hack/results"
@@ -37,6 +39,8 @@ const (
 // stage is where the stories are played. Its methods may be called at the same time by several clusters.
 type stage struct {
 	stories suite
+	machine machine
+	window  time.Duration
 	mu      sync.Mutex
 	results results.Results
 	// took is how long stories took that passed, in seconds.
@@ -47,7 +51,11 @@ type stage struct {
 
 // newStage announces the stories that are to be played.
 func newStage(stories suite, names []string) (*stage, error) {
-	s := &stage{stories: stories, took: durations{}}
+	proc, err := procfs.NewDefaultFS()
+	if err != nil {
+		return nil, fmt.Errorf("open the proc file system: %w", err)
+	}
+	s := &stage{stories: stories, machine: machine{proc}, window: idleWindow, took: durations{}}
 	if path := os.Getenv(results.Variable); path != "" {
 		file, err := os.Create(path)
 		if err != nil {
@@ -93,15 +101,14 @@ func (s *stage) add(e results.Event) error {
 func (s *stage) play(ctx context.Context, r *leftovers.Run, names []string, only string, first, most int) error {
 	flags := []string{"-test.v=test2json", "-test.count=1", "-test.timeout=0", "-test.run=" + cmp.Or(only, ".")}
 	env := append(os.Environ(), r.Env())
-	left := func() (int, error) { return 0, nil }
+	var queued queue.Queue
 	if !strings.Contains(only, "/") {
 		path := filepath.Join(r.Dir, "queue")
-		q, err := queue.Write(path, names)
-		if err != nil {
+		var err error
+		if queued, err = queue.Write(path, names); err != nil {
 			return err
 		}
 		env = append(env, queueVariable+"="+path)
-		left = func() (int, error) { return q.Left(ctx) }
 	}
 	ended := make(chan error)
 	begun, running := 0, 0
@@ -116,26 +123,26 @@ func (s *stage) play(ctx context.Context, r *leftovers.Run, names []string, only
 	for range first {
 		begin()
 	}
-	windows := time.NewTicker(idleWindow)
+	windows := time.NewTicker(s.window)
 	defer windows.Stop()
 	var errs []error
-	for before := readTimes(); running > 0; {
+	for before := s.machine.cpuTimes(); running > 0; {
 		select {
 		case err := <-ended:
 			errs = append(errs, err)
 			running--
 		case <-windows.C:
-			now := readTimes()
+			now := s.machine.cpuTimes()
 			idle := now.idleSince(before)
 			before = now
 			// A cluster that has ended has found the queue empty, or is broken. Other programs may have taken the memory meanwhile.
-			if ctx.Err() != nil || begun > running || begun >= most || idle <= idleEnough || carried() == 0 {
+			if ctx.Err() != nil || begun > running || begun >= most || idle <= idleEnough || s.machine.carried() == 0 {
 				continue
 			}
-			if waiting, err := left(); err != nil {
+			if waiting, err := queued.Left(ctx); err != nil {
 				errs = append(errs, err)
 			} else if waiting > 0 {
-				s.printf("one cluster more: the CPUs were idle for %.0f %% of the last %v", 100*idle, idleWindow)
+				s.printf("one cluster more: the CPUs were idle for %.0f %% of the last %v", 100*idle, s.window)
 				begin()
 			}
 		}
